@@ -1,0 +1,39 @@
+"""Differentially private training for JAX and Optax, with Laplacian smoothing.
+
+The public names below are loaded on first use, so that importing this package, or
+its accountant alone, imports no JAX.
+"""
+
+from importlib import import_module
+from typing import Any
+
+_HOME = {
+    "Clipped": "clipping",
+    "Grid": "smoothing",
+    "PerExample": "clipping",
+    "accounting": "accounting",
+    "add_gaussian_noise": "noise",
+    "clip_per_example": "clipping",
+    "clipped_grad": "clipping",
+    "dp_adam": "optimizers",
+    "dp_lsadam": "optimizers",
+    "dp_lssgd": "optimizers",
+    "dp_sgd": "optimizers",
+    "fresh_key": "noise",
+    "laplacian_smooth": "smoothing",
+    "privatize": "optimizers",
+    "sensitivity": "clipping",
+    "value_and_clipped_grad": "clipping",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"{__name__} has no public name {name!r}")
+    home = import_module(f"{__name__}.{_HOME[name]}")
+    return home if name == _HOME[name] else getattr(home, name)
+
+
+def __dir__() -> list[str]:
+    return __all__

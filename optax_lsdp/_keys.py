@@ -1,0 +1,45 @@
+"""Keys: entropy or a typed key goes in, a key with its own address comes out."""
+
+import hashlib
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def fresh_key() -> jax.Array:
+    """Return a typed key filled with entropy of the operating system.
+
+    An integer seed keeps at most 32 bits of itself (`jax.random.key(2**40 + 5)` is `key(5)`), which
+    can be guessed. The key is a secret: whoever has it can subtract the noise.
+
+    >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
+    64
+    """
+    words = jax.random.key_data(jax.random.key(0))
+    entropy = np.frombuffer(os.urandom(words.nbytes), words.dtype).reshape(words.shape)
+    return jax.random.wrap_key_data(jnp.asarray(entropy))
+
+
+def check_key(name: str, key: Any) -> None:
+    """Raise unless `key` is one typed key."""
+    if not (
+        isinstance(key, jax.Array)
+        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        and key.ndim == 0
+    ):
+        got = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
+        raise TypeError(
+            f"`{name}` must be one typed key, got {got}; make it with `fresh_key()`, or with "
+            "`jax.random.key(seed)` where the noise need not be secret."
+        )
+
+
+def fold_in_text(key: jax.Array, text: str) -> jax.Array:
+    """Fold 64 bits of the hash of `text` into `key`, so that two texts never share a stream."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    for word in np.frombuffer(digest, "<u4"):
+        key = jax.random.fold_in(key, word)
+    return key

@@ -1,0 +1,95 @@
+"""Trees of arrays: names of leaves, wide dtypes, and norms of rows that are never too small."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_BLOCK = 128  # terms added at a time: fewer tighten `norm_rounding`, more are faster
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """Return a leaf's path as a person would write it, such as `params/Dense_0/kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def check_floating(name: str, tree: Any) -> None:
+    """Raise unless `tree` has leaves and all of them are real floating-point arrays."""
+    leaves = jax.tree.leaves_with_path(tree)
+    if not leaves:
+        raise ValueError(f"`{name}` must hold at least one array, got none.")
+    for path, leaf in leaves:
+        dtype = jnp.result_type(leaf)
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"`{name}` must hold real floating-point arrays, got {dtype} at "
+                f"{path_name(path)!r}; keep what is not trained in the closure or in the batch."
+            )
+
+
+def widen(x: jax.Array) -> jax.Array:
+    """Cast to float32 at least, the precision of norms, sums, noise and smoothing."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return ‖row i of all leaves‖₂ for leaves of shape (n, …): (n,), float32 at least.
+
+    Rows are first divided by their largest entry, so that squares neither overflow nor vanish.
+    The true norm is at most 1 + `norm_rounding(leaves)` times the result, except that a row of
+    subnormal numbers has norm zero.
+    """
+    rows = [widen(leaf).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
+    if not rows:
+        return jnp.zeros(leaves[0].shape[:1], jnp.float32)
+    dtype = jnp.result_type(*rows)
+    rows = [row.astype(dtype) for row in rows]
+    largest = jnp.stack([jnp.max(jnp.abs(row), axis=1) for row in rows]).max(axis=0)
+    scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+
+    def scaled_square(x: jax.Array) -> jax.Array:
+        return jnp.square(x / scale[:, None, None])
+
+    squares = jnp.stack([_sum_in_blocks(row, scaled_square) for row in rows], axis=1)
+    norms = scale * jnp.sqrt(_sum_in_blocks(squares))
+    return jnp.where(largest > 0, norms, largest)
+
+
+def norm_rounding(leaves: Sequence[jax.Array]) -> float:
+    """Return r such that the true norm of a row is at most 1 + r times its `row_norms`.
+
+    To add B non-negative numbers, in any order, is to lose at most B − 1 roundings of u = ε/2
+    relative. Blocks bound B, and their levels add up; the root halves all that came before it;
+    4 u more cover its own rounding and those of the scaling and the squares.
+    """
+    sizes = [math.prod(leaf.shape[1:]) for leaf in leaves if leaf.size]
+    dtype = jnp.result_type(jnp.float32, *leaves)
+    roundings = max(map(_roundings, sizes), default=0) + _roundings(len(sizes))
+    return (roundings / 2 + 4) * float(jnp.finfo(dtype).eps) / 2
+
+
+def _block_size(size: int) -> int:
+    """Return how many terms to add at a time: a divisor of `size` if there is a good one."""
+    if size <= _BLOCK:
+        return max(size, 1)
+    return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)
+
+
+def _roundings(size: int) -> int:
+    """Return how often `_sum_in_blocks` rounds on the way from a term to the sum."""
+    block = _block_size(size)
+    return block - 1 + (_roundings(-(-size // block)) if size > block else 0)
+
+
+def _sum_in_blocks(
+    rows: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
+) -> jax.Array:
+    """Return Σⱼ term(rowsᵢⱼ) for rows: (n, d), block by block; term must map 0 to 0."""
+    n, size = rows.shape
+    block = _block_size(size)
+    blocks = jnp.pad(rows, ((0, 0), (0, -size % block))).reshape(n, -1, block)
+    # The barrier keeps XLA from merging the levels into one reduction of unknown order.
+    sums = jnp.sum(term(jax.lax.optimization_barrier(blocks)), axis=2)
+    return sums[:, 0] if sums.shape[1] == 1 else _sum_in_blocks(sums)

@@ -1,0 +1,204 @@
+"""clipped_grad: a loss for one example goes in, a function to the clipped sum comes out."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lsdp._checks import check_choice, check_whole
+from optax_lsdp._trees import check_floating, path_name
+from optax_lsdp.clipping._factors import STYLES, ClipNorm, ClipStyle, check_clip_norm, clip_groups
+from optax_lsdp.clipping._mark import mark
+from optax_lsdp.clipping._microbatch import in_microbatches
+from optax_lsdp.clipping._vmap import clip_by_vmap
+
+_ENGINES = {"vmap": clip_by_vmap}
+_DEFAULT_ENGINE = "vmap"
+
+
+class PerExample(NamedTuple):
+    """What each example gave. Private: one entry per example, never to be released.
+
+    Attributes:
+        values: (n,) losses; zero where masked.
+        norms: (n,) gradient norms before clipping, zero where masked; with groups of clip
+            norms, a dictionary from each group's path to its norms.
+        aux: what `loss_fn` returned beside its value, with a leading axis of examples;
+            meaningless where masked.
+    """
+
+    values: jax.Array
+    norms: Any
+    aux: Any = None
+
+
+def clipped_grad(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    *,
+    clip_norm: ClipNorm,
+    clip_style: ClipStyle = "threshold",
+    engine: Literal["auto", "vmap"] = "auto",
+    microbatch_size: int | None = None,
+    keep_batch_axis: bool = False,
+) -> Callable[..., optax.Updates]:
+    """Return `f(params, batch, mask=None)`, the sum of clipped per-example gradients.
+
+    s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ), with cᵢ as `clip_style` says, so that adding
+    or removing one example moves s by at most C. It is a sum, not a mean: the optimizers
+    of this package divide it by the expected batch size, a public number, after the noise.
+
+    Args:
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
+        clip_norm: C, as in `clip_per_example`. Under a schedule, call `f(..., step=step)`.
+        clip_style: "threshold" scales down gradients longer than C; "automatic" scales every
+            gradient to C·‖g‖/(‖g‖ + 0.01), so that only the learning rate is left to tune.
+        engine: how norms and sums are computed; all engines give the same result.
+        microbatch_size: how many examples are differentiated at a time, to bound memory.
+        keep_batch_axis: give `loss_fn` its example with a leading axis of length 1.
+
+    Returns:
+        f. `batch` is a tree of arrays with a leading axis of examples, typed keys (for dropout)
+        included; `mask` is (n,), bool, False for padding, which contributes zero. The
+        result has the structure of `params`, each leaf a `Clipped`. Examples that are not finite
+        contribute zero. Arrays that `loss_fn` closes over count as public.
+
+    >>> def loss(w, x):
+    ...     return jnp.vdot(w, x)
+    >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
+    >>> total = clipped_grad(loss, clip_norm=1.0)(jnp.zeros(2), batch)
+    >>> print(total.value.round(3), total.clip_norm)
+    [0.6 1.3] 1.0
+    """
+    value_and_grad = value_and_clipped_grad(
+        loss_fn,
+        clip_norm=clip_norm,
+        clip_style=clip_style,
+        engine=engine,
+        microbatch_size=microbatch_size,
+        keep_batch_axis=keep_batch_axis,
+    )
+
+    def grad(
+        params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
+    ) -> optax.Updates:
+        return value_and_grad(params, batch, mask, step=step)[1]
+
+    return grad
+
+
+def value_and_clipped_grad(
+    loss_fn: Callable[[optax.Params, Any], Any],
+    *,
+    clip_norm: ClipNorm,
+    clip_style: ClipStyle = "threshold",
+    engine: Literal["auto", "vmap"] = "auto",
+    microbatch_size: int | None = None,
+    keep_batch_axis: bool = False,
+    has_aux: bool = False,
+) -> Callable[..., tuple[PerExample, optax.Updates]]:
+    """Return `f(params, batch, mask=None)`, giving `(PerExample, clipped sum)`.
+
+    As `clipped_grad`, with each example's loss, norm and aux beside the sum. Those are
+    private: they may steer nothing that is released unless noise is added to them as well.
+
+    Args:
+        loss_fn: as in `clipped_grad`; with `has_aux`, it returns `(value, aux)`.
+        clip_norm: as in `clipped_grad`.
+        clip_style: as in `clipped_grad`.
+        engine: as in `clipped_grad`.
+        microbatch_size: as in `clipped_grad`.
+        keep_batch_axis: as in `clipped_grad`; aux comes back as `loss_fn` made it.
+        has_aux: whether `loss_fn` returns a pair.
+
+    >>> def loss(w, x):
+    ...     return jnp.vdot(w, x)
+    >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])
+    >>> private, total = value_and_clipped_grad(loss, clip_norm=1.0)(jnp.ones(2), batch)
+    >>> print(private.values, private.norms)
+    [7.  0.5] [5.  0.5]
+    """
+    check_clip_norm(clip_norm)
+    check_choice("clip_style", clip_style, STYLES)
+    check_choice("engine", engine, ("auto", *_ENGINES))
+    if microbatch_size is not None:
+        check_whole("microbatch_size", microbatch_size)
+    clip = _ENGINES[_DEFAULT_ENGINE if engine == "auto" else engine]
+
+    def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
+        if keep_batch_axis:
+            example = jax.tree.map(lambda x: x[None], example)
+        output = loss_fn(params, example)
+        value, aux = output if has_aux else (output, None)
+        _check_scalar(value)
+        return value, aux
+
+    def value_and_grad(
+        params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
+    ) -> tuple[PerExample, optax.Updates]:
+        check_floating("params", params)
+        size = _batch_size(batch)
+        _check_mask(mask, size)
+        now = _clip_norm_at(clip_norm, step)
+        run = partial(
+            clip, value_and_aux, params, groups=clip_groups(now, params), style=clip_style
+        )
+        (values, aux), norms, total = in_microbatches(run, batch, mask, microbatch_size or size)
+        if callable(clip_norm):
+            total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
+        if mask is not None:
+            values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
+        norms = norms[""] if norms.keys() == {""} else norms
+        return PerExample(values, norms, aux), mark(total, clip_groups(clip_norm, params))
+
+    return value_and_grad
+
+
+def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
+    """Return the clip norm of this step: its schedule's value, or itself."""
+    if callable(clip_norm) != (step is not None):
+        raise ValueError(
+            "`step` must be given with a schedule of clip norms and only then, got "
+            f"step={step!r} with clip_norm={clip_norm!r}."
+        )
+    return clip_norm(step) if callable(clip_norm) else clip_norm
+
+
+def _check_scalar(value: Any) -> None:
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; it "
+            "sees one example without batch axis (with an axis of 1 under keep_batch_axis=True)."
+        )
+
+
+def _batch_size(batch: Any) -> int:
+    """Return the number of examples, on which all leaves must agree."""
+    leaves = jax.tree.leaves_with_path(batch)
+    if not leaves:
+        raise ValueError("`batch` must hold at least one array, got none.")
+    for path, leaf in leaves:
+        if not jnp.shape(leaf):
+            raise ValueError(
+                "`batch` must have a leading axis of examples in every leaf, got a scalar at "
+                f"{path_name(path)!r}; let `loss_fn` close over what is the same for all examples."
+            )
+        if len(leaf) != len(leaves[0][1]):
+            raise ValueError(
+                f"`batch` must have one length in all leaves, got {len(leaves[0][1])} at "
+                f"{path_name(leaves[0][0])!r} and {len(leaf)} at {path_name(path)!r}."
+            )
+    return len(leaves[0][1])
+
+
+def _check_mask(mask: Any, size: int) -> None:
+    if mask is None:
+        return
+    dtype, shape = jnp.result_type(mask), jnp.shape(mask)
+    if dtype != jnp.bool_ or shape != (size,):
+        raise ValueError(
+            f"`mask` must be a bool array of shape ({size},), True where an example counts, got "
+            f"{dtype} of shape {shape}."
+        )

@@ -1,0 +1,96 @@
+"""clip_per_example: per-example gradients or a marked sum go in, a plain clipped sum comes out."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lsdp._trees import check_floating, path_name
+from optax_lsdp.clipping._factors import ClipNorm, check_clip_norm, clip_and_sum, clip_groups
+from optax_lsdp.clipping._mark import is_marked, unmark
+
+
+class ClipPerExampleState(NamedTuple):
+    """How many steps were clipped, which is where a schedule of clip norms stands."""
+
+    step: jax.Array
+
+
+def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraArgs:
+    """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
+
+    It takes stacked gradients (leaves with a leading axis of examples, from `jax.vmap` of
+    `jax.grad`; `update` then needs `params`), or the marked sum of `clipped_grad`, which it checks
+    and unwraps. The result is a *sum*, float32 at least, never divided by the number of
+    examples; an example that is not finite contributes zero. It must be the first link of a chain.
+
+    Args:
+        clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per
+            group (`sensitivity` then gives √ΣC²); or a schedule, a function of the step.
+            With `optax.inject_hyperparams`, name it in `static_args`.
+
+    Raises:
+        ValueError: if updates are neither stacked nor marked, or were clipped otherwise.
+
+    >>> params = {"w": jnp.zeros(2)}
+    >>> stacked = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}  # norms 5 and 1/2
+    >>> tx = clip_per_example(1.0)
+    >>> total, _ = tx.update(stacked, tx.init(params), params)
+    >>> print(total["w"].round(3))
+    [0.6 1.3]
+    """
+    check_clip_norm(clip_norm)
+
+    def init(params: optax.Params) -> ClipPerExampleState:
+        del params
+        return ClipPerExampleState(step=jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: optax.Updates,
+        state: ClipPerExampleState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ClipPerExampleState]:
+        del extra_args
+        now = clip_norm(state.step) if callable(clip_norm) else clip_norm
+        if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
+            total = unmark(updates, clip_groups(clip_norm, updates))
+            if callable(clip_norm):  # the marked sum is in units of the clip norm
+                total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
+        else:
+            _check_stacked(updates, params)
+            _, total = clip_and_sum(updates, clip_groups(now, updates))
+        return total, ClipPerExampleState(optax.safe_increment(state.step))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
+    """Raise unless every leaf of `updates` is a stack, of one height, of its parameter's shape."""
+    check_floating("updates", updates)
+    if params is None:
+        raise ValueError(
+            "`params` must be passed to `update` with stacked gradients, got None; without it "
+            "stacked and summed gradients cannot be told apart."
+        )
+    got_tree: Any = jax.tree.structure(updates)
+    if got_tree != jax.tree.structure(params):
+        raise ValueError(
+            "`updates` must have the structure of `params`, got "
+            f"{got_tree} for {jax.tree.structure(params)}."
+        )
+    leaves = jax.tree.leaves_with_path(updates)
+    height = jnp.shape(leaves[0][1])[:1]
+    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
+        name, got, shape = path_name(path), jnp.shape(leaf), jnp.shape(param)
+        if got == shape:
+            raise ValueError(
+                "`updates` must be per-example gradients or a marked sum, got a plain gradient "
+                f"of shape {got} at {name!r}; make it with `clipped_grad` or `jax.vmap(jax.grad(…))`."
+            )
+        if got != height + shape:
+            raise ValueError(
+                f"`updates` must stack one gradient per example, got shape {got} at {name!r}; "
+                f"expected {(*(height or ('n',)), *shape)}."
+            )
