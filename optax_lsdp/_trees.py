@@ -29,23 +29,27 @@ def check_floating(name: str, tree: Any) -> None:
             )
 
 
+def wide_dtype(*arrays: Any) -> Any:
+    """Return float64 if any array has it, else float32: what norms, sums and noise are made in."""
+    return jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")
+
+
 def widen(x: jax.Array) -> jax.Array:
-    """Cast to float32 at least, the precision of norms, sums, noise and smoothing."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    """Cast to float32 at least."""
+    return x.astype(wide_dtype(x))
 
 
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return ‖row i of all leaves‖₂ for leaves of shape (n, …): (n,), float32 at least.
 
     Rows are first divided by their largest entry, so that squares neither overflow nor vanish.
-    The true norm is at most 1 + `norm_rounding(leaves)` times the result, except that a row of
-    subnormal numbers has norm zero.
+    The true norm is at most 1 + `norm_rounding(leaves)` times the result. Subnormal entries may
+    count as zero: XLA flushes them, and all of them together are far below any clip norm.
     """
-    rows = [widen(leaf).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
+    dtype = wide_dtype(*leaves)
+    rows = [leaf.astype(dtype).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
     if not rows:
-        return jnp.zeros(leaves[0].shape[:1], jnp.float32)
-    dtype = jnp.result_type(*rows)
-    rows = [row.astype(dtype) for row in rows]
+        return jnp.zeros(leaves[0].shape[:1], dtype)
     largest = jnp.stack([jnp.max(jnp.abs(row), axis=1) for row in rows]).max(axis=0)
     scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
 
@@ -65,9 +69,8 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
     4 u more cover its own rounding and those of the scaling and the squares.
     """
     sizes = [math.prod(leaf.shape[1:]) for leaf in leaves if leaf.size]
-    dtype = jnp.result_type(jnp.float32, *leaves)
     roundings = max(map(_roundings, sizes), default=0) + _roundings(len(sizes))
-    return (roundings / 2 + 4) * float(jnp.finfo(dtype).eps) / 2
+    return (roundings / 2 + 4) * float(jnp.finfo(wide_dtype(*leaves)).eps) / 2
 
 
 def _block_size(size: int) -> int:

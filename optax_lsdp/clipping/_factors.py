@@ -29,9 +29,9 @@ def check_clip_norm(clip_norm: ClipNorm) -> None:
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
-        if isinstance(norm, jax.core.Tracer):
+        if isinstance(norm, jax.Array):
             raise TypeError(
-                "`clip_norm` must be a static number, got a traced value; with "
+                f"`clip_norm` must be a static number, got {norm!r}; with "
                 'optax.inject_hyperparams, pass static_args=("clip_norm",).'
             )
         if not is_number(norm) or not 1e-30 <= norm <= 1e30:

@@ -87,7 +87,7 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; make it with `clipped_grad` or `jax.vmap(jax.grad(…))`."
+                f"of shape {got} at {name!r}; make it with `clipped_grad`."
             )
         if got != height + shape:
             raise ValueError(

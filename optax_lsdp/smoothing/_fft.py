@@ -22,4 +22,5 @@ def smooth_fft(x: jax.Array, smoothing: jax.Array | float, axes: Sequence[int]) 
         energy += jnp.sin(waves * jnp.asarray(math.pi / size, x.dtype)).reshape(shape) ** 2
     eigenvalues = 1 + 4 * jnp.asarray(smoothing, x.dtype) * energy
     spectrum = jnp.fft.rfftn(x, axes=axes)
-    return jnp.fft.irfftn(spectrum / eigenvalues, s=[x.shape[axis] for axis in axes], axes=axes)
+    smoothed = spectrum * (1 / eigenvalues).astype(spectrum.dtype)
+    return jnp.fft.irfftn(smoothed, s=[x.shape[axis] for axis in axes], axes=axes)

@@ -1,15 +1,18 @@
 """laplacian_smooth: the operator of one array, lifted to trees."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._checks import check_choice, check_non_negative
-from optax_lsdp._trees import path_name, widen
+from optax_lsdp._trees import path_name, wide_dtype, widen
 from optax_lsdp.smoothing._fft import smooth_fft
 from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
 
@@ -89,7 +92,7 @@ def laplacian_smooth(
             choose_walk(layout, path_name(path), leaf.shape) if leaf.size else None
             for path, leaf in paths
         ]
-        smoothed = smooth_tree(smooth, leaves, walks)
+        smoothed = _keep_shardings(partial(smooth_tree, smooth, walks), leaves)
         state = LaplacianSmoothState(optax.safe_increment(state.step))
         return jax.tree.unflatten(structure, smoothed), state
 
@@ -100,7 +103,7 @@ _Smooth = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 def _smooth_each(
-    smooth: _Smooth, leaves: list[jax.Array], walks: list[Walk | None]
+    smooth: _Smooth, walks: list[Walk | None], leaves: list[jax.Array]
 ) -> list[jax.Array]:
     """Smooth every leaf by itself."""
 
@@ -114,7 +117,7 @@ def _smooth_each(
 
 
 def _smooth_as_one_ring(
-    smooth: _Smooth, leaves: list[jax.Array], walks: list[Walk | None]
+    smooth: _Smooth, walks: list[Walk | None], leaves: list[jax.Array]
 ) -> list[jax.Array]:
     """Smooth the concatenation of all leaves that have a walk."""
     walked = [(leaf, walk) for leaf, walk in zip(leaves, walks, strict=True) if walk is not None]
@@ -122,7 +125,7 @@ def _smooth_as_one_ring(
         raise ValueError("`layout` must not give a Grid with scope='tree', which is one ring.")
     if not walked:
         return leaves
-    wide = jnp.result_type(jnp.float32, *leaves)
+    wide = wide_dtype(*leaves)
     vector = jnp.concatenate([walk.lay(leaf).astype(wide) for leaf, walk in walked])
     ends = list(accumulate(leaf.size for leaf, _ in walked))
     parts = iter(jnp.split(smooth(vector, (0,)), ends[:-1]))
@@ -131,3 +134,14 @@ def _smooth_as_one_ring(
         return leaf if walk is None else walk.restore(next(parts), like=leaf).astype(leaf.dtype)
 
     return list(map(restore_leaf, leaves, walks))
+
+
+def _keep_shardings(
+    run: Callable[[list[jax.Array]], list[jax.Array]], leaves: list[jax.Array]
+) -> list[jax.Array]:
+    """Return `run(leaves)`, each result sharded like its leaf, on any kind of mesh."""
+    shardings = [jax.typeof(leaf).sharding for leaf in leaves]
+    if any(AxisType.Explicit in (sharding.mesh.axis_types or ()) for sharding in shardings):
+        run = auto_axes(run, out_sharding=shardings)
+    pairs = zip(run(leaves), leaves, strict=True)
+    return [shard_alike(smoothed, leaf)[0] for smoothed, leaf in pairs]

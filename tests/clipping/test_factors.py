@@ -1,0 +1,157 @@
+"""The law that everything rests on: no example moves the sum by more than the clip norm."""
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given
+
+import optax_lsdp as lsdp
+from optax_lsdp.clipping._factors import clip_factors
+from tests import oracles
+
+N = 6
+SHAPES = {"w": (7, 3), "b": (130,)}
+SLACK = 1 + 1e-6  # what float32 may add to one contribution
+UNIT = 2.0**-24
+
+
+def linear_loss(params, x):
+    """Return a loss whose gradient is the example itself."""
+    terms = jax.tree.map(lambda w, v: jnp.vdot(w, v.astype(w.dtype)), params, x)
+    return sum(jax.tree.leaves(terms))
+
+
+def params_like(dtype):
+    return {name: jnp.zeros(shape, dtype) for name, shape in SHAPES.items()}
+
+
+exponents = st.integers(-44, 38)
+rows = st.fixed_dictionaries(
+    {
+        "seed": st.integers(0, 2**31),
+        "exponents": st.lists(exponents, min_size=N, max_size=N),
+        "poison": st.sampled_from([None, np.nan, np.inf, -np.inf, 3.4e38, 1e-45]),
+        "poisoned": st.integers(0, N - 1),
+        "dtype": st.sampled_from(["float32", "float16", "bfloat16"]),
+    }
+)
+
+
+def make_batch(spec):
+    """Return examples of very different sizes, one of them perhaps poisoned."""
+    rng = np.random.default_rng(spec["seed"])
+    batch = {}
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        for name, shape in SHAPES.items():
+            scales = 10.0 ** np.array(spec["exponents"], np.float64)
+            entries = rng.normal(size=(N, *shape)) * rng.choice([1, 1e-3, 1e-6], (N, *shape))
+            entries *= scales.reshape(-1, *[1] * len(shape))
+            batch[name] = entries.astype(np.float32)
+        if spec["poison"] is not None:
+            batch["b"][spec["poisoned"], 64] = spec["poison"]
+        return {name: jnp.asarray(x).astype(spec["dtype"]) for name, x in batch.items()}
+
+
+def as_row(total):
+    leaves = [np.asarray(leaf, np.float64).reshape(-1) for leaf in jax.tree.leaves(total)]
+    return np.concatenate(leaves)
+
+
+@pytest.fixture(scope="module")
+def clip_by_grad():
+    """Return (batch, mask, clip norm) → marked sum, compiled once per dtype and clip norm."""
+
+    def run(batch, mask, clip_norm, style="threshold"):
+        key = (batch["w"].dtype, clip_norm, style)
+        if key not in compiled:
+            grad = lsdp.clipped_grad(linear_loss, clip_norm=clip_norm, clip_style=style)
+            compiled[key] = jax.jit(grad)
+        return compiled[key](params_like(batch["w"].dtype), batch, mask)
+
+    compiled = {}
+    return run
+
+
+@pytest.mark.parametrize("style", ["threshold", "automatic"])
+@pytest.mark.parametrize("clip_norm", [1e-30, 1e-3, 1.0, 1e30])
+@given(spec=rows)
+@example(
+    spec=dict(seed=0, exponents=[-25] * N, poison=None, poisoned=0, dtype="float32")
+)  # squares underflow
+@example(
+    spec=dict(seed=0, exponents=[38] * N, poison=None, poisoned=0, dtype="float32")
+)  # and overflow
+def test_no_example_contributes_more_than_the_clip_norm(clip_by_grad, clip_norm, style, spec):
+    batch = make_batch(spec)
+    everyone = as_row(clip_by_grad(batch, jnp.ones(N, bool), clip_norm, style))
+    assert np.isfinite(everyone).all()
+    for i in range(N):
+        alone = as_row(clip_by_grad(batch, jnp.arange(N) == i, clip_norm, style))
+        assert np.linalg.norm(alone / clip_norm) <= SLACK
+        others = as_row(clip_by_grad(batch, jnp.arange(N) != i, clip_norm, style))
+        # Adding n numbers in any order rounds by at most (n − 1)·u of the sum of their sizes,
+        # which is at most n·C here, in each of the two sums.
+        summation = 2 * (N - 1) * UNIT * N
+        assert np.linalg.norm((everyone - others) / clip_norm) <= SLACK + summation
+
+
+@given(spec=rows)
+def test_stacked_gradients_are_clipped_like_the_oracle(spec):
+    batch = make_batch({**spec, "dtype": "float32", "poison": None})
+    params = params_like("float32")
+    tx = lsdp.clip_per_example(1.0)
+    total, _ = jax.jit(tx.update)(batch, tx.init(params), params)
+    expected = oracles.clip_rows(oracles.flatten_rows(jax.tree.leaves(batch)), 1.0).sum(axis=0)
+    rounding = 2e-6  # float32, six contributions of norm 1
+    np.testing.assert_allclose(as_row(total), expected, atol=rounding)
+
+
+def test_a_wide_gradient_of_tiny_entries_is_clipped_in_full():
+    # A million squares of 5.9e-8 vanish beside 1 if they are added one by one.
+    row = np.full(2**20, np.sqrt(np.float32(5.9e-8)), np.float32)
+    row[0] = 1
+    grad = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=0.1))
+    total = grad(jnp.zeros(row.size), row[None])
+    assert 0.1 * (1 - 1e-4) <= np.linalg.norm(np.asarray(total.value, np.float64)) <= 0.1 * SLACK
+
+
+def test_a_factor_too_small_for_float32_is_zero():
+    factors = clip_factors(jnp.array([3e38, 1e29]), 1e-8, style="threshold", rounding=0.0)
+    assert factors[0] == 0  # 3e-47; a subnormal factor would be rounded by more than the slack
+    np.testing.assert_allclose(factors[1], 1e-37, rtol=1e-6)
+
+
+def test_a_short_gradient_is_left_alone_and_a_long_one_ends_at_the_clip_norm():
+    factors = clip_factors(jnp.array([0.5, 1.0, 4.0]), 1.0, style="threshold", rounding=0.0)
+    np.testing.assert_allclose(factors, [1, 1, 0.25])
+
+
+def test_automatic_clipping_normalises_towards_the_clip_norm_and_never_reaches_it():
+    norms = jnp.array([1e-6, 0.01, 1.0, 1e6])
+    lengths = norms * clip_factors(norms, 2.0, style="automatic", rounding=0.0)
+    np.testing.assert_allclose(lengths, 2 * norms / (norms + 0.01), rtol=1e-6)
+    assert (lengths <= 2.0).all()
+
+
+@pytest.mark.parametrize("clip_norm", [2.0, {"w": 3.0, "b": 4.0}])
+def test_groups_are_clipped_by_themselves_and_sensitivities_add_in_squares(clip_norm):
+    batch = make_batch(dict(seed=3, exponents=[2] * N, poison=None, poisoned=0, dtype="float32"))
+    params = params_like("float32")
+    total = jax.jit(lsdp.clipped_grad(linear_loss, clip_norm=clip_norm))(params, batch)
+    if isinstance(clip_norm, dict):
+        for name, norm in clip_norm.items():
+            rows = oracles.flatten_rows([batch[name]])
+            expected = oracles.clip_rows(rows, norm).sum(axis=0)
+            np.testing.assert_allclose(as_row(total[name]), expected, atol=1e-5)
+        assert lsdp.sensitivity(clip_norm) == 5.0
+    else:
+        assert lsdp.sensitivity(clip_norm) == 2.0
+
+
+def test_an_example_that_is_not_finite_in_one_group_contributes_to_none():
+    batch = {"w": jnp.ones((2, 7, 3)), "b": jnp.ones((2, 130)).at[0, 0].set(jnp.nan)}
+    grad = lsdp.clipped_grad(linear_loss, clip_norm={"w": 1.0, "b": 1.0})
+    total = grad(params_like("float32"), batch)
+    assert np.linalg.norm(total["w"].value) <= SLACK

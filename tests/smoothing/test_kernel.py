@@ -1,0 +1,44 @@
+"""γ and β: the paper's tables, the sums that define them, and the noise they promise."""
+
+import jax
+import numpy as np
+import pytest
+
+import optax_lsdp as lsdp
+from optax_lsdp.smoothing._kernel import ring_beta, ring_decay, ring_gamma
+
+PAPER_GAMMA = {1: 0.447, 2: 0.333, 3: 0.277, 4: 0.243, 5: 0.218}  # its tables, at all three d
+PAPER_BETA = {1: 0.268, 2: 0.185, 3: 0.149, 4: 0.128, 5: 0.114}
+
+
+def eigenvalues(smoothing, size):
+    return 1 + 2 * smoothing * (1 - np.cos(2 * np.pi * np.arange(size) / size))
+
+
+@pytest.mark.parametrize("size", [1_000, 10_000, 100_000])
+@pytest.mark.parametrize("smoothing", [1, 2, 3, 4, 5])
+def test_the_papers_tables_are_reproduced(smoothing, size):
+    unit = 1e-3  # the tables print three digits, cut or rounded
+    assert abs(ring_gamma(smoothing, size) - PAPER_GAMMA[smoothing]) < unit
+    assert abs(ring_beta(smoothing, size) - PAPER_BETA[smoothing]) < unit
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50, 1001])
+@pytest.mark.parametrize("smoothing", [0.0, 1e-9, 1e-3, 0.5, 1.0, 30.0, 1e4])
+def test_the_closed_forms_are_the_means_over_the_spectrum(smoothing, size):
+    spectrum = eigenvalues(smoothing, size)
+    np.testing.assert_allclose(ring_gamma(smoothing, size), (1 / spectrum).mean(), rtol=1e-9)
+    np.testing.assert_allclose(ring_beta(smoothing, size), (1 / spectrum**2).mean(), rtol=1e-9)
+
+
+@pytest.mark.parametrize("smoothing", [0.2, 1.0, 3.0])
+@pytest.mark.parametrize("size", [5, 1000])
+def test_smoothed_noise_has_the_variance_that_beta_promises(smoothing, size):
+    rows = 200_000 // size
+    noise = jax.random.normal(jax.random.key(0), (rows, size))
+    tx = lsdp.laplacian_smooth(smoothing, layout=lambda path, shape: lsdp.Grid((1,)))
+    smoothed, _ = tx.update(noise, tx.init(noise))
+    # Neighbours are correlated over 1/(1 − ρ) entries: fewer independent samples.
+    samples = noise.size * (1 - ring_decay(smoothing))
+    error = 5 * np.sqrt(2 / samples)
+    assert abs(float(smoothed.var()) / ring_beta(smoothing, size) - 1) < error

@@ -1,0 +1,113 @@
+"""Layouts: a Flax kernel is walked as the authors' code walks a PyTorch weight."""
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import optax_lsdp as lsdp
+from tests import oracles
+
+
+def smooth(tree, smoothing=2.0, **kwargs):
+    tx = lsdp.laplacian_smooth(smoothing, **kwargs)
+    return tx.update(tree, tx.init(tree))[0]
+
+
+def random_like(tree):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), tree)
+
+
+def kernels(layer, shape):
+    variables = layer.init(jax.random.key(0), jnp.zeros(shape))
+    return random_like(variables["params"])
+
+
+def assert_walked_like_pytorch(kernel, smoothed):
+    expected = oracles.smooth_dense(oracles.walk_like_pytorch(np.asarray(kernel)), 2.0)
+    got = oracles.walk_like_pytorch(np.asarray(smoothed))
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
+def test_a_flax_dense_kernel_is_walked_as_pytorch_walks_it():
+    params = kernels(nn.Dense(10), (1, 28))
+    assert params["kernel"].shape == (28, 10)
+    assert_walked_like_pytorch(params["kernel"], smooth(params)["kernel"])
+
+
+def test_a_flax_conv_kernel_is_walked_as_pytorch_walks_it():
+    params = kernels(nn.Conv(5, (3, 4)), (1, 8, 8, 2))
+    assert params["kernel"].shape == (3, 4, 2, 5)
+    assert_walked_like_pytorch(params["kernel"], smooth(params)["kernel"])
+
+
+def test_an_nnx_kernel_is_walked_as_pytorch_walks_it():
+    state = random_like(nnx.state(nnx.Linear(28, 10, rngs=nnx.Rngs(0)), nnx.Param))
+    assert_walked_like_pytorch(state["kernel"][...], smooth(state)["kernel"][...])
+
+
+def test_an_equinox_weight_is_stored_as_pytorch_stores_it_and_walked_so():
+    model = random_like(eqx.nn.Linear(28, 10, key=jax.random.key(0)))
+    assert model.weight.shape == (10, 28)
+    assert_walked_like_pytorch(model.weight.T, smooth(model).weight.T)
+
+
+def test_an_attention_kernel_is_walked_along_its_inputs():
+    layer = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
+    kernel = kernels(layer, (1, 4, 5))["query"]["kernel"]
+    assert kernel.shape == (5, 2, 3)
+    # A signal that is constant along the inputs of every unit, and differs between units,
+    # changes only where one unit ends: most entries stay as they are.
+    units = jnp.broadcast_to(jnp.arange(6.0).reshape(2, 3), (5, 2, 3))
+    middle = smooth({"kernel": units}, 0.01)["kernel"][2]
+    np.testing.assert_allclose(middle, units[2], atol=1e-3)
+
+
+def test_an_embedding_is_walked_along_its_vocabulary():
+    table = random_like({"embedding": jnp.zeros((11, 4))})["embedding"]
+    expected = oracles.smooth_dense(np.asarray(table).T.reshape(-1), 2.0)
+    got = smooth({"embedding": table})["embedding"]
+    np.testing.assert_allclose(np.asarray(got).T.reshape(-1), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (1, 2), (-1,), (0, 1, 2)])
+def test_a_grid_smooths_over_its_axes_and_no_others(axes):
+    leaf = random_like(jnp.zeros((4, 5, 3)))
+    got = smooth({"x": leaf}, layout=lambda path, shape: lsdp.Grid(axes))["x"]
+    np.testing.assert_allclose(got, oracles.smooth_grid(leaf, 2.0, axes), atol=1e-5)
+
+
+def test_a_grid_of_five_axes_works():
+    leaf = random_like(jnp.zeros((2, 3, 2, 3, 2)))
+    axes = (0, 1, 2, 3, 4)
+    got = smooth({"x": leaf}, layout=lambda path, shape: lsdp.Grid(axes))["x"]
+    np.testing.assert_allclose(got, oracles.smooth_grid(leaf, 2.0, axes), atol=1e-5)
+
+
+def test_a_dense_kernel_on_images_is_smoothed_on_the_image():
+    kernel = random_like(jnp.zeros((35, 3)))
+    grid = lsdp.Grid(axes=(0, 1), shape=(5, 7, 3))
+    got = smooth({"kernel": kernel}, layout=lambda path, shape: grid)["kernel"]
+    expected = oracles.smooth_grid(np.asarray(kernel).reshape(5, 7, 3), 2.0, (0, 1))
+    np.testing.assert_allclose(got, expected.reshape(35, 3), atol=1e-5)
+
+
+def test_a_function_chooses_leaf_by_leaf():
+    seen = {}
+
+    def layout(path, shape):
+        seen[path] = shape
+        return None if path.endswith("bias") else "stored"
+
+    tree = random_like({"params": {"Dense_0": {"kernel": jnp.zeros((4, 3)), "bias": jnp.zeros(3)}}})
+    for scope in ("leaf", "tree"):
+        got = smooth(tree, layout=layout, scope=scope)["params"]["Dense_0"]
+        want = tree["params"]["Dense_0"]
+        np.testing.assert_array_equal(got["bias"], want["bias"])
+        expected = oracles.smooth_dense(np.asarray(want["kernel"]).reshape(-1), 2.0)
+        np.testing.assert_allclose(np.asarray(got["kernel"]).reshape(-1), expected, atol=1e-5)
+    assert seen == {"params/Dense_0/kernel": (4, 3), "params/Dense_0/bias": (3,)}

@@ -1,0 +1,116 @@
+"""The house rules that a machine can check: who imports whom, how long, which words."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "optax_lsdp"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ALL_FILES = [p for d in ("optax_lsdp", "tests", "benchmarks") for p in (ROOT / d).rglob("*.py")]
+
+LIGHT = {"numpy", "scipy"}
+JAX = {"jax", "jaxlib", "numpy", "optax"}
+STAGE = JAX | {"optax_lsdp._trees", "optax_lsdp._checks", "optax_lsdp._keys"}
+# What a file may import besides the standard library and its own folder; the longest match rules.
+MAY_IMPORT = {
+    "__init__": set(),
+    "_checks": {"numpy"},
+    "_keys": {"jax", "numpy"},
+    "_trees": {"jax"},
+    "accounting": LIGHT | {"optax_lsdp._checks"},
+    "clipping": STAGE,
+    "noise": STAGE,
+    "smoothing": STAGE,
+    "smoothing._kernel": {"numpy"},
+    "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
+    "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
+    "__main__": {"optax_lsdp.demo"},
+}
+
+
+def module_name(path):
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+
+
+def rule_for(module):
+    parts = module.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next(MAY_IMPORT[prefix] for prefix in prefixes if prefix in MAY_IMPORT)
+
+
+def allowed(imported, module):
+    top = imported.partition(".")[0]
+    if (
+        top in sys.stdlib_module_names
+        or imported in rule_for(module)
+        or top in rule_for(module) - {"optax_lsdp"}
+    ):
+        return True
+    folder = module.partition(".")[0]
+    return (PACKAGE / folder).is_dir() and imported.startswith(f"optax_lsdp.{folder}")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_a_file_imports_only_what_its_place_allows(path):
+    module = module_name(path)
+    strangers = [name for name in imports(path) if not allowed(name, module)]
+    assert not strangers, f"{module} must not import {strangers}"
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_file_is_one_idea_with_a_contract(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    assert ast.get_docstring(ast.parse(text)), "a file opens with its contract"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_name_says_sigma(path):
+    names = {
+        node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)
+    }
+    names |= {
+        node.arg for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.arg)
+    }
+    assert not {name for name in names if "sigma" in name.lower()}
+
+
+def run(script):
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_the_accountant_imports_and_answers_without_jax():
+    run(
+        "import sys; sys.modules.update(jax=None, jaxlib=None, optax=None)\n"
+        "from optax_lsdp.accounting import SampledGaussian\n"
+        "assert SampledGaussian(1.0, 1, 1, sampling='full').epsilon(1e-5) > 0\n"
+    )
+
+
+def test_importing_the_package_imports_nothing_else():
+    run(
+        "import sys; import optax_lsdp; dir(optax_lsdp)\n"
+        "assert not {'jax', 'optax', 'numpy', 'scipy'} & set(sys.modules)\n"
+    )
+
+
+def test_every_public_name_can_be_loaded_and_helps():
+    import optax_lsdp
+
+    for name in optax_lsdp.__all__:
+        assert getattr(optax_lsdp, name).__doc__, name
+    with pytest.raises(AttributeError, match="no public name 'dpsgd'"):
+        optax_lsdp.dpsgd  # noqa: B018  # the access is the test

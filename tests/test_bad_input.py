@@ -1,0 +1,164 @@
+"""Bad input gets one sentence that names the argument, the demand, the value and the remedy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lsdp as lsdp
+
+KEY = jax.random.key(0)
+PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+STACK = {"w": jnp.ones((5, 2, 3)), "b": jnp.ones((5, 3))}
+GOOD = dict(clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=KEY)
+
+
+def loss(params, x):
+    return jnp.vdot(params["w"], x["w"]) + jnp.vdot(params["b"], x["b"])
+
+
+def privatize(**changes):
+    return lsdp.privatize(optax.sgd(1.0), **{**GOOD, **changes})
+
+
+def grad(params=PARAMS, batch=STACK, mask=None, loss_fn=loss, clip_norm=1.0, **kwargs):
+    return lsdp.clipped_grad(loss_fn, clip_norm=clip_norm, **kwargs)(params, batch, mask)
+
+
+def update(updates, params=PARAMS, **changes):
+    tx = privatize(**changes)
+    return tx.update(updates, tx.init(PARAMS), params)
+
+
+def half_marked():
+    return {**grad(), "b": jnp.ones(3)}
+
+
+CASES = {
+    # numbers
+    "clip norm zero": (lambda: privatize(clip_norm=0.0), "`clip_norm` .* positive.* got 0.0"),
+    "clip norm negative": (lambda: privatize(clip_norm=-1), "`clip_norm` .* got -1"),
+    "clip norm infinite": (lambda: privatize(clip_norm=np.inf), "`clip_norm` .* got inf"),
+    "clip norm NaN": (lambda: grad(clip_norm=float("nan")), "`clip_norm` .* got nan"),
+    "clip norm None": (lambda: grad(clip_norm=None), "`clip_norm` .* got None"),
+    "clip norm text": (lambda: grad(clip_norm="1"), "`clip_norm` .* got '1'"),
+    "clip norm in a group": (lambda: grad(clip_norm={"w": 1.0, "b": -2.0}), "`clip_norm` .*-2.0"),
+    "clip norm beyond float32": (lambda: privatize(clip_norm=1e31), "`clip_norm` .* to 1e30"),
+    "groups that are no prefix": (lambda: grad(clip_norm={"v": 1.0}), "`clip_norm` .* prefix"),
+    "schedule below zero": (lambda: grad(clip_norm=lambda step: -1.0), "`clip_norm` .* got -1.0"),
+    "schedule without step": (lambda: grad(clip_norm=lambda step: 1.0), "`step` must be given"),
+    "noise negative": (lambda: privatize(noise_multiplier=-1.0), "`noise_multiplier` .* got -1.0"),
+    "noise zero": (lambda: privatize(noise_multiplier=0), "got 0; .* use the optimizer itself"),
+    "noise NaN": (lambda: privatize(noise_multiplier=np.nan), "`noise_multiplier` .* got nan"),
+    "noise None": (lambda: privatize(noise_multiplier=None), "`noise_multiplier` .* got None"),
+    "stddev zero": (
+        lambda: lsdp.add_gaussian_noise(0.0, key=KEY),
+        "`stddev` .* leave the link out",
+    ),
+    "batch size zero": (lambda: privatize(expected_batch_size=0), "`expected_batch_size` .* got 0"),
+    "smoothing negative": (lambda: privatize(smoothing=-0.1), "`smoothing` .* got -0.1"),
+    "smoothing NaN": (lambda: lsdp.laplacian_smooth(np.nan), "`smoothing` .* got nan"),
+    "smoothing infinite": (lambda: lsdp.laplacian_smooth(np.inf), "`smoothing` .* got inf"),
+    "microbatch zero": (lambda: grad(microbatch_size=0), "`microbatch_size` .* got 0"),
+    "microbatch fraction": (lambda: grad(microbatch_size=1.5), "`microbatch_size` .* got 1.5"),
+    # names
+    "style": (lambda: grad(clip_style="soft"), "`clip_style` .*'automatic'.* got 'soft'"),
+    "engine": (lambda: grad(engine="fast"), "`engine` .* got 'fast'"),
+    "scope": (lambda: lsdp.laplacian_smooth(1.0, scope="all"), "`scope` .*'tree'.* got 'all'"),
+    "method": (lambda: lsdp.laplacian_smooth(1.0, method="lu"), "`method` .*'fft'.* got 'lu'"),
+    "layout": (lambda: lsdp.laplacian_smooth(1.0, layout="out"), "`layout` .* got 'out'"),
+    # keys
+    "key missing": (lambda: privatize(key=None), "`key` .* typed key, got None; .*fresh_key"),
+    "key integer": (lambda: privatize(key=7), "`key` .* got 7; .*jax.random.key"),
+    "key raw": (lambda: privatize(key=jax.random.PRNGKey(0)), "`key` .* got uint32 of shape"),
+    "keys": (lambda: privatize(key=jax.random.split(KEY)), r"`key` .* one typed key.*\(2,\)"),
+    # trees
+    "no parameters": (lambda: grad(params={}), "`params` must hold at least one array"),
+    "no updates": (lambda: update({}, {}), "`updates` must hold at least one array"),
+    "complex": (lambda: grad(params={"w": jnp.ones(2, complex)}), "`params` .* complex64 at 'w'"),
+    "integer": (lambda: grad(params={"w": jnp.ones(2, int)}), "`params` .* int32 at 'w'; keep"),
+    "stacked integers": (
+        lambda: update(jax.tree.map(lambda x: x.astype(int), STACK)),
+        "`updates` .* int32 at 'b'",
+    ),
+    "plain gradient": (lambda: update(PARAMS), "`updates` .* plain gradient .* `clipped_grad`"),
+    "no params": (lambda: update(STACK, None), "`params` must be passed"),
+    "another clip norm": (lambda: update(grad(clip_norm=2.0)), "got 2.0 and 1.0 at 'b'"),
+    "groups for one norm": (
+        lambda: update(grad(clip_norm={"w": 1.0, "b": 1.0})),
+        "got 1.0 for the group 'b' and 1.0 at 'b'",
+    ),
+    "some marked": (
+        lambda: update(half_marked()),
+        "`updates` must be marked .* plain array at 'b'",
+    ),
+    "heights differ": (
+        lambda: update({**STACK, "w": jnp.ones((4, 2, 3))}),
+        r"`updates` .* got shape \(4, 2, 3\) at 'w'; expected \(5, 2, 3\)",
+    ),
+    "another shape": (
+        lambda: update({**STACK, "w": jnp.ones((5, 3, 2))}),
+        r"`updates` .* got shape \(5, 3, 2\) at 'w'",
+    ),
+    "another tree": (lambda: update({"w": STACK["w"]}), "`updates` must have the structure"),
+    # batches
+    "mask too short": (lambda: grad(mask=jnp.ones(4, bool)), r"`mask` .* \(5,\).* \(4,\)"),
+    "mask of floats": (lambda: grad(mask=jnp.ones(5)), "`mask` must be a bool .* got float32"),
+    "batch of scalars": (
+        lambda: grad(batch={**STACK, "t": jnp.float32(1)}),
+        "`batch` .* scalar at 't'; let `loss_fn` close over",
+    ),
+    "batch is empty": (lambda: grad(batch={}), "`batch` must hold at least one array"),
+    "lengths differ": (
+        lambda: grad(batch={**STACK, "y": jnp.ones(3)}),
+        "`batch` .* got 5 at 'b' and 3 at 'y'",
+    ),
+    "loss of a batch": (lambda: grad(loss_fn=lambda p, x: p["b"]), r"`loss_fn` .* shape \(3,\)"),
+    # layouts
+    "a layout of something else": (
+        lambda: lsdp.laplacian_smooth(1.0, layout=lambda path, shape: 3).update(
+            PARAMS, lsdp.laplacian_smooth(1.0).init(PARAMS)
+        ),
+        "`layout` must give .* got 3 for 'b'",
+    ),
+    "a grid of another size": (
+        lambda: lsdp.laplacian_smooth(
+            1.0, layout=lambda path, shape: lsdp.Grid((0,), shape=(4, 2))
+        ).update(PARAMS, lsdp.laplacian_smooth(1.0).init(PARAMS)),
+        r"`Grid.shape` .* got \(4, 2\) for \(3,\) at 'b'",
+    ),
+    "a grid of no such axis": (
+        lambda: lsdp.laplacian_smooth(1.0, layout=lambda path, shape: lsdp.Grid((5,))).update(
+            PARAMS, lsdp.laplacian_smooth(1.0).init(PARAMS)
+        ),
+        r"`Grid.axes` .* got \(5,\) at 'b'",
+    ),
+    "a grid in one ring": (
+        lambda: lsdp.laplacian_smooth(
+            1.0, scope="tree", layout=lambda path, shape: lsdp.Grid((0,))
+        ).update(PARAMS, lsdp.laplacian_smooth(1.0).init(PARAMS)),
+        "`layout` .* Grid with scope='tree'",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), CASES.values(), ids=list(CASES))
+def test_bad_input_is_named(call, message):
+    with pytest.raises((ValueError, TypeError), match=message) as caught:
+        call()
+    text = str(caught.value)
+    assert text.endswith(".") and "\n" not in text
+
+
+def test_a_traced_clip_norm_is_refused_with_the_remedy():
+    with pytest.raises(TypeError, match="static_args"):
+        optax.inject_hyperparams(lsdp.clip_per_example)(clip_norm=1.0).init(PARAMS)
+
+
+def test_an_error_leaves_the_state_usable():
+    tx = privatize()
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError):
+        tx.update(PARAMS, state, PARAMS)
+    tx.update(STACK, state, PARAMS)

@@ -1,0 +1,190 @@
+"""Noise: its law, its scale, its tails, and that no two draws are ever shared."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import scipy.stats
+from jax.sharding import AxisType, PartitionSpec
+
+import optax_lsdp as lsdp
+
+SIZE = 200_000
+TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
+
+
+def draw(tree, stddev=1.0, key=None, steps=1):
+    """Return the noise of each of the first steps, as vectors by leaf."""
+    tx = lsdp.add_gaussian_noise(stddev, key=jax.random.key(0) if key is None else key)
+    state, update, noises = tx.init(tree), jax.jit(tx.update), []
+    for _ in range(steps):
+        noise, state = update(tree, state)
+        noises.append([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(noise)])
+    return noises
+
+
+def is_standard_normal(noise):
+    """Test mean, variance, kurtosis and the whole distribution at five standard errors."""
+    error = 5 / np.sqrt(noise.size)
+    return (
+        abs(noise.mean()) < error
+        and abs(noise.var() - 1) < error * np.sqrt(2)
+        and abs((noise**4).mean() - 3) < error * np.sqrt(96)
+        and scipy.stats.kstest(noise, "norm").pvalue > 1e-6
+    )
+
+
+def test_noise_is_normal_with_the_given_stddev():
+    for noise in draw(TREE, stddev=3.0)[0]:
+        assert is_standard_normal(noise / 3.0)
+        assert not is_standard_normal(noise / 3.0 * 1.05)  # the test itself can tell
+
+
+def test_leaves_and_steps_are_independent():
+    streams = list(itertools.chain(*draw(TREE, steps=3)))
+    correlations = np.corrcoef(streams) - np.eye(len(streams))
+    assert np.abs(correlations).max() < 5 / np.sqrt(SIZE)
+    # Correlation is blind to a shift by one entry, a shared magnitude, and a shared pattern.
+    for one, other in itertools.combinations(streams, 2):
+        assert abs(np.corrcoef(one[1:], other[:-1])[0, 1]) < 5 / np.sqrt(SIZE)
+        assert abs(np.corrcoef(one**2, other**2)[0, 1]) < 5 / np.sqrt(SIZE)
+
+
+def test_neighbouring_entries_are_independent():
+    noise = draw(TREE)[0][0]
+    for lag in (1, 2, 100):
+        assert abs(np.corrcoef(noise[lag:], noise[:-lag])[0, 1]) < 5 / np.sqrt(SIZE)
+
+
+def test_tails_reach_beyond_eight_standard_deviations(monkeypatch):
+    def every_bit(value):
+        def bits(key, shape, dtype):
+            return jnp.full(shape, value, dtype)
+
+        return bits
+
+    monkeypatch.setattr(jax.random, "bits", every_bit(0))
+    assert draw(jnp.zeros(1))[0][0][0] > 8
+    monkeypatch.setattr(jax.random, "bits", every_bit(1))
+    assert draw(jnp.zeros(1))[0][0][0] < -8
+
+
+@pytest.mark.parametrize("threshold", [2.0, 3.0, 4.0])
+def test_tails_have_the_right_weight(threshold):
+    noise = draw(jnp.zeros(10_000_000), key=jax.random.key(1))[0][0]
+    expected = noise.size * 2 * scipy.stats.norm.sf(threshold)
+    assert abs((np.abs(noise) > threshold).sum() - expected) < 5 * np.sqrt(expected)
+
+
+def test_the_noise_of_a_leaf_depends_on_its_path_alone():
+    alone = draw({"b": {"c": TREE["b"]["c"]}})[0][0]
+    np.testing.assert_array_equal(alone, draw(TREE)[0][1])
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn():
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(5))
+    _, state = tx.update(TREE, tx.init(TREE))
+    restored = jax.tree.map(lambda x: x, state)
+    expected, _ = tx.update(TREE, state)
+    got, _ = lsdp.add_gaussian_noise(1.0, key=jax.random.key(6)).update(TREE, restored)
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_are_kept_and_noise_is_drawn_in_float32_at_least(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        noise = draw(jnp.zeros(SIZE, dtype))[0][0]
+        wide = draw(jnp.zeros(SIZE, "float64" if dtype == "float64" else "float32"))[0][0]
+        np.testing.assert_array_equal(noise, np.asarray(jnp.asarray(wide).astype(dtype), float))
+
+
+def test_a_schedule_sets_the_stddev_of_each_step():
+    noises = draw(TREE, stddev=lambda step: 1.0 + step.astype(float), steps=3)
+    for step, leaves in enumerate(noises):
+        assert is_standard_normal(leaves[0] / (1 + step))
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
+def test_a_scheduled_stddev_that_is_not_positive_releases_nothing(bad):
+    assert np.isnan(draw(TREE, stddev=lambda step: jnp.float32(bad))[0][0]).all()
+
+
+def test_donating_the_state_spares_the_callers_key():
+    key = jax.random.key(0)
+    tx = lsdp.add_gaussian_noise(1.0, key=key)
+    update = jax.jit(tx.update, donate_argnums=1)
+    update(TREE, tx.init(TREE))
+    jax.random.normal(key)
+
+
+def test_fresh_keys_differ_and_hold_full_entropy():
+    data = np.array([jax.random.key_data(lsdp.fresh_key()) for _ in range(64)])
+    assert len({tuple(words) for words in data}) == 64
+    assert (np.bitwise_or.reduce(data) == 2**32 - 1).all()  # each bit was set in some key
+
+
+def mesh_of(kind):
+    return jax.make_mesh((8,), ("shards",), axis_types=(kind,))
+
+
+def test_sharded_noise_equals_unsharded_noise_to_the_bit():
+    mesh = mesh_of(AxisType.Auto)
+    sharding = jax.NamedSharding(mesh, PartitionSpec("shards"))
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+    zeros = jnp.zeros((8, 1000))
+    expected, _ = jax.jit(tx.update)(zeros, tx.init(zeros))
+    got, _ = jax.jit(tx.update)(jax.device_put(zeros, sharding), tx.init(zeros))
+    np.testing.assert_array_equal(got, expected)
+    assert got.sharding.is_equivalent_to(sharding, 2)
+
+
+def in_shard_map(updates, spec, *, key_varies=False, check_vma=True, reduce=False):
+    """Add noise to `updates` inside shard_map."""
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+
+    def step(shard):
+        state = tx.init(shard)
+        if reduce:
+            shard = jax.lax.psum(shard, "shards")
+        if key_varies:
+            key = jax.random.fold_in(state.key, jax.lax.axis_index("shards"))
+            state = state._replace(key=key)
+        return tx.update(shard, state)[0]
+
+    out = PartitionSpec() if reduce else spec
+    mesh = mesh_of(AxisType.Auto)
+    run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma)
+    return jax.jit(run)(updates)
+
+
+def test_inside_shard_map_noise_that_would_repeat_is_refused():
+    with pytest.raises(ValueError, match="same noise"):
+        in_shard_map(jnp.zeros((8, 100)), PartitionSpec("shards"))
+
+
+def test_inside_unchecked_shard_map_noise_is_refused():
+    with pytest.raises(ValueError, match="may vary"):
+        in_shard_map(jnp.zeros((8, 100)), PartitionSpec("shards"), check_vma=False)
+
+
+def test_inside_shard_map_a_summed_gradient_gets_one_noise():
+    total = in_shard_map(jnp.zeros((8, 100)), PartitionSpec("shards"), reduce=True)
+    np.testing.assert_array_equal(total[0], draw(jnp.zeros((1, 100)))[0][0])
+
+
+def test_inside_shard_map_a_key_that_varies_gives_each_shard_its_own_noise():
+    noise = in_shard_map(jnp.zeros((8, 100)), PartitionSpec("shards"), key_varies=True)
+    assert len(np.unique(noise)) == noise.size
+
+
+def test_two_groups_under_one_partition_share_no_noise():
+    key = jax.random.key(0)
+    params = {"a": jnp.zeros(100), "b": jnp.zeros(100)}
+    tx = optax.partition(
+        {name: lsdp.add_gaussian_noise(1.0, key=key) for name in params}, {"a": "a", "b": "b"}
+    )
+    noise, _ = tx.update(params, tx.init(params))
+    assert not np.isin(noise["a"], noise["b"]).any()

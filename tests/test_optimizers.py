@@ -1,0 +1,288 @@
+"""The private optimizers: one step in NumPy, and everything that Optax users do with them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lsdp as lsdp
+from tests import oracles
+
+N, C, Z, B, LR = 6, 0.5, 1.5, 8, 0.3
+KEY = jax.random.key(42)
+PARAMS = {
+    "Dense_0": {"kernel": jnp.linspace(-1, 1, 15).reshape(5, 3), "bias": jnp.zeros(3)},
+    "Conv_0": {"kernel": jnp.ones((2, 2, 1, 3))},
+}
+PRIVATE = dict(clip_norm=C, noise_multiplier=Z, expected_batch_size=B, key=KEY)
+OPTIMIZERS = {
+    "dp_sgd": lsdp.dp_sgd(LR, momentum=0.9, **PRIVATE),
+    "dp_lssgd": lsdp.dp_lssgd(LR, momentum=0.9, **PRIVATE),
+    "dp_adam": lsdp.dp_adam(LR, **PRIVATE),
+    "dp_lsadam": lsdp.dp_lsadam(LR, **PRIVATE),
+    "privatize": lsdp.privatize(optax.adamw(LR), smoothing=2.0, **PRIVATE),
+}
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    """Replace the strict one: Optax's own Adam divides by an int32 step."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
+both_kinds = pytest.mark.parametrize("kind", ["stacked", "marked"])
+
+
+def linear_loss(params, x):
+    """Return a loss whose gradient is the example itself."""
+    return sum(
+        jax.tree.leaves(jax.tree.map(lambda w, v: jnp.vdot(w, v.astype(w.dtype)), params, x))
+    )
+
+
+def stacked(params=PARAMS, seed=0):
+    leaves, structure = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+    rows = [jnp.asarray(rng.normal(size=(N, *x.shape)), np.float32).astype(x.dtype) for x in leaves]
+    return jax.tree.unflatten(structure, rows)
+
+
+clipped = jax.jit(lsdp.clipped_grad(linear_loss, clip_norm=C))
+
+
+def updates_of(kind, params=PARAMS, seed=0):
+    rows = stacked(params, seed)
+    return rows if kind == "stacked" else clipped(params, rows)
+
+
+def noise_of(step, params=PARAMS, stddev=Z * C):
+    """Return the noise that the key draws at a step."""
+    tx = lsdp.add_gaussian_noise(stddev, key=KEY)
+    state = tx.init(params)._replace(step=jnp.int32(step))
+    return tx.update(jax.tree.map(lambda x: jnp.zeros(x.shape), params), state)[0]
+
+
+@both_kinds
+def test_one_step_of_dp_lssgd_is_this_much_numpy(kind):
+    tx = lsdp.dp_lssgd(LR, smoothing=2.0, **PRIVATE)
+    updates, _ = jax.jit(tx.update)(updates_of(kind), tx.init(PARAMS), PARAMS)
+
+    rows = {path: np.asarray(x, np.float64) for path, x in jax.tree.leaves_with_path(stacked())}
+    noises = dict(jax.tree.leaves_with_path(noise_of(0)))
+    squares = sum((x.reshape(N, -1) ** 2).sum(axis=1) for x in rows.values())
+    factors = np.minimum(1, C / np.sqrt(squares))
+    for path, got in jax.tree.leaves_with_path(updates):
+        total = np.tensordot(factors, rows[path], axes=1)
+        mean = (total + np.asarray(noises[path], np.float64)) / B
+        if mean.ndim > 1:
+            walked = oracles.walk_like_pytorch(mean)
+            expected = -LR * oracles.smooth_dense(walked, 2.0)
+            got = oracles.walk_like_pytorch(np.asarray(got))
+        else:
+            expected = -LR * oracles.smooth_dense(mean, 2.0)
+        np.testing.assert_allclose(got, expected, atol=1e-6)  # float32 rounding
+
+
+@both_kinds
+@pytest.mark.parametrize("zero", [0, 0.0, lambda step: 0.0, lsdp.laplacian_smooth(0.0)])
+def test_without_smoothing_dp_lssgd_is_dp_sgd_to_the_bit(kind, zero):
+    plain = lsdp.dp_sgd(LR, **PRIVATE)
+    smoothed = lsdp.dp_lssgd(LR, smoothing=zero, **PRIVATE)
+    grads = updates_of(kind)
+    expected, _ = jax.jit(plain.update)(grads, plain.init(PARAMS), PARAMS)
+    got, _ = jax.jit(smoothed.update)(grads, smoothed.init(PARAMS), PARAMS)
+    chex.assert_trees_all_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "noise_multiplier"),
+    [
+        ({"Dense_0": 3.0, "Conv_0": 4.0}, 2.0),
+        (lambda step: 10.0 / (1 + step), 1.0),
+        (5.0, lambda step: 2.0 / (1 + step)),
+    ],
+)
+def test_the_noise_is_the_multiplier_times_the_sensitivity_at_every_step(
+    clip_norm, noise_multiplier
+):
+    big = {"Dense_0": jnp.zeros(100_000), "Conv_0": jnp.zeros(100_000)}
+    zeros = jax.tree.map(lambda x: x[None], big)
+    tx = lsdp.privatize(
+        optax.identity(),
+        clip_norm=clip_norm,
+        noise_multiplier=noise_multiplier,
+        expected_batch_size=1,
+        key=KEY,
+    )
+    state = tx.init(big)
+    for step in range(2):
+        noise, state = jax.jit(tx.update)(zeros, state, big)
+        falling = callable(clip_norm) or callable(noise_multiplier)
+        expected = 10.0 / (1 + step) if falling else 10.0
+        for leaf in noise.values():
+            assert abs(float(leaf.std()) / expected - 1) < 5 / np.sqrt(2 * leaf.size)
+
+
+def test_a_scheduled_clip_norm_reaches_the_update_alike_from_stacked_and_marked():
+    schedule = optax.linear_schedule(1.0, 0.1, 5)
+    tx = lsdp.privatize(optax.sgd(1.0), **{**PRIVATE, "clip_norm": schedule})
+    grad = lsdp.clipped_grad(linear_loss, clip_norm=schedule)
+    grad, update = jax.jit(grad), jax.jit(tx.update)
+    by_stack = by_mark = tx.init(PARAMS)
+    for step in range(3):
+        a, by_stack = update(stacked(seed=step), by_stack, PARAMS)
+        b, by_mark = update(grad(PARAMS, stacked(seed=step), step=step), by_mark, PARAMS)
+        chex.assert_trees_all_close(a, b, atol=1e-6)
+
+
+def test_a_marked_sum_of_another_step_still_obeys_the_clip_norm_of_this_one():
+    schedule = optax.linear_schedule(1.0, 0.1, 10)
+    one = jax.tree.map(lambda x: x[:1], stacked())
+    grad = jax.jit(lsdp.clipped_grad(linear_loss, clip_norm=schedule))
+    late = grad(PARAMS, one, step=10)
+    tx = lsdp.clip_per_example(schedule)
+    total, _ = tx.update(late, tx.init(PARAMS))
+    assert float(optax.tree.norm(total)) <= 1.0 * (1 + 1e-6)
+
+
+@every_optimizer
+@both_kinds
+def test_a_second_step_does_not_recompile(tx, kind):
+    traces = []
+
+    @jax.jit
+    def step(params, state, grads):
+        traces.append(None)
+        updates, state = tx.update(grads, state, params, an_argument_of_the_future=1)
+        return optax.apply_updates(params, updates), state
+
+    params, state = PARAMS, tx.init(PARAMS)
+    for seed in range(3):
+        params, state = step(params, state, updates_of(kind, seed=seed))
+    assert len(traces) == 1
+
+
+@both_kinds
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_dtypes_are_stable(kind, dtype):
+    tx = OPTIMIZERS["dp_lsadam"]  # every link there is
+    with jax.enable_x64(dtype == "float64"):
+        params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+        state = tx.init(params)
+        grads = updates_of(kind, params)
+        updates, after = jax.jit(tx.update)(grads, state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
+
+
+@every_optimizer
+def test_shardings_are_stable(tx):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.NamedSharding(mesh, jax.P("x"))
+    params = {"kernel": jnp.ones((16, 3)), "bias": jnp.ones(8)}
+    params = jax.tree.map(lambda x: jax.device_put(x, sharded), params)
+    state = jax.jit(tx.init)(params)
+    grads = clipped(params, stacked(params))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(grads, state, params)
+        return updates, optax.apply_updates(params, updates), state
+
+    updates, moved, _ = step(params, state)
+    for tree in (updates, moved):
+        for leaf in jax.tree.leaves(tree):
+            assert leaf.sharding.is_equivalent_to(sharded, leaf.ndim)
+
+
+@both_kinds
+def test_chain_and_masked_carry_both_kinds(kind):
+    mask = {"Dense_0": True, "Conv_0": False}
+    tx = optax.chain(optax.masked(lsdp.dp_lssgd(LR, **PRIVATE), mask), optax.scale(0.5))
+    grads, state = updates_of(kind), tx.init(PARAMS)
+    updates, _ = tx.update(grads, state, PARAMS)
+    alone = lsdp.dp_lssgd(LR, **PRIVATE)
+    trained = {"Dense_0": PARAMS["Dense_0"]}
+    expected, _ = alone.update({"Dense_0": grads["Dense_0"]}, alone.init(trained), trained)
+    halved = jax.tree.map(lambda x: 0.5 * x, expected["Dense_0"])
+    chex.assert_trees_all_close(updates["Dense_0"], halved, atol=1e-7)
+    if kind == "marked":  # what was masked out got no noise, and cannot be applied by accident
+        with pytest.raises(TypeError):
+            optax.apply_updates(PARAMS, updates)
+
+
+@both_kinds
+def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind):
+    factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=("clip_norm",))
+    tx = factory(LR, **PRIVATE, smoothing=2.0)
+    plain = lsdp.dp_lssgd(LR, **PRIVATE, smoothing=2.0)
+    grads = updates_of(kind)
+    expected, _ = plain.update(grads, plain.init(PARAMS), PARAMS)
+    update = jax.jit(tx.update)
+    got, state = update(grads, tx.init(PARAMS), PARAMS)
+    chex.assert_trees_all_close(got, expected, atol=1e-6)
+    state.hyperparams["noise_multiplier"] = jnp.float32(0)  # releases nothing
+    got, _ = update(grads, state, PARAMS)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(got))
+
+
+def test_injected_noise_is_not_rounded_to_half_precision():
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
+    factory = optax.inject_hyperparams(lsdp.dp_sgd, static_args=("clip_norm",))
+    with pytest.raises(ValueError, match="hyperparam_dtype"):
+        factory(LR, **PRIVATE).init(half)
+    factory = optax.inject_hyperparams(
+        lsdp.dp_sgd, static_args=("clip_norm",), hyperparam_dtype=jnp.float32
+    )
+    factory(LR, **PRIVATE).init(half)
+
+
+@every_optimizer
+def test_map_params_finds_the_parameters_in_the_state(tx):
+    state = tx.init(PARAMS)
+    mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(mapped, state)
+    changed = [
+        not np.array_equal(a, b)
+        for a, b in zip(jax.tree.leaves(mapped), jax.tree.leaves(state), strict=True)
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key)
+    ]
+    moments = {"dp_sgd": 1, "dp_lssgd": 1, "dp_adam": 2, "dp_lsadam": 2, "privatize": 2}
+    name = next(name for name, known in OPTIMIZERS.items() if known is tx)
+    assert sum(changed) == moments[name] * len(jax.tree.leaves(PARAMS))
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: optax.apply_if_finite(tx, 3),
+    ],
+    ids=["MultiSteps", "apply_if_finite"],
+)
+def test_wrappers_that_cannot_carry_per_example_gradients_fail(wrap, kind):
+    tx = wrap(lsdp.dp_sgd(LR, **PRIVATE))
+    with pytest.raises((TypeError, ValueError)):
+        state = tx.init(PARAMS)
+        for _ in range(2):
+            updates, state = tx.update(updates_of(kind), state, PARAMS)
+            optax.apply_updates(PARAMS, updates)
+
+
+def test_one_privatize_around_a_partition_is_one_mechanism():
+    inner = optax.partition(
+        {"fast": optax.sgd(1.0), "slow": optax.sgd(0.1)}, {"Dense_0": "fast", "Conv_0": "slow"}
+    )
+    tx = lsdp.privatize(inner, **PRIVATE)
+    updates, _ = tx.update(updates_of("marked"), tx.init(PARAMS), PARAMS)
+    plain = lsdp.dp_sgd(1.0, **PRIVATE)
+    expected, _ = plain.update(updates_of("marked"), plain.init(PARAMS), PARAMS)
+    slow = jax.tree.map(lambda x: 0.1 * x, expected["Conv_0"])
+    chex.assert_trees_all_close(
+        updates, {"Dense_0": expected["Dense_0"], "Conv_0": slow}, atol=1e-7
+    )
