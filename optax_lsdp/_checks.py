@@ -35,6 +35,12 @@ def check_whole(name: str, value: object, remedy: str = "") -> None:
         raise ValueError(_sentence(name, "a whole number, 1 or more", value, remedy))
 
 
+def check_delta(name: str, value: object) -> None:
+    """Raise unless `value` is a probability strictly between 0 and 1."""
+    if not (is_number(value) and 0 < value < 1):
+        raise ValueError(_sentence(name, "above 0 and below 1", value, ""))
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "smoothing._kernel": {"numpy"},
     "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
     "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
-    "__main__": {"optax_lsdp.demo"},
+    "__main__": {"optax_lsdp._checks", "optax_lsdp.demo"},
 }
 
 

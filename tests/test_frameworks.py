@@ -34,6 +34,7 @@ class Run:
         self.grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=C))
 
     def accuracy(self):
+        """Return the share of examples that the model gets right."""
         return float((jnp.argmax(self.logits(self.params, X), axis=-1) == Y).mean())
 
 

@@ -3,9 +3,9 @@
 import math
 from typing import Literal
 
-from optax_lsdp._checks import check_positive
+from optax_lsdp._checks import check_delta, check_positive
 from optax_lsdp.accounting._gaussian import gaussian_mu
-from optax_lsdp.accounting._mechanism import SENSITIVITY, SampledGaussian, check_delta
+from optax_lsdp.accounting._mechanism import SENSITIVITY, SampledGaussian
 
 
 def calibrate_noise_multiplier(
@@ -28,7 +28,7 @@ def calibrate_noise_multiplier(
     20.0
     """
     check_positive("epsilon", epsilon)
-    check_delta(delta)
+    check_delta("delta", delta)
     run = SampledGaussian(1.0, sampling_rate, steps, sampling=sampling, neighbouring=neighbouring)
     z = math.sqrt(run.steps) * SENSITIVITY[neighbouring] / gaussian_mu(epsilon, delta)
     return z * (1 + 1e-12)  # the root and the quotient were rounded

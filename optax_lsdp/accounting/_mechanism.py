@@ -4,7 +4,13 @@ import math
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
+from optax_lsdp._checks import (
+    check_choice,
+    check_delta,
+    check_non_negative,
+    check_positive,
+    check_whole,
+)
 from optax_lsdp.accounting._gaussian import gaussian_delta, gaussian_epsilon
 
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
@@ -52,17 +58,10 @@ class SampledGaussian:
 
     def epsilon(self, delta: float) -> float:
         """Return the smallest ε such that the run is (ε, δ)-differentially private."""
-        check_delta(delta)
+        check_delta("delta", delta)
         return gaussian_epsilon(delta, self.mu)
 
     def delta(self, epsilon: float) -> float:
         """Return the smallest δ such that the run is (ε, δ)-differentially private."""
         check_non_negative("epsilon", epsilon)
         return gaussian_delta(epsilon, self.mu)
-
-
-def check_delta(delta: float) -> None:
-    """Raise unless δ is a probability strictly between 0 and 1."""
-    check_positive("delta", delta)
-    if delta >= 1:
-        raise ValueError(f"`delta` must be below 1, got {delta!r}.")

@@ -1,0 +1,63 @@
+"""Timing: compiled functions go in, medians of one interleaved run come out."""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """Return each function's median milliseconds, all of them taking turns in every round."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for function in functions.values():  # compile and warm up
+        jax.block_until_ready(function())
+    for _ in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            times[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def temporary_bytes(function: Callable[..., Any], *args: Any) -> int:
+    """Return the scratch memory of a compiled function."""
+    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+def circumstances() -> dict[str, Any]:
+    """Say where, when and with what a number was measured."""
+    packages = ("jax", "jaxlib", "optax", "flax", "optax-lsdp")
+    return {
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in packages},
+        "date": date.today().isoformat(),
+        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+    }
+
+
+def arguments(description: str, default: str) -> argparse.Namespace:
+    """Parse the options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=RESULTS / default, help="a JSON file")
+    parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes")
+    return parser.parse_args()
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write a record beside the circumstances in which it was made."""
+    text = json.dumps({"circumstances": circumstances(), **record}, indent=1, ensure_ascii=False)
+    path.write_text(text + "\n")

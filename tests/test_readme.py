@@ -1,0 +1,32 @@
+"""README: every block of code runs as printed, and every number comes from a results file."""
+
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+from benchmarks import report
+
+README = Path(__file__).parents[1] / "README.md"
+BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    """Replace the strict one: README is run as a user would run it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def test_every_block_runs_as_printed():
+    assert len(BLOCKS) >= 4
+    names = {}
+    for block in BLOCKS:
+        exec(compile(block, str(README), "exec"), names)
+    assert names["params"] is not None
+
+
+def test_the_numbers_are_those_of_the_results():
+    text = README.read_text()
+    assert report.fill(text) == text, "run `python -m benchmarks.report`"
