@@ -1,9 +1,12 @@
 # Each target sets up what it needs: a virtual environment in .venv, made anew when
 # pyproject.toml changes. Only Python ≥ 3.11 and make are expected.
+SHELL := bash
+.SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
 .PHONY: demo test test-full lint bench clean
@@ -13,6 +16,14 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Ten times the examples of every law, then all tests on the oldest versions that pyproject.toml
+# admits, whose own deprecation warnings are not ours. The last result is kept in tests/full.txt.
+test-full: $(READY) $(OLDEST)/.ready
+	{ $(BIN)/python -m pytest -n 2 -q -m "" --hypothesis-profile=full && \
+	  $(OLDEST)/bin/python -m pytest -n 2 -q -W default --ignore=optax_lsdp; } 2>&1 \
+	  | tee $(VENV)/full.log
+	grep -E 'passed|failed|error' $(VENV)/full.log | tail -n 2 > tests/full.txt
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
@@ -25,11 +36,20 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.report
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_lsdp needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	@touch $@
+
+$(OLDEST)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	  extras = p["optional-dependencies"]["flax"]; \
+	  print("\n".join(p["dependencies"] + extras).replace(">=", "=="))' > $(OLDEST)/constraints.txt
+	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --constraint $(OLDEST)/constraints.txt --editable '.[test,bench]'
 	@touch $@

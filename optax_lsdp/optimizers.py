@@ -50,6 +50,7 @@ def privatize(
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm",)`, and for half-precision
     parameters `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
 
+    >>> import numpy as np
     >>> tx = privatize(
     ...     optax.sgd(1.0),
     ...     clip_norm=1.0,
@@ -59,7 +60,7 @@ def privatize(
     ... )
     >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])
     >>> updates, _ = tx.update(stacked, tx.init(params), params)
-    >>> print(updates.round(3))  # −(0.6, 1.3) / 2
+    >>> print(np.asarray(updates).round(3))  # −(0.6, 1.3) / 2
     [-0.3  -0.65]
     """
     remedy = "for training without privacy, use the optimizer itself"

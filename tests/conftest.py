@@ -11,6 +11,7 @@ import jax
 import pytest
 
 hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("laws")
 
 

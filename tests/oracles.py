@@ -40,11 +40,11 @@ def flatten_rows(leaves: list[np.ndarray]) -> np.ndarray:
 
 
 def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
-    """Scale each row to norm at most C; rows that are not finite become zero."""
+    """Scale each row to norm at most C; rows whose norm float32 cannot hold become zero."""
     clipped = np.zeros_like(rows, dtype=np.float64)
     for i, row in enumerate(np.asarray(rows, np.float64)):
         norm = np.linalg.norm(row)
-        if np.isfinite(norm) and norm > 0:
+        if 0 < norm <= np.finfo(np.float32).max:
             clipped[i] = row * min(1.0, clip_norm / norm)
     return clipped
 

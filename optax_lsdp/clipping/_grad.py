@@ -65,11 +65,12 @@ def clipped_grad(
         result has the structure of `params`, each leaf a `Clipped`. Examples that are not finite
         contribute zero. Arrays that `loss_fn` closes over count as public.
 
+    >>> import numpy as np
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
     >>> total = clipped_grad(loss, clip_norm=1.0)(jnp.zeros(2), batch)
-    >>> print(total.value.round(3), total.clip_norm)
+    >>> print(np.asarray(total.value).round(3), total.clip_norm)
     [0.6 1.3] 1.0
     """
     value_and_grad = value_and_clipped_grad(

@@ -33,11 +33,12 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     Raises:
         ValueError: if updates are neither stacked nor marked, or were clipped otherwise.
 
+    >>> import numpy as np
     >>> params = {"w": jnp.zeros(2)}
     >>> stacked = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}  # norms 5 and 1/2
     >>> tx = clip_per_example(1.0)
     >>> total, _ = tx.update(stacked, tx.init(params), params)
-    >>> print(total["w"].round(3))
+    >>> print(np.asarray(total["w"]).round(3))
     [0.6 1.3]
     """
     check_clip_norm(clip_norm)

@@ -33,9 +33,20 @@ def expected_sum(clip_norm, keep=range(N)):
     """Clip and add the gradients of the examples in `keep`, each taken by jax.grad alone."""
     rows = []
     for i in keep:
-        grad = jax.grad(loss)(PARAMS, jax.tree.map(lambda x, i=i: x[i], BATCH))
+        _, grad = one_gradient(PARAMS, jax.tree.map(lambda x, i=i: x[i], BATCH))
         rows.append(oracles.flatten_rows([leaf[None] for leaf in jax.tree.leaves(grad)])[0])
     return oracles.clip_rows(np.array(rows).reshape(len(rows), -1), clip_norm).sum(axis=0)
+
+
+def clipped_grad(loss_fn=loss, **kwargs):
+    return jax.jit(lsdp.clipped_grad(loss_fn, **kwargs))
+
+
+def value_and_clipped_grad(loss_fn=loss, **kwargs):
+    return jax.jit(lsdp.value_and_clipped_grad(loss_fn, **kwargs))
+
+
+one_gradient = jax.jit(jax.value_and_grad(loss))
 
 
 def flat(total):
@@ -47,7 +58,7 @@ ROUNDING = 1e-6  # float32, seven contributions of norm at most 1
 
 @pytest.mark.parametrize("clip_norm", [0.1, 0.7, 100.0])
 def test_the_sum_is_that_of_gradients_clipped_one_by_one(clip_norm):
-    total = lsdp.clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
+    total = clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     np.testing.assert_allclose(flat(total), expected_sum(clip_norm), atol=ROUNDING)
     assert {leaf.clip_norm for leaf in total.values()} == {clip_norm}
 
@@ -57,10 +68,8 @@ def test_microbatches_change_nothing(size):
     kwargs = dict(clip_norm=0.7, has_aux=True)
     with_aux = lambda params, example: (loss(params, example), example["x"] * 2)  # noqa: E731
     mask = jnp.arange(N) != 2
-    whole = lsdp.value_and_clipped_grad(with_aux, **kwargs)(PARAMS, BATCH, mask)
-    parts = lsdp.value_and_clipped_grad(with_aux, microbatch_size=size, **kwargs)(
-        PARAMS, BATCH, mask
-    )
+    whole = value_and_clipped_grad(with_aux, **kwargs)(PARAMS, BATCH, mask)
+    parts = value_and_clipped_grad(with_aux, microbatch_size=size, **kwargs)(PARAMS, BATCH, mask)
     chex.assert_trees_all_close(parts, whole, atol=ROUNDING)
     np.testing.assert_allclose(parts[0].aux, 2 * X, atol=ROUNDING)
 
@@ -68,7 +77,7 @@ def test_microbatches_change_nothing(size):
 def test_masked_examples_contribute_nothing_whatever_they_hold():
     mask = jnp.array([True, False, True, True, False, True, True])
     spoilt = {"x": X.at[1].set(jnp.nan).at[4].set(1e38), "y": Y}
-    private, total = lsdp.value_and_clipped_grad(loss, clip_norm=0.7)(PARAMS, spoilt, mask)
+    private, total = value_and_clipped_grad(loss, clip_norm=0.7)(PARAMS, spoilt, mask)
     np.testing.assert_allclose(flat(total), expected_sum(0.7, [0, 2, 3, 5, 6]), atol=ROUNDING)
     np.testing.assert_array_equal(private.values[~mask], 0)
     np.testing.assert_array_equal(private.norms[~mask], 0)
@@ -77,35 +86,35 @@ def test_masked_examples_contribute_nothing_whatever_they_hold():
 @pytest.mark.parametrize("poison", [jnp.nan, jnp.inf])
 def test_examples_that_are_not_finite_contribute_nothing(poison):
     spoilt = {"x": X.at[3, 1].set(poison), "y": Y}
-    total = lsdp.clipped_grad(loss, clip_norm=0.7)(PARAMS, spoilt)
+    total = clipped_grad(loss, clip_norm=0.7)(PARAMS, spoilt)
     np.testing.assert_allclose(flat(total), expected_sum(0.7, [0, 1, 2, 4, 5, 6]), atol=ROUNDING)
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])
 def test_an_empty_batch_gives_zero(microbatch_size):
     empty = jax.tree.map(lambda x: x[:0], BATCH)
-    grad = lsdp.value_and_clipped_grad(loss, clip_norm=1.0, microbatch_size=microbatch_size)
-    private, total = jax.jit(grad)(PARAMS, empty)
+    grad = value_and_clipped_grad(loss, clip_norm=1.0, microbatch_size=microbatch_size)
+    private, total = grad(PARAMS, empty)
     assert private.values.shape == private.norms.shape == (0,)
     chex.assert_trees_all_equal(values(total), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def test_a_fully_masked_batch_gives_zero():
-    total = lsdp.clipped_grad(loss, clip_norm=1.0)(PARAMS, BATCH, jnp.zeros(N, bool))
+    total = clipped_grad(loss, clip_norm=1.0)(PARAMS, BATCH, jnp.zeros(N, bool))
     chex.assert_trees_all_equal(values(total), jax.tree.map(jnp.zeros_like, PARAMS))
 
 
 def test_values_and_norms_are_those_of_each_example_before_clipping():
-    private, _ = lsdp.value_and_clipped_grad(loss, clip_norm=0.1)(PARAMS, BATCH)
+    private, _ = value_and_clipped_grad(loss, clip_norm=0.1)(PARAMS, BATCH)
     for i in range(N):
-        value, grad = jax.value_and_grad(loss)(PARAMS, jax.tree.map(lambda x, i=i: x[i], BATCH))
+        value, grad = one_gradient(PARAMS, jax.tree.map(lambda x, i=i: x[i], BATCH))
         np.testing.assert_allclose(private.values[i], value, rtol=1e-6)
         np.testing.assert_allclose(private.norms[i], optax.tree.norm(grad), rtol=1e-6)
 
 
 def test_norms_of_groups_come_back_by_group():
     clip_norm = {"w": 1.0, "b": 0.5}
-    private, _ = lsdp.value_and_clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
+    private, _ = value_and_clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     assert {name: norms.shape for name, norms in private.norms.items()} == {"w": (N,), "b": (N,)}
 
 
@@ -117,7 +126,7 @@ def test_keys_inside_the_batch_give_each_example_its_own_dropout():
         return jnp.vdot(w, model.apply({}, x, rngs={"dropout": key}))
 
     keys = jax.random.split(jax.random.key(3), N)
-    grads = lsdp.value_and_clipped_grad(dropout_loss, clip_norm=1e9, microbatch_size=2)
+    grads = value_and_clipped_grad(dropout_loss, clip_norm=1e9, microbatch_size=2)
     private, _ = grads(jnp.ones(64), (jnp.ones((N, 64)), keys))
     assert len(set(np.asarray(private.values).tolist())) > 1
 
@@ -128,12 +137,12 @@ def test_keep_batch_axis_gives_the_loss_an_axis_of_one():
         logits = batch["x"] @ params["w"] + params["b"]
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    kept = lsdp.clipped_grad(batched_loss, clip_norm=0.7, keep_batch_axis=True)(PARAMS, BATCH)
-    chex.assert_trees_all_close(kept, lsdp.clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH))
+    kept = clipped_grad(batched_loss, clip_norm=0.7, keep_batch_axis=True)(PARAMS, BATCH)
+    chex.assert_trees_all_close(kept, clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH))
 
 
 def test_marked_sums_of_disjoint_examples_add_up():
-    grad = lsdp.clipped_grad(loss, clip_norm=0.7)
+    grad = clipped_grad(loss, clip_norm=0.7)
     halves = [
         grad(PARAMS, jax.tree.map(lambda x, c=c: x[c], BATCH)) for c in (slice(3), slice(3, N))
     ]
@@ -141,15 +150,15 @@ def test_marked_sums_of_disjoint_examples_add_up():
 
 
 def test_sums_clipped_otherwise_do_not_add():
-    a = lsdp.clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH)
-    b = lsdp.clipped_grad(loss, clip_norm=0.8)(PARAMS, BATCH)
+    a = clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH)
+    b = clipped_grad(loss, clip_norm=0.8)(PARAMS, BATCH)
     with pytest.raises(ValueError):
         jax.tree.map(jnp.add, a, b)
 
 
 def test_a_scheduled_sum_is_in_units_of_its_clip_norm_and_sound_at_any_step():
     schedule = optax.linear_schedule(1.0, 0.1, 10)
-    grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=schedule))
+    grad = clipped_grad(loss, clip_norm=schedule)
     for step in (0, 5, 10):
         total = grad(PARAMS, BATCH, step=step)
         now = float(schedule(step))
@@ -164,7 +173,7 @@ def test_the_parameters_dtype_does_not_narrow_the_sum():
     def half_loss(params, example):
         return loss(params, {"x": example["x"].astype(jnp.bfloat16), "y": example["y"]})
 
-    total = lsdp.clipped_grad(half_loss, clip_norm=1.0)(half, BATCH)
+    total = clipped_grad(half_loss, clip_norm=1.0)(half, BATCH)
     assert {leaf.value.dtype for leaf in total.values()} == {jnp.dtype("float32")}
 
 
@@ -174,5 +183,5 @@ def test_float64_stays_float64():
             lambda x: jnp.asarray(np.asarray(x), "float64" if x.dtype == "float32" else None),
             (PARAMS, BATCH),
         )
-        total = lsdp.clipped_grad(loss, clip_norm=0.7)(params, batch)
+        total = clipped_grad(loss, clip_norm=0.7)(params, batch)
         assert {leaf.value.dtype for leaf in total.values()} == {jnp.dtype("float64")}

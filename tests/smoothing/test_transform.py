@@ -24,7 +24,15 @@ def vector(size, seed=0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
-@pytest.mark.parametrize("sizes", [range(1, 101), range(101, 201), range(201, 301)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        range(1, 41),
+        (47, 64, 97, 100, 127, 128, 131, 180, 211, 243, 251, 256, 299, 300),
+        pytest.param(range(1, 301), marks=pytest.mark.full),
+    ],
+    ids=["small", "some", "all"],
+)
 def test_smoothing_agrees_with_a_dense_solve(sizes):
     rounding = 2e-6  # of the largest entry, float32
     for size in sizes:
