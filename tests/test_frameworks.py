@@ -121,15 +121,26 @@ def equinox_run():
     return run
 
 
-@pytest.mark.parametrize("make", [plain_run, linen_run, nnx_run, equinox_run])
-def test_a_small_model_trains_and_draws_its_noise(make):
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (plain_run, "marked"),
+        (linen_run, "marked"),
+        (linen_run, "stacked"),
+        (nnx_run, "marked"),
+        (nnx_run, "stacked"),
+        (equinox_run, "marked"),
+    ],
+)
+def test_a_small_model_trains_and_draws_its_noise(make, kind):
     run = make()
     start = run.accuracy()
     residuals = []
+    stack = jax.jit(jax.vmap(jax.grad(run.loss), in_axes=(None, 0)))
     for _ in range(STEPS):
         before = run.params
         grads = run.grad(before, (X, Y))
-        run.step(grads)
+        run.step(stack(before, (X, Y)) if kind == "stacked" else grads)
         residuals.append(noise_in(before, run.params, grads))
     assert run.accuracy() > max(0.75, start)
     noise = np.concatenate(residuals)
