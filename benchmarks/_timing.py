@@ -30,11 +30,6 @@ def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def temporary_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """Return the scratch memory of a compiled function."""
-    return jax.jit(function).lower(*args).compile().memory_analysis().temp_size_in_bytes
-
-
 def circumstances() -> dict[str, Any]:
     """Say where, when and with what a number was measured."""
     packages = ("jax", "jaxlib", "optax", "flax", "optax-lsdp")
@@ -60,4 +55,4 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record beside the circumstances in which it was made."""
     text = json.dumps({"circumstances": circumstances(), **record}, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n")
+    path.write_text(text + "\n", encoding="utf-8")

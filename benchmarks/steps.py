@@ -34,7 +34,6 @@ MODELS = {
     "MLP 784-256-10": (Classifier((256, 10)), 64),
     "CNN, 16 filters 8×8": (Classifier((32, 10), filters=16), 64),
 }
-PRIVATE = {"clip_norm": 1.0, "noise_multiplier": 1.0, "key": jax.random.key(0)}
 
 
 def loss(model: nn.Module, params: Any, example: Any) -> jax.Array:
@@ -52,7 +51,8 @@ def steps(model: nn.Module, size: int) -> dict[str, Any]:
     def mean_grad(params: Any, batch: Any) -> Any:
         return jax.grad(lambda p: jax.vmap(one, (None, 0))(p, batch).mean())(params)
 
-    private = {**PRIVATE, "expected_batch_size": size}
+    private = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": size}
+    private["key"] = jax.random.key(0)
     ways = {
         "SGD": (mean_grad, optax.sgd(0.1)),
         "DP-SGD": (lsdp.clipped_grad(one, clip_norm=1.0), lsdp.dp_sgd(0.1, **private)),

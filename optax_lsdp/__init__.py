@@ -5,6 +5,7 @@ its accountant alone, imports no JAX.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import Any
 
 _HOME = {
@@ -29,6 +30,8 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return version("optax-lsdp")
     if name not in _HOME:
         raise AttributeError(f"{__name__} has no public name {name!r}")
     home = import_module(f"{__name__}.{_HOME[name]}")

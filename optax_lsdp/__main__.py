@@ -3,9 +3,11 @@
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn
 
+import optax_lsdp
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 
 
@@ -34,7 +36,7 @@ def number(name: str, check: Callable[[str, float], None], kind: type = float) -
 
 
 def picture(text: str) -> Path:
-    """Return the path of a PNG that can be written, before an hour was spent on it."""
+    """Return the path of a PNG that can be made."""
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -42,8 +44,10 @@ def picture(text: str) -> Path:
 
 
 def writable(text: str) -> Path:
-    """Return a path in a folder that exists."""
+    """Return the path of a file that can be made."""
     path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"is a folder: {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
     return path
@@ -62,6 +66,7 @@ def demo(args: argparse.Namespace) -> None:
 def parser() -> Parser:
     """Return the parser of all commands."""
     top = Parser(prog="optax-lsdp", description="Private training with Laplacian smoothing.")
+    top.add_argument("--version", action="version", version=optax_lsdp.__version__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     command = commands.add_parser(
         "demo",
@@ -87,6 +92,8 @@ def parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one command."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ε still gets its answer
     args = parser().parse_args(arguments)
     try:
         args.run(args)

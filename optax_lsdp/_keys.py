@@ -19,6 +19,11 @@ def fresh_key() -> jax.Array:
     64
     """
     words = jax.random.key_data(jax.random.key(0))
+    if isinstance(words, jax.core.Tracer):
+        raise RuntimeError(
+            "`fresh_key()` must be called outside jit, got called while tracing: its result would "
+            "be a constant of the compiled program; pass the key in."
+        )
     entropy = np.frombuffer(os.urandom(words.nbytes), words.dtype).reshape(words.shape)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 

@@ -21,11 +21,12 @@ def check_floating(name: str, tree: Any) -> None:
     if not leaves:
         raise ValueError(f"`{name}` must hold at least one array, got none.")
     for path, leaf in leaves:
-        dtype = jnp.result_type(leaf)
-        if not jnp.issubdtype(dtype, jnp.floating):
+        dtype = getattr(leaf, "dtype", type(leaf).__name__)
+        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(
                 f"`{name}` must hold real floating-point arrays, got {dtype} at "
-                f"{path_name(path)!r}; keep what is not trained in the closure or in the batch."
+                f"{path_name(path)!r}; split off what is not trained, as nnx.split, "
+                "eqx.partition or variables['params'] do."
             )
 
 

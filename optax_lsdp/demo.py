@@ -39,7 +39,13 @@ class Result(NamedTuple):
     model: str
     smoothing: float
     step_size: float
+    validation: float
     accuracies: list[float]
+
+    @property
+    def optimizer(self) -> str:
+        """The name of the optimizer at this σ."""
+        return "DP-LSSGD" if self.smoothing else "DP-SGD"
 
     @property
     def mean(self) -> float:
@@ -139,7 +145,9 @@ def compare(settings: Settings, noise_multiplier: float) -> list[Result]:
                     runs[step_size] = np.asarray(train(keys, smoothing, step_size))
                     progress.update()
                 best = max(STEP_SIZES, key=lambda step_size: runs[step_size][:, 0].mean())
-                results.append(Result(name, smoothing, best, runs[best][:, 1].tolist()))
+                validation, test = runs[best].T
+                validated = 100 * float(validation.mean())
+                results.append(Result(name, smoothing, best, validated, test.tolist()))
     return results
 
 
@@ -169,9 +177,8 @@ def table(results: list[Result], seeds: int) -> str:
     """Return the results as text."""
     lines = [f"{'model':20}{'optimizer':11}{'σ':>5}{'step size':>11}  test accuracy, {seeds} seeds"]
     for result in results:
-        optimizer = "DP-LSSGD" if result.smoothing else "DP-SGD"
         lines.append(
-            f"{result.model:20}{optimizer:11}{result.smoothing:5g}{result.step_size:11g}"
+            f"{result.model:20}{result.optimizer:11}{result.smoothing:5g}{result.step_size:11g}"
             f"  {result.mean:.1f} ± {result.deviation:.1f} %"
         )
     return "\n".join(lines)
@@ -182,13 +189,16 @@ def verdict(results: list[Result]) -> str:
     lines = []
     for name in MODELS:
         plain, *smoothed = [result for result in results if result.model == name]
-        best = max(smoothed, key=lambda result: result.mean)
+        best = max(smoothed, key=lambda result: result.validation)
         gains = 100 * (np.array(best.accuracies) - np.array(plain.accuracies))
-        error = gains.std(ddof=1) / math.sqrt(len(gains)) if len(gains) > 1 else math.inf
-        clear = "" if abs(gains.mean()) > 2 * error else ", which may be chance"
+        change = f"{gains.mean():+.1f} points"
+        if len(gains) > 1:
+            error = gains.std(ddof=1) / math.sqrt(len(gains))
+            change = f"{gains.mean():+.1f} ± {error:.1f} points"
+            change += "" if abs(gains.mean()) > 2 * error else ", which may be chance"
         lines.append(
-            f"{name}: the best smoothing, σ = {best.smoothing:g}, changes the accuracy of DP-SGD "
-            f"by {gains.mean():+.1f} ± {error:.1f} points{clear}."
+            f"{name}: σ = {best.smoothing:g}, the best on validation images, changes the test "
+            f"accuracy of DP-SGD by {change}."
         )
     return "\n".join(lines)
 
@@ -208,7 +218,7 @@ def draw(results: list[Result], settings: Settings, path: Path) -> None:
         panel.errorbar(
             places, [r.mean for r in rows], [r.deviation for r in rows], fmt="o", capsize=4
         )
-        labels = [f"{r.smoothing:g}\nDP-{'LS' if r.smoothing else ''}SGD" for r in rows]
+        labels = [f"{r.smoothing:g}\n{r.optimizer}" for r in rows]
         panel.set_xticks(places, labels)
         panel.set(title=name, xlabel="smoothing σ")
         panel.margins(x=0.15)
@@ -238,6 +248,8 @@ def run(settings: Settings, output: Path, record: Path | None = None) -> None:
     draw(results, settings, output)
     print(f"ε spent by each training: {mechanism.epsilon(settings.delta):.6g}. Figure: {output}")
     if record is not None:
-        rows = [{**r._asdict(), "mean": r.mean, "deviation": r.deviation} for r in results]
-        known = {**settings._asdict(), "noise_multiplier": noise_multiplier, "results": rows}
-        record.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
+        derived = ("optimizer", "mean", "deviation")
+        rows = [{**r._asdict(), **{name: getattr(r, name) for name in derived}} for r in results]
+        known = {**settings._asdict(), "images": TRAIN, "noise_multiplier": noise_multiplier}
+        text = json.dumps({**known, "results": rows}, indent=1, ensure_ascii=False)
+        record.write_text(text + "\n", encoding="utf-8")

@@ -1,5 +1,7 @@
 """Gaussian noise: a clipped sum goes in, a noisy sum comes out."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +10,7 @@ import optax
 
 from optax_lsdp._checks import check_positive
 from optax_lsdp._keys import check_key, fold_in_text, fresh_key
+from optax_lsdp._marked import check_unmarked
 from optax_lsdp._trees import path_name, widen
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
@@ -35,7 +38,9 @@ def add_gaussian_noise(
             of the step. A scheduled or injected value that is not positive turns the result into
             NaN rather than release a sum without noise.
         key: one typed key, such as `fresh_key()`, used for nothing else. It is kept in the
-            state, which is therefore as secret as the data.
+            state, which is therefore as secret as the data. One key is good for one `init`: two
+            runs with the same key draw the same noise, and the difference of their results
+            betrays the examples in which they differ.
 
     Raises:
         ValueError: inside `shard_map`, if the shards would all draw the same noise.
@@ -45,7 +50,8 @@ def add_gaussian_noise(
     >>> print(round(float(noise.std()), 1))
     2.0
     """
-    check_positive("stddev", stddev, "leave the link out for a chain without privacy")
+    remedy = "leave the link out for a chain without privacy"
+    check_positive("stddev", stddev, remedy, schedule=True)
     _check_precision(stddev)
     check_key("key", key)
 
@@ -61,6 +67,7 @@ def add_gaussian_noise(
         **extra_args: Any,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del params, extra_args
+        check_unmarked("add_gaussian_noise", updates)
         scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev)
         scale = jnp.where(scale > 0, scale, jnp.nan)
         step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)

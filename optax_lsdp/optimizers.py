@@ -1,5 +1,7 @@
 """Private optimizers: chains of clipping, noise and smoothing in front of an optimizer."""
 
+from __future__ import annotations
+
 from typing import Any, TypeAlias
 
 import jax
@@ -47,8 +49,9 @@ def privatize(
             transform, for another layout or scope. It costs no privacy and buys none.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
 
-    With `optax.inject_hyperparams`, pass `static_args=("clip_norm",)`, and for half-precision
-    parameters `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
+    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`, which keeps the key
+    out of the hyper-parameters that people log, and for half-precision parameters
+    `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
 
     >>> import numpy as np
     >>> tx = privatize(
@@ -64,7 +67,9 @@ def privatize(
     [-0.3  -0.65]
     """
     remedy = "for training without privacy, use the optimizer itself"
-    check_positive("noise_multiplier", noise_multiplier, remedy)
+    if not hasattr(optimizer, "update"):
+        raise TypeError(f"`optimizer` must be an Optax optimizer, got {optimizer!r}.")
+    check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)
     return optax.chain(
         clip_per_example(clip_norm),
@@ -86,6 +91,8 @@ def dp_sgd(
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-SGD: `privatize(optax.sgd(learning_rate, momentum), ...)`, without smoothing.
+
+    The arguments are those of `privatize` and of `optax.sgd`.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy.
@@ -115,6 +122,8 @@ def dp_lssgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSSGD: `privatize(optax.sgd(learning_rate, momentum), smoothing=σ, ...)`.
 
+    The arguments are those of `privatize` and of `optax.sgd`.
+
     References:
         Wang et al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in
         Privacy-Preserving ERM.
@@ -143,6 +152,8 @@ def dp_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-Adam: `privatize(optax.adam(learning_rate), ...)`, without smoothing.
 
+    The arguments are those of `privatize`.
+
     >>> tx = dp_adam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
     ... )
@@ -166,6 +177,8 @@ def dp_lsadam(
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
+
+    The arguments are those of `privatize`.
 
     >>> tx = dp_lsadam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
@@ -198,7 +211,7 @@ def _smoothing_link(smoothing: Smoothing) -> optax.GradientTransformation:
     """Return the smoothing transform, or nothing where σ is the number 0."""
     if isinstance(smoothing, optax.GradientTransformation):
         return smoothing
-    check_non_negative("smoothing", smoothing)
+    check_non_negative("smoothing", smoothing, schedule=True)
     return (
         optax.identity() if is_number(smoothing) and smoothing == 0 else laplacian_smooth(smoothing)
     )

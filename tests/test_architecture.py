@@ -14,12 +14,13 @@ ALL_FILES = [p for d in ("optax_lsdp", "tests", "benchmarks") for p in (ROOT / d
 
 LIGHT = {"numpy", "scipy"}
 JAX = {"jax", "jaxlib", "numpy", "optax"}
-STAGE = JAX | {"optax_lsdp._trees", "optax_lsdp._checks", "optax_lsdp._keys"}
+STAGE = JAX | {f"optax_lsdp.{name}" for name in ("_checks", "_keys", "_marked", "_trees")}
 # What a file may import besides the standard library and its own folder; the longest match rules.
 MAY_IMPORT = {
     "__init__": set(),
     "_checks": {"numpy"},
     "_keys": {"jax", "numpy"},
+    "_marked": {"jax", "optax_lsdp._trees"},
     "_trees": {"jax"},
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "clipping": STAGE,
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "smoothing._kernel": {"numpy"},
     "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
     "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
-    "__main__": {"optax_lsdp._checks", "optax_lsdp.demo"},
+    "__main__": {"optax_lsdp", "optax_lsdp._checks", "optax_lsdp.demo"},
 }
 
 

@@ -51,7 +51,17 @@ CASES = {
     "noise negative": (lambda: privatize(noise_multiplier=-1.0), "`noise_multiplier` .* got -1.0"),
     "noise zero": (lambda: privatize(noise_multiplier=0), "got 0; .* use the optimizer itself"),
     "noise NaN": (lambda: privatize(noise_multiplier=np.nan), "`noise_multiplier` .* got nan"),
-    "noise None": (lambda: privatize(noise_multiplier=None), "`noise_multiplier` .* got None"),
+    "noise None": (lambda: privatize(noise_multiplier=None), "must be a number or .* got None"),
+    "noise zero, an array": (
+        lambda: privatize(noise_multiplier=jnp.array(0.0)),
+        "`noise_multiplier` must be positive",
+    ),
+    "noises": (lambda: privatize(noise_multiplier=np.ones(3)), "`noise_multiplier` .* a number"),
+    "batch size a function": (
+        lambda: privatize(expected_batch_size=len),
+        "`expected_batch_size` must be a number",
+    ),
+    "no optimizer": (lambda: lsdp.privatize(0.1, **GOOD), "`optimizer` .* got 0.1"),
     "stddev zero": (
         lambda: lsdp.add_gaussian_noise(0.0, key=KEY),
         "`stddev` .* leave the link out",
@@ -61,6 +71,7 @@ CASES = {
     "smoothing NaN": (lambda: lsdp.laplacian_smooth(np.nan), "`smoothing` .* got nan"),
     "smoothing infinite": (lambda: lsdp.laplacian_smooth(np.inf), "`smoothing` .* got inf"),
     "microbatch zero": (lambda: grad(microbatch_size=0), "`microbatch_size` .* got 0"),
+    "microbatch float": (lambda: grad(microbatch_size=4.0), "`microbatch_size` .* got 4.0"),
     "microbatch fraction": (lambda: grad(microbatch_size=1.5), "`microbatch_size` .* got 1.5"),
     # names
     "style": (lambda: grad(clip_style="soft"), "`clip_style` .*'automatic'.* got 'soft'"),
@@ -77,17 +88,23 @@ CASES = {
     "no parameters": (lambda: grad(params={}), "`params` must hold at least one array"),
     "no updates": (lambda: update({}, {}), "`updates` must hold at least one array"),
     "complex": (lambda: grad(params={"w": jnp.ones(2, complex)}), "`params` .* complex64 at 'w'"),
-    "integer": (lambda: grad(params={"w": jnp.ones(2, int)}), "`params` .* int32 at 'w'; keep"),
+    "integer": (
+        lambda: grad(params={"w": jnp.ones(2, int)}),
+        "`params` .* int32 at 'w'; split off",
+    ),
     "stacked integers": (
         lambda: update(jax.tree.map(lambda x: x.astype(int), STACK)),
         "`updates` .* int32 at 'b'",
     ),
     "plain gradient": (lambda: update(PARAMS), "`updates` .* plain gradient .* `clipped_grad`"),
     "no params": (lambda: update(STACK, None), "`params` must be passed"),
-    "another clip norm": (lambda: update(grad(clip_norm=2.0)), "got 2.0 and 1.0 at 'b'"),
+    "another clip norm": (
+        lambda: update(grad(clip_norm=2.0)),
+        "got 2.0 in `clipped_grad` and 1.0 in .* at 'b'",
+    ),
     "groups for one norm": (
         lambda: update(grad(clip_norm={"w": 1.0, "b": 1.0})),
-        "got 1.0 for the group 'b' and 1.0 at 'b'",
+        "got 1.0 for the group 'b' in `clipped_grad` and 1.0 in the optimizer at 'b'",
     ),
     "some marked": (
         lambda: update(half_marked()),
@@ -104,17 +121,47 @@ CASES = {
     "another tree": (lambda: update({"w": STACK["w"]}), "`updates` must have the structure"),
     # batches
     "mask too short": (lambda: grad(mask=jnp.ones(4, bool)), r"`mask` .* \(5,\).* \(4,\)"),
+    "mask a list": (lambda: grad(mask=[True] * 5), "`mask` .* got list"),
+    "mask a label": (lambda: grad(mask=jnp.arange(5)), "`mask` .* several arrays are one batch"),
     "mask of floats": (lambda: grad(mask=jnp.ones(5)), "`mask` must be a bool .* got float32"),
     "batch of scalars": (
         lambda: grad(batch={**STACK, "t": jnp.float32(1)}),
-        "`batch` .* scalar at 't'; let `loss_fn` close over",
+        "`batch` .* got one float32 at 't'; .* let `loss_fn` close over",
     ),
+    "batch of numbers": (lambda: grad(batch=[[1.0, 2.0]]), "`batch` .* got one float at '0/0'"),
+    "one key for all": (lambda: grad(batch=(STACK, KEY)), "`batch` .* jax.random.split"),
     "batch is empty": (lambda: grad(batch={}), "`batch` must hold at least one array"),
     "lengths differ": (
         lambda: grad(batch={**STACK, "y": jnp.ones(3)}),
         "`batch` .* got 5 at 'b' and 3 at 'y'",
     ),
     "loss of a batch": (lambda: grad(loss_fn=lambda p, x: p["b"]), r"`loss_fn` .* shape \(3,\)"),
+    "aux without has_aux": (lambda: grad(loss_fn=lambda p, x: (1.0, 2)), "`loss_fn` .* has_aux"),
+    "has_aux without aux": (
+        lambda: lsdp.value_and_clipped_grad(loss, clip_norm=1.0, has_aux=True)(PARAMS, STACK),
+        "`loss_fn` must return a pair",
+    ),
+    "a function among the parameters": (
+        lambda: grad(params={**PARAMS, "activation": jnp.tanh}),
+        "`params` .* at 'activation'; .*eqx.partition",
+    ),
+    # links out of their order
+    "noise before the clip": (
+        lambda: lsdp.add_gaussian_noise(1.0, key=KEY).update(
+            grad(), lsdp.add_gaussian_noise(1.0, key=KEY).init(PARAMS)
+        ),
+        "`updates` must have passed `clip_per_example` before `add_gaussian_noise`",
+    ),
+    "smoothing before the clip": (
+        lambda: optax.chain(lsdp.laplacian_smooth(1.0), privatize()).update(
+            grad(), optax.chain(lsdp.laplacian_smooth(1.0), privatize()).init(PARAMS), PARAMS
+        ),
+        "`updates` must have passed `clip_per_example` before `laplacian_smooth`",
+    ),
+    "a sum without noise": (
+        lambda: optax.apply_updates(PARAMS, grad()),
+        "`updates` must be private .* got a clipped sum without noise",
+    ),
     # layouts
     "a layout of something else": (
         lambda: lsdp.laplacian_smooth(1.0, layout=lambda path, shape: 3).update(

@@ -20,6 +20,7 @@ from optax_lsdp.__main__ import main
         ("demo --steps 1.5", "'1.5' is not a whole number"),
         ("demo --output picture.pdf", "must end in .png, got 'picture.pdf'"),
         ("demo --output nowhere/picture.png", "no such folder: 'nowhere'"),
+        ("demo --record .", "is a folder: '.'"),
         ("dmo", "invalid choice: 'dmo'"),
         ("", "required: COMMAND"),
     ],

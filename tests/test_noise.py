@@ -126,6 +126,11 @@ def test_fresh_keys_differ_and_hold_full_entropy():
     assert (np.bitwise_or.reduce(data) == 2**32 - 1).all()  # each bit was set in some key
 
 
+def test_a_fresh_key_is_not_baked_into_a_compiled_program():
+    with pytest.raises(RuntimeError, match="outside jit"):
+        jax.jit(lsdp.fresh_key)()
+
+
 def mesh_of(kind):
     return jax.make_mesh((8,), ("shards",), axis_types=(kind,))
 

@@ -220,8 +220,9 @@ def test_chain_and_masked_carry_both_kinds(kind):
 
 @both_kinds
 def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind):
-    factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=("clip_norm",))
+    factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=("clip_norm", "key"))
     tx = factory(LR, **PRIVATE, smoothing=2.0)
+    assert "key" not in tx.init(PARAMS).hyperparams
     plain = lsdp.dp_lssgd(LR, **PRIVATE, smoothing=2.0)
     grads = updates_of(kind)
     expected, _ = plain.update(grads, plain.init(PARAMS), PARAMS)
@@ -235,11 +236,11 @@ def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind)
 
 def test_injected_noise_is_not_rounded_to_half_precision():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    factory = optax.inject_hyperparams(lsdp.dp_sgd, static_args=("clip_norm",))
+    factory = optax.inject_hyperparams(lsdp.dp_sgd, static_args=("clip_norm", "key"))
     with pytest.raises(ValueError, match="hyperparam_dtype"):
         factory(LR, **PRIVATE).init(half)
     factory = optax.inject_hyperparams(
-        lsdp.dp_sgd, static_args=("clip_norm",), hyperparam_dtype=jnp.float32
+        lsdp.dp_sgd, static_args=("clip_norm", "key"), hyperparam_dtype=jnp.float32
     )
     factory(LR, **PRIVATE).init(half)
 

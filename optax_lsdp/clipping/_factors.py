@@ -1,5 +1,7 @@
 """Clip factors: norms and a clip norm go in, a factor per example comes out, and the sum."""
 
+from __future__ import annotations
+
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -25,18 +27,19 @@ class Group(NamedTuple):
 
 def check_clip_norm(clip_norm: ClipNorm) -> None:
     """Raise unless every clip norm is a number, well inside the range of float32."""
-    norms = [float(clip_norm(0))] if callable(clip_norm) else jax.tree.leaves(clip_norm)
+    with jax.ensure_compile_time_eval():  # a schedule's first value is known while tracing too
+        norms = [float(clip_norm(0))] if callable(clip_norm) else jax.tree.leaves(clip_norm)
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
         if isinstance(norm, jax.Array):
             raise TypeError(
                 f"`clip_norm` must be a static number, got {norm!r}; with "
-                'optax.inject_hyperparams, pass static_args=("clip_norm",).'
+                'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
             )
         if not is_number(norm) or not 1e-30 <= norm <= 1e30:
             raise ValueError(
-                f"`clip_norm` must be positive and finite, from 1e-30 to 1e30, got {norm!r}."
+                f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )
 
 

@@ -1,5 +1,7 @@
 """clipped_grad: a loss for one example goes in, a function to the clipped sum comes out."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -24,8 +26,8 @@ class PerExample(NamedTuple):
 
     Attributes:
         values: (n,) losses; zero where masked.
-        norms: (n,) gradient norms before clipping, zero where masked; with groups of clip
-            norms, a dictionary from each group's path to its norms.
+        norms: (n,) gradient norms before clipping, zero where masked; with a prefix tree of
+            clip norms, a tree of the same structure.
         aux: what `loss_fn` returned beside its value, with a leading axis of examples;
             meaningless where masked.
     """
@@ -132,9 +134,8 @@ def value_and_clipped_grad(
         if keep_batch_axis:
             example = jax.tree.map(lambda x: x[None], example)
         output = loss_fn(params, example)
-        value, aux = output if has_aux else (output, None)
-        _check_scalar(value)
-        return value, aux
+        _check_output(output, has_aux)
+        return output if has_aux else (output, None)
 
     def value_and_grad(
         params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
@@ -151,7 +152,7 @@ def value_and_clipped_grad(
             total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
-        norms = norms[""] if norms.keys() == {""} else norms
+        norms = jax.tree.map_with_path(lambda path, _: norms[path_name(path)], clip_norm)
         return PerExample(values, norms, aux), mark(total, clip_groups(clip_norm, params))
 
     return value_and_grad
@@ -167,7 +168,15 @@ def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
     return clip_norm(step) if callable(clip_norm) else clip_norm
 
 
-def _check_scalar(value: Any) -> None:
+def _check_output(output: Any, has_aux: bool) -> None:
+    """Raise unless a loss, alone or with its aux, came out of `loss_fn`."""
+    if isinstance(output, tuple) != has_aux or (has_aux and len(output) != 2):
+        demand = "a pair (value, aux) with" if has_aux else "one value without"
+        raise ValueError(
+            f"`loss_fn` must return {demand} has_aux=True, got {type(output).__name__}; aux comes "
+            "back from `value_and_clipped_grad(..., has_aux=True)`."
+        )
+    value = output[0] if has_aux else output
     if jnp.shape(value) != ():
         raise ValueError(
             f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; it "
@@ -181,10 +190,12 @@ def _batch_size(batch: Any) -> int:
     if not leaves:
         raise ValueError("`batch` must hold at least one array, got none.")
     for path, leaf in leaves:
-        if not jnp.shape(leaf):
+        if getattr(leaf, "shape", ()) == ():
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise ValueError(
-                "`batch` must have a leading axis of examples in every leaf, got a scalar at "
-                f"{path_name(path)!r}; let `loss_fn` close over what is the same for all examples."
+                f"`batch` must be a tree of arrays with a leading axis of examples, got one {kind} "
+                f"at {path_name(path)!r}; split a key with jax.random.split(key, n), and let "
+                "`loss_fn` close over what all examples share."
             )
         if len(leaf) != len(leaves[0][1]):
             raise ValueError(
@@ -197,9 +208,9 @@ def _batch_size(batch: Any) -> int:
 def _check_mask(mask: Any, size: int) -> None:
     if mask is None:
         return
-    dtype, shape = jnp.result_type(mask), jnp.shape(mask)
-    if dtype != jnp.bool_ or shape != (size,):
+    dtype, shape = getattr(mask, "dtype", type(mask).__name__), getattr(mask, "shape", "none")
+    if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where an example counts, got "
-            f"{dtype} of shape {shape}."
+            f"{dtype} of shape {shape}; several arrays are one batch, such as (images, labels)."
         )

@@ -1,48 +1,13 @@
-"""The mark: leaves of a clipped sum that remember how they were clipped, and its check."""
+"""Marking a sum after it was clipped, and checking the mark before it is unwrapped."""
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
 import jax
 import optax
 
+from optax_lsdp._marked import Clipped, is_marked
 from optax_lsdp._trees import path_name
 from optax_lsdp.clipping._factors import ClipNorm, Group
-
-
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["clip_norm", "group"]
-)
-@dataclass(frozen=True)
-class Clipped:
-    """One leaf of a clipped sum, with the clip norm that made it.
-
-    A pytree node with one child: `jax.tree.leaves` gives the arrays, and
-    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if they were clipped alike.
-    The mark catches accidents, not adversaries: it tells who made the sum, not what was
-    done to it since.
-
-    Attributes:
-        value: the sum of clipped gradients, float32 at least; under a schedule of
-            clip norms, in units of the clip norm, so that its sensitivity is 1 at every step.
-        clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
-        group: the group's path in the prefix tree of clip norms; "" where there is one group.
-
-    >>> import jax.numpy as jnp
-    >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
-    >>> jax.tree.map(jnp.add, half, half)
-    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='')
-    """
-
-    value: jax.Array
-    clip_norm: ClipNorm
-    group: str = ""
-
-
-def is_marked(leaf: Any) -> bool:
-    """Tell a marked leaf from an array."""
-    return isinstance(leaf, Clipped)
 
 
 def mark(sums: optax.Updates, groups: list[Group]) -> optax.Updates:
@@ -67,8 +32,9 @@ def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
             )
         if Group(leaf.group, leaf.clip_norm) != group:
             raise ValueError(
-                f"`clip_norm` must be the same in `clipped_grad` and in the optimizer, got "
-                f"{_describe(leaf.group, leaf.clip_norm)} and {_describe(*group)} at {name!r}."
+                f"`clip_norm` must be the same on both sides, got "
+                f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
+                f"{_describe(*group)} in the optimizer at {name!r}; pass the same object to both."
             )
     return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
 

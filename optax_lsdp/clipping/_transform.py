@@ -1,14 +1,17 @@
 """clip_per_example: per-example gradients or a marked sum go in, a plain clipped sum comes out."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._marked import is_marked
 from optax_lsdp._trees import check_floating, path_name
 from optax_lsdp.clipping._factors import ClipNorm, check_clip_norm, clip_and_sum, clip_groups
-from optax_lsdp.clipping._mark import is_marked, unmark
+from optax_lsdp.clipping._mark import unmark
 
 
 class ClipPerExampleState(NamedTuple):
@@ -28,7 +31,7 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     Args:
         clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per
             group (`sensitivity` then gives √ΣC²); or a schedule, a function of the step.
-            With `optax.inject_hyperparams`, name it in `static_args`.
+            With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
 
     Raises:
         ValueError: if updates are neither stacked nor marked, or were clipped otherwise.
@@ -88,7 +91,8 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; make it with `clipped_grad`."
+                f"of shape {got} at {name!r}; make it with `clipped_grad`, and do not wrap the "
+                "optimizer in optax.MultiSteps or the like, which strips the mark."
             )
         if got != height + shape:
             raise ValueError(

@@ -58,6 +58,7 @@ class Walk(NamedTuple):
 
 def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
     """Return the walk over the leaf at `path`, or None to leave it as it is."""
+    path = path.removesuffix("/value")  # where NNX keeps the array of a variable
     chosen = layout(path, shape) if callable(layout) else layout
     if chosen is None:
         return None
@@ -81,10 +82,10 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     """Return the order of axes in which the inputs of each output unit follow one another.
 
     Flax, Haiku and plain JAX store … × in × out, with space in front: out comes first, then in,
-    then space. Equinox and PyTorch name their arrays `weight…` and store out × in × … already.
+    then space. Equinox and PyTorch name arrays `weight` or `weight_…` and store out × in already.
     """
-    name = path.removesuffix("/value").rpartition("/")[2]  # NNX hides arrays in a `value`
-    if rank < 2 or name.startswith("weight"):
+    name = path.rpartition("/")[2]
+    if rank < 2 or name == "weight" or name.startswith("weight_"):
         return tuple(range(rank))
     return (rank - 1, rank - 2, *range(rank - 2))
 

@@ -1,5 +1,7 @@
 """laplacian_smooth: the operator of one array, lifted to trees."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
@@ -12,6 +14,7 @@ from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._checks import check_choice, check_non_negative
+from optax_lsdp._marked import check_unmarked
 from optax_lsdp._trees import path_name, wide_dtype, widen
 from optax_lsdp.smoothing._fft import smooth_fft
 from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
@@ -51,9 +54,9 @@ def laplacian_smooth(
             One rule for all ranks: the last axis is outputs, the one before it is inputs, what
             stands in front is space. An embedding is then walked along its vocabulary, feature
             by feature, and a query kernel (in, heads, features) along `in`. Arrays named
-            `weight…` (Equinox) are stored as (out, in, …) and walked as they are. "stored" is
-            the row-major order of any array. A function `(path, shape) → "inputs" | "stored" |
-            Grid(...) | None` chooses leaf by leaf, with a `path` such as
+            `weight` or `weight_…` (Equinox) are stored as (out, in, …) and walked as they are.
+            "stored" is the row-major order of any array. A function `(path, shape) → "inputs" |
+            "stored" | Grid(...) | None` chooses leaf by leaf, with a `path` such as
             "params/Dense_0/kernel"; None leaves the leaf alone.
         method: how the system is solved; all methods give the same result.
 
@@ -64,7 +67,7 @@ def laplacian_smooth(
     >>> print(np.asarray(smoothed).round(3))  # its mean is still 1
     [1.867 0.8   0.533 0.8  ]
     """
-    check_non_negative("smoothing", smoothing)
+    check_non_negative("smoothing", smoothing, schedule=True)
     check_choice("scope", scope, ("leaf", "tree"))
     check_choice("method", method, ("auto", *_METHODS))
     check_layout(layout)
@@ -82,6 +85,7 @@ def laplacian_smooth(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LaplacianSmoothState]:
         del params, extra_args
+        check_unmarked("laplacian_smooth", updates)
         now = smoothing(state.step) if callable(smoothing) else smoothing
 
         def smooth(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -112,7 +112,7 @@ def test_values_and_norms_are_those_of_each_example_before_clipping():
         np.testing.assert_allclose(private.norms[i], optax.tree.norm(grad), rtol=1e-6)
 
 
-def test_norms_of_groups_come_back_by_group():
+def test_norms_of_groups_come_back_in_the_tree_of_clip_norms():
     clip_norm = {"w": 1.0, "b": 0.5}
     private, _ = value_and_clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     assert {name: norms.shape for name, norms in private.norms.items()} == {"w": (N,), "b": (N,)}
@@ -165,6 +165,15 @@ def test_a_scheduled_sum_is_in_units_of_its_clip_norm_and_sound_at_any_step():
         np.testing.assert_allclose(flat(total) * now, expected_sum(now), atol=ROUNDING)
         alone = grad(PARAMS, BATCH, jnp.arange(N) == 1, step=step)
         assert np.linalg.norm(flat(alone).astype(np.float64)) <= 1 + 1e-6
+
+
+def test_a_schedule_may_be_given_inside_jit():
+    @jax.jit
+    def total(step):
+        schedule = optax.linear_schedule(1.0, 0.1, 10)
+        return lsdp.clipped_grad(loss, clip_norm=schedule)(PARAMS, BATCH, step=step)["w"].value
+
+    assert total(3).shape == PARAMS["w"].shape
 
 
 def test_the_parameters_dtype_does_not_narrow_the_sum():

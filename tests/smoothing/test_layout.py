@@ -56,6 +56,20 @@ def test_an_equinox_weight_is_stored_as_pytorch_stores_it_and_walked_so():
     assert_walked_like_pytorch(model.weight.T, smooth(model).weight.T)
 
 
+def test_a_layout_function_sees_an_nnx_kernel_under_its_own_name():
+    seen = []
+    state = nnx.state(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    smooth(state, layout=lambda path, shape: seen.append(path))
+    assert seen == ["bias", "kernel"]
+
+
+def test_only_arrays_named_weight_are_taken_for_out_by_in():
+    table = random_like({"weights": jnp.zeros((5, 3))})
+    expected = oracles.smooth_dense(np.asarray(table["weights"]).T.reshape(-1), 2.0)
+    got = np.asarray(smooth(table)["weights"]).T.reshape(-1)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+
+
 def test_an_attention_kernel_is_walked_along_its_inputs():
     layer = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
     kernel = kernels(layer, (1, 4, 5))["query"]["kernel"]

@@ -1,0 +1,65 @@
+"""The mark: an array goes in, a leaf that remembers how it was clipped comes out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
+
+import jax
+
+from optax_lsdp._trees import path_name
+
+
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["clip_norm", "group"]
+)
+@dataclass(frozen=True)
+class Clipped:
+    """One leaf of a clipped sum, with the clip norm that made it.
+
+    A pytree node with one child: `jax.tree.leaves` gives the arrays, and
+    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if they were clipped alike.
+    The mark catches accidents, not adversaries: it tells who made the sum, not what was
+    done to it since.
+
+    Attributes:
+        value: the sum of clipped gradients, float32 at least; under a schedule of
+            clip norms, in units of the clip norm, so that its sensitivity is 1 at every step.
+        clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
+        group: the group's path in the prefix tree of clip norms; "" where there is one group.
+
+    >>> import jax.numpy as jnp
+    >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
+    >>> jax.tree.map(jnp.add, half, half)
+    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='')
+    """
+
+    value: jax.Array
+    clip_norm: Any
+    group: str = ""
+
+    def __radd__(self, other: Any) -> NoReturn:
+        """Refuse to be added to a parameter: there is no noise in it."""
+        raise TypeError(
+            "`updates` must be private before they are applied, got a clipped sum without noise; "
+            "pass all of it through `privatize`, and to train some parameters only, differentiate "
+            "with respect to those."
+        )
+
+    __add__ = __radd__
+
+
+def is_marked(leaf: Any) -> bool:
+    """Tell a marked leaf from an array."""
+    return isinstance(leaf, Clipped)
+
+
+def check_unmarked(link: str, updates: Any) -> None:
+    """Raise if a marked leaf has come to a link that may only follow `clip_per_example`."""
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
+        if is_marked(leaf):
+            raise ValueError(
+                f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
+                f"at {path_name(path)!r}; `privatize` has the links in their order."
+            )
