@@ -12,7 +12,9 @@ from optax_lsdp._trees import path_name
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["clip_norm", "group"]
+    jax.tree_util.register_dataclass,
+    data_fields=["value"],
+    meta_fields=["clip_norm", "group", "together"],
 )
 @dataclass(frozen=True)
 class Clipped:
@@ -28,16 +30,19 @@ class Clipped:
             clip norms, in units of the clip norm, so that its sensitivity is 1 at every step.
         clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
         group: the group's path in the prefix tree of clip norms; "" where there is one group.
+        together: how many leaves of the group were clipped together. Sums that were clipped
+            apart, each to C, are no sum of sensitivity C when they are merged into one tree.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
     >>> jax.tree.map(jnp.add, half, half)
-    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='')
+    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='', together=1)
     """
 
     value: jax.Array
     clip_norm: Any
     group: str = ""
+    together: int = 1
 
     def __radd__(self, other: Any) -> NoReturn:
         """Refuse to be added to a parameter: there is no noise in it."""

@@ -15,12 +15,15 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def check_floating(name: str, tree: Any) -> None:
-    """Raise unless `tree` has leaves and all of them are real floating-point arrays."""
-    leaves = jax.tree.leaves_with_path(tree)
-    if not leaves:
+def check_not_empty(name: str, tree: Any) -> None:
+    """Raise unless `tree` has leaves."""
+    if not jax.tree.leaves(tree):
         raise ValueError(f"`{name}` must hold at least one array, got none.")
-    for path, leaf in leaves:
+
+
+def check_floating(name: str, tree: Any) -> None:
+    """Raise unless all leaves are real floating-point arrays."""
+    for path, leaf in jax.tree.leaves_with_path(tree):
         dtype = getattr(leaf, "dtype", type(leaf).__name__)
         if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(

@@ -11,7 +11,8 @@ import optax
 from optax_lsdp._checks import check_positive
 from optax_lsdp._keys import check_key, fold_in_text, fresh_key
 from optax_lsdp._marked import check_unmarked
-from optax_lsdp._trees import path_name, widen
+from optax_lsdp._shards import are_shards_tracked, manual_axes, varying_axes
+from optax_lsdp._trees import check_floating, path_name, widen
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
@@ -40,7 +41,7 @@ def add_gaussian_noise(
         key: one typed key, such as `fresh_key()`, used for nothing else. It is kept in the
             state, which is therefore as secret as the data. One key is good for one `init`: two
             runs with the same key draw the same noise, and the difference of their results
-            betrays the examples in which they differ.
+            betrays the examples in which they differ. Under `jax.vmap`, map over keys.
 
     Raises:
         ValueError: inside `shard_map`, if the shards would all draw the same noise.
@@ -68,16 +69,18 @@ def add_gaussian_noise(
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del params, extra_args
         check_unmarked("add_gaussian_noise", updates)
-        scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev)
-        scale = jnp.where(scale > 0, scale, jnp.nan)
+        check_floating("updates", updates)
+        scale = stddev(state.step) if callable(stddev) else stddev
+        _check_precision(scale)
         step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
 
         def add_noise(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
             _check_shards(path, leaf, step_key)
             wide = widen(leaf)
             leaf_key = fold_in_text(step_key, jax.tree_util.keystr(path))
-            noise = _normal(leaf_key, wide.shape, wide.dtype)
-            return (wide + scale.astype(wide.dtype) * noise).astype(leaf.dtype)
+            noise = jnp.asarray(scale, wide.dtype) * _normal(leaf_key, wide.shape, wide.dtype)
+            noise = jnp.where(jnp.asarray(scale) > 0, noise, jnp.nan)
+            return (wide + noise).astype(leaf.dtype)
 
         noisy = jax.tree.map_with_path(add_noise, updates)
         return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
@@ -98,8 +101,8 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 def _check_precision(stddev: Any) -> None:
     """Raise if the noise that the accountant counts on was rounded to half precision."""
-    dtype = getattr(stddev, "dtype", jnp.float32)
-    if jnp.finfo(dtype).bits < 32:
+    dtype = getattr(stddev, "dtype", jnp.dtype("float32"))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise ValueError(
             f"`stddev` must be float32 at least, got {dtype}; with optax.inject_hyperparams, "
             "pass hyperparam_dtype=jnp.float32."
@@ -107,23 +110,15 @@ def _check_precision(stddev: Any) -> None:
 
 
 def _check_shards(path: tuple[Any, ...], leaf: jax.Array, key: jax.Array) -> None:
-    """Raise if `leaf` differs between the shards of a manual mesh axis and `key` does not."""
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    if not manual:
+    """Raise if `leaf` may differ between the shards of a manual mesh axis and `key` does not."""
+    if not manual_axes():
         return
-    checked = all(_varying(jax.lax.axis_index(axis)) for axis in manual)
-    repeated = _varying(leaf) - _varying(key) if checked else set(manual)
+    tracked = are_shards_tracked()
+    repeated = varying_axes(leaf) - varying_axes(key) if tracked else set(manual_axes())
     if repeated:
-        axes = ", ".join(sorted(map(str, repeated)))
+        reason = "varies" if tracked else "may vary, which check_vma=False and pmap do not tell"
         raise ValueError(
-            f"`updates` must be the same on all shards of {axes} inside shard_map, got "
-            f"{path_name(path)!r}, which {'varies' if checked else 'may vary'}: every shard would "
-            "draw the same noise; sum it with jax.lax.psum under check_vma=True, or call "
-            "`update` outside shard_map."
+            "`updates` must be the same on all shards inside shard_map, got "
+            f"{path_name(path)!r}, which {reason}, over {', '.join(sorted(repeated))}: every shard "
+            "would draw the same noise; sum it with jax.lax.psum, or call `update` outside."
         )
-
-
-def _varying(x: jax.Array) -> frozenset[str]:
-    """Return the manual mesh axes over which `x` varies."""
-    kind = jax.typeof(x)
-    return kind.vma if hasattr(kind, "vma") else kind.manual_axis_type.varying

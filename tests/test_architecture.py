@@ -14,13 +14,16 @@ ALL_FILES = [p for d in ("optax_lsdp", "tests", "benchmarks") for p in (ROOT / d
 
 LIGHT = {"numpy", "scipy"}
 JAX = {"jax", "jaxlib", "numpy", "optax"}
-STAGE = JAX | {f"optax_lsdp.{name}" for name in ("_checks", "_keys", "_marked", "_trees")}
+STAGE = JAX | {
+    f"optax_lsdp.{name}" for name in ("_checks", "_keys", "_marked", "_shards", "_trees")
+}
 # What a file may import besides the standard library and its own folder; the longest match rules.
 MAY_IMPORT = {
     "__init__": set(),
     "_checks": {"numpy"},
     "_keys": {"jax", "numpy"},
     "_marked": {"jax", "optax_lsdp._trees"},
+    "_shards": {"jax"},
     "_trees": {"jax"},
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "clipping": STAGE,

@@ -104,7 +104,7 @@ CASES = {
     ),
     "groups for one norm": (
         lambda: update(grad(clip_norm={"w": 1.0, "b": 1.0})),
-        "got 1.0 for the group 'b' in `clipped_grad` and 1.0 in the optimizer at 'b'",
+        r"got 1.0 for the group \['b'\] in `clipped_grad` and 1.0 in the optimizer at 'b'",
     ),
     "some marked": (
         lambda: update(half_marked()),
@@ -144,6 +144,33 @@ CASES = {
     "a function among the parameters": (
         lambda: grad(params={**PARAMS, "activation": jnp.tanh}),
         "`params` .* at 'activation'; .*eqx.partition",
+    ),
+    "sums clipped apart": (
+        lambda: update(
+            {
+                name: lsdp.clipped_grad(lambda p, x: jnp.vdot(p, x), clip_norm=1.0)(
+                    PARAMS[name], STACK[name]
+                )
+                for name in PARAMS
+            }
+        ),
+        "`updates` must come from one call of `clipped_grad`, got 2 leaves of which 1 were",
+    ),
+    "sums in a stack": (
+        lambda: update(jax.tree.map(lambda x: x[None], grad())),
+        r"`updates` must have the shapes of `params`, got \(1, 3\) for \(3,\) at 'b'",
+    ),
+    "noise on integers": (
+        lambda: lsdp.add_gaussian_noise(1.0, key=KEY).update(
+            jnp.arange(3), lsdp.add_gaussian_noise(1.0, key=KEY).init(None)
+        ),
+        "`updates` must hold real floating-point arrays, got int32",
+    ),
+    "smoothing of complex numbers": (
+        lambda: lsdp.laplacian_smooth(1.0).update(
+            jnp.ones(3, complex), lsdp.laplacian_smooth(1.0).init(None)
+        ),
+        "`updates` must hold real floating-point arrays, got complex64",
     ),
     # links out of their order
     "noise before the clip": (

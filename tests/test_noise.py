@@ -11,6 +11,8 @@ import scipy.stats
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lsdp as lsdp
+from optax_lsdp._keys import fold_in_text
+from optax_lsdp.noise import _normal
 
 SIZE = 200_000
 TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
@@ -72,6 +74,36 @@ def test_tails_reach_beyond_eight_standard_deviations(monkeypatch):
     assert draw(jnp.zeros(1))[0][0][0] < -8
 
 
+def test_the_two_halves_of_a_draw_come_from_different_keys(monkeypatch):
+    keys, bits = [], jax.random.bits
+
+    def recorded(key, shape, dtype):
+        keys.append(jax.random.key_data(key).tolist())
+        return bits(key, shape, dtype)
+
+    monkeypatch.setattr(jax.random, "bits", recorded)
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+    tx.update(jnp.zeros(3), tx.init(None))
+    assert len(keys) == 2 and keys[0] != keys[1]
+
+
+def test_noise_has_a_label_of_its_own():
+    # A sampler that folds the step and a name into the same key must not meet the noise.
+    key = jax.random.key(0)
+    unlabelled = fold_in_text(jax.random.fold_in(key, 0), "['a']")
+    np.testing.assert_raises(
+        AssertionError,
+        np.testing.assert_array_equal,
+        draw({"a": jnp.zeros(5)})[0][0],
+        np.asarray(_normal(unlabelled, (5,), jnp.dtype("float32"))),
+    )
+
+
+def test_paths_that_look_alike_share_no_noise():
+    one, other = draw({"a": {"b": jnp.zeros(100)}, "a/b": jnp.zeros(100)})[0]
+    assert not np.isin(one, other).any()
+
+
 @pytest.mark.parametrize("threshold", [2.0, 3.0, 4.0])
 def test_tails_have_the_right_weight(threshold):
     noise = draw(jnp.zeros(10_000_000), key=jax.random.key(1))[0][0]
@@ -110,6 +142,16 @@ def test_a_schedule_sets_the_stddev_of_each_step():
 @pytest.mark.parametrize("bad", [0.0, -1.0, float("nan")])
 def test_a_scheduled_stddev_that_is_not_positive_releases_nothing(bad):
     assert np.isnan(draw(TREE, stddev=lambda step: jnp.float32(bad))[0][0]).all()
+
+
+def test_a_schedule_in_half_precision_is_refused():
+    tx = lsdp.add_gaussian_noise(lambda step: jnp.bfloat16(1.003), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="float32 at least"):
+        tx.update(jnp.zeros(3), tx.init(None))
+
+
+def test_a_whole_number_is_a_stddev_too():
+    assert is_standard_normal(draw(TREE, stddev=np.int64(2))[0][0] / 2)
 
 
 def test_donating_the_state_spares_the_callers_key():

@@ -28,6 +28,7 @@ def calibrate_noise_multiplier(
     20.0
     """
     check_positive("epsilon", epsilon)
+    epsilon = min(epsilon, 1e6)  # more than that asks for nothing that noise could give
     check_delta("delta", delta)
     run = SampledGaussian(1.0, sampling_rate, steps, sampling=sampling, neighbouring=neighbouring)
     z = math.sqrt(run.steps) * SENSITIVITY[neighbouring] / gaussian_mu(epsilon, delta)

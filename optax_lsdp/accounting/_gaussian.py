@@ -32,12 +32,14 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 def gaussian_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 with δ(ε) ≤ δ, rounded up.
 
-    The privacy loss is N(μ²/2, μ²), so that ε = μ²/2 + μ√(2 log 1/δ) suffices.
+    The privacy loss is N(μ²/2, μ²), so that ε = μ²/2 + μ√(−2 log δ) suffices.
 
     >>> round(gaussian_epsilon(1e-5, 1.0), 4)
     4.3772
     """
-    enough = mu**2 / 2 + mu * math.sqrt(2 * math.log(1 / delta))
+    if mu > 1e100:
+        return math.inf
+    enough = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     return _bisect(0.0, enough, lambda epsilon: gaussian_delta(epsilon, mu) <= delta)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._trees import norm_rounding, path_name, row_norms, widen
+from optax_lsdp._trees import norm_rounding, row_norms, widen
 
 ClipNorm = Any  # a number, a prefix tree of numbers, or an optax.Schedule
 ClipStyle = Literal["threshold", "automatic"]
@@ -25,10 +25,16 @@ class Group(NamedTuple):
     clip_norm: Any
 
 
+def is_schedule(clip_norm: ClipNorm) -> bool:
+    """Tell a function of the step from a number or a tree; an Equinox module is a tree."""
+    return callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
+
+
 def check_clip_norm(clip_norm: ClipNorm) -> None:
     """Raise unless every clip norm is a number, well inside the range of float32."""
     with jax.ensure_compile_time_eval():  # a schedule's first value is known while tracing too
-        norms = [float(clip_norm(0))] if callable(clip_norm) else jax.tree.leaves(clip_norm)
+        first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule(clip_norm) else None
+    norms = first or jax.tree.leaves(clip_norm)
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
@@ -57,7 +63,7 @@ def sensitivity(clip_norm: ClipNorm) -> Any:
     5.0
     """
     check_clip_norm(clip_norm)
-    return clip_norm if callable(clip_norm) else math.hypot(*jax.tree.leaves(clip_norm))
+    return clip_norm if is_schedule(clip_norm) else math.hypot(*jax.tree.leaves(clip_norm))
 
 
 def clip_groups(clip_norm: ClipNorm, tree: Any) -> list[Group]:
@@ -65,7 +71,8 @@ def clip_groups(clip_norm: ClipNorm, tree: Any) -> list[Group]:
     groups: list[Group] = []
 
     def extend(path: tuple[Any, ...], norm: Any, subtree: Any) -> None:
-        groups.extend([Group(path_name(path), norm)] * len(jax.tree.leaves(subtree)))
+        group = Group(jax.tree_util.keystr(path), norm)
+        groups.extend([group] * len(jax.tree.leaves(subtree)))
 
     try:
         jax.tree.map_with_path(extend, clip_norm, tree)

@@ -11,8 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_whole
-from optax_lsdp._trees import check_floating, path_name
-from optax_lsdp.clipping._factors import STYLES, ClipNorm, ClipStyle, check_clip_norm, clip_groups
+from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._trees import check_floating, check_not_empty, path_name
+from optax_lsdp.clipping._factors import (
+    STYLES,
+    ClipNorm,
+    ClipStyle,
+    check_clip_norm,
+    clip_groups,
+    is_schedule,
+)
 from optax_lsdp.clipping._mark import mark
 from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._vmap import clip_by_vmap
@@ -140,19 +148,21 @@ def value_and_clipped_grad(
     def value_and_grad(
         params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
     ) -> tuple[PerExample, optax.Updates]:
+        check_not_empty("params", params)
         check_floating("params", params)
         size = _batch_size(batch)
         _check_mask(mask, size)
+        params = vary(params, varying_axes((batch, mask)))
         now = _clip_norm_at(clip_norm, step)
         run = partial(
             clip, value_and_aux, params, groups=clip_groups(now, params), style=clip_style
         )
         (values, aux), norms, total = in_microbatches(run, batch, mask, microbatch_size or size)
-        if callable(clip_norm):
+        if is_schedule(clip_norm):
             total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
-        norms = jax.tree.map_with_path(lambda path, _: norms[path_name(path)], clip_norm)
+        norms = jax.tree.map_with_path(lambda path, _: norms[jax.tree_util.keystr(path)], clip_norm)
         return PerExample(values, norms, aux), mark(total, clip_groups(clip_norm, params))
 
     return value_and_grad
@@ -160,12 +170,12 @@ def value_and_clipped_grad(
 
 def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
     """Return the clip norm of this step: its schedule's value, or itself."""
-    if callable(clip_norm) != (step is not None):
+    if is_schedule(clip_norm) != (step is not None):
         raise ValueError(
             "`step` must be given with a schedule of clip norms and only then, got "
             f"step={step!r} with clip_norm={clip_norm!r}."
         )
-    return clip_norm(step) if callable(clip_norm) else clip_norm
+    return clip_norm(step) if is_schedule(clip_norm) else clip_norm
 
 
 def _check_output(output: Any, has_aux: bool) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lsdp._shards import vary, varying_axes
+
 
 def in_microbatches(
     run: Callable[[Any, jax.Array | None], tuple[Any, Any, Any]],
@@ -44,5 +46,6 @@ def in_microbatches(
 
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    zeros = vary(zeros, varying_axes((batch, known)))  # inside shard_map, like the sums
     sums, stacked = jax.lax.scan(accumulate, zeros, jnp.arange(count))
     return *jax.tree.map(unstack, stacked), sums

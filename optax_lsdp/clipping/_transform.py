@@ -9,8 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._marked import is_marked
-from optax_lsdp._trees import check_floating, path_name
-from optax_lsdp.clipping._factors import ClipNorm, check_clip_norm, clip_and_sum, clip_groups
+from optax_lsdp._trees import check_floating, check_not_empty, path_name
+from optax_lsdp.clipping._factors import (
+    ClipNorm,
+    check_clip_norm,
+    clip_and_sum,
+    clip_groups,
+    is_schedule,
+)
 from optax_lsdp.clipping._mark import unmark
 
 
@@ -57,10 +63,11 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipPerExampleState]:
         del extra_args
-        now = clip_norm(state.step) if callable(clip_norm) else clip_norm
+        now = clip_norm(state.step) if is_schedule(clip_norm) else clip_norm
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total = unmark(updates, clip_groups(clip_norm, updates))
-            if callable(clip_norm):  # the marked sum is in units of the clip norm
+            _check_shapes(total, params)
+            if is_schedule(clip_norm):  # the marked sum is in units of the clip norm
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
         else:
             _check_stacked(updates, params)
@@ -70,8 +77,21 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _check_shapes(total: optax.Updates, params: optax.Params | None) -> None:
+    """Raise unless every leaf of a sum has its parameter's shape, where `params` are given."""
+    for (path, leaf), param in zip(
+        jax.tree.leaves_with_path(total), jax.tree.leaves(params), strict=params is not None
+    ):
+        if leaf.shape != param.shape:
+            raise ValueError(
+                f"`updates` must have the shapes of `params`, got {leaf.shape} for {param.shape} "
+                f"at {path_name(path)!r}; `clipped_grad` sums over the examples by itself."
+            )
+
+
 def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
     """Raise unless every leaf of `updates` is a stack, of one height, of its parameter's shape."""
+    check_not_empty("updates", updates)
     check_floating("updates", updates)
     if params is None:
         raise ValueError(

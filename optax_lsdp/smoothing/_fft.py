@@ -20,7 +20,7 @@ def smooth_fft(x: jax.Array, smoothing: jax.Array | float, axes: Sequence[int]) 
         waves = jnp.arange(size // 2 + 1 if axis == last else size).astype(x.dtype)
         shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
         energy += jnp.sin(waves * jnp.asarray(math.pi / size, x.dtype)).reshape(shape) ** 2
-    eigenvalues = 1 + 4 * jnp.asarray(smoothing, x.dtype) * energy
+    eigenvalues = 1 + jnp.asarray(smoothing, x.dtype) * (4 * energy)
     spectrum = jnp.fft.rfftn(x, axes=axes)
     smoothed = spectrum * (1 / eigenvalues).astype(spectrum.dtype)
     return jnp.fft.irfftn(smoothed, s=[x.shape[axis] for axis in axes], axes=axes)

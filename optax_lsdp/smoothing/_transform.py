@@ -15,7 +15,8 @@ from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._checks import check_choice, check_non_negative
 from optax_lsdp._marked import check_unmarked
-from optax_lsdp._trees import path_name, wide_dtype, widen
+from optax_lsdp._shards import varying_axes
+from optax_lsdp._trees import check_floating, path_name, wide_dtype, widen
 from optax_lsdp.smoothing._fft import smooth_fft
 from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
 
@@ -86,6 +87,8 @@ def laplacian_smooth(
     ) -> tuple[optax.Updates, LaplacianSmoothState]:
         del params, extra_args
         check_unmarked("laplacian_smooth", updates)
+        check_floating("updates", updates)
+        _check_whole(updates)
         now = smoothing(state.step) if callable(smoothing) else smoothing
 
         def smooth(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
@@ -139,6 +142,16 @@ def _smooth_as_one_ring(
         return leaf if walk is None else walk.restore(next(parts), like=leaf).astype(leaf.dtype)
 
     return list(map(restore_leaf, leaves, walks))
+
+
+def _check_whole(updates: optax.Updates) -> None:
+    """Raise inside shard_map if a leaf is a shard: its ring would be cut into one for each."""
+    for path, leaf in jax.tree.leaves_with_path(updates):
+        if varying_axes(leaf):
+            raise ValueError(
+                "`updates` must be whole inside shard_map, got a shard over "
+                f"{', '.join(sorted(varying_axes(leaf)))} at {path_name(path)!r}; smooth outside."
+            )
 
 
 def _keep_shardings(

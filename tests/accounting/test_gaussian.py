@@ -1,5 +1,7 @@
 """The Gaussian mechanism in closed form: held to its definition, and rounded the safe way."""
 
+import math
+
 import numpy as np
 import pytest
 import scipy.integrate
@@ -75,6 +77,13 @@ def test_tiny_delta_is_not_lost_to_cancellation():
         m, e = mpmath.mpf(mu), mpmath.mpf(epsilon)
         true = mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
         assert true <= gaussian_delta(epsilon, mu) <= true * (1 + 1e-6)
+
+
+def test_extreme_numbers_are_answered():
+    assert run(1.0, 1).epsilon(1e-310) > 30
+    assert run(1e-200, 1).epsilon(1e-5) == math.inf
+    budget = dict(epsilon=1e300, delta=1e-5, sampling_rate=1, steps=1, sampling="full")
+    assert calibrate_noise_multiplier(**budget) > 0
 
 
 def test_the_inverses_agree():

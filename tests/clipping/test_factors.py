@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 
 import optax_lsdp as lsdp
+from optax_lsdp._trees import norm_rounding
 from optax_lsdp.clipping._factors import clip_factors
 from tests import oracles
 
@@ -119,6 +120,23 @@ def test_a_wide_gradient_of_tiny_entries_is_clipped_in_full():
     grad = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=0.1))
     total = grad(jnp.zeros(row.size), row[None])
     assert 0.1 * (1 - 1e-4) <= np.linalg.norm(np.asarray(total.value, np.float64)) <= 0.1 * SLACK
+
+
+def test_the_rounding_of_a_norm_is_added_to_it_before_it_is_used():
+    factors = clip_factors(jnp.array([2.0]), 1.0, style="threshold", rounding=0.25)
+    np.testing.assert_allclose(factors, [1 / 2.5])
+    row = np.random.default_rng(0).normal(size=(1, 2**20)).astype(np.float32)
+    total = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))(jnp.zeros(2**20), row)
+    length = np.linalg.norm(np.asarray(total.value, np.float64))
+    np.testing.assert_allclose(length, 1 / (1 + norm_rounding([row])), rtol=3e-7)
+
+
+def test_groups_whose_names_look_alike_are_kept_apart():
+    params = {"a": {"b": jnp.zeros(3)}, "a/b": jnp.zeros(3)}
+    batch = jax.tree.map(lambda x: jnp.full((1, 3), 9.0), params)
+    total = lsdp.clipped_grad(linear_loss, clip_norm={"a": {"b": 0.1}, "a/b": 5.0})(params, batch)
+    np.testing.assert_allclose(np.linalg.norm(total["a"]["b"].value), 0.1, rtol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(total["a/b"].value), 5.0, rtol=1e-5)
 
 
 def test_a_factor_too_small_for_float32_is_zero():

@@ -149,6 +149,24 @@ def test_marked_sums_of_disjoint_examples_add_up():
     chex.assert_trees_all_close(jax.tree.map(jnp.add, *halves), grad(PARAMS, BATCH), atol=ROUNDING)
 
 
+@pytest.mark.parametrize("microbatch_size", [None, 1])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_each_shard_clips_its_own_examples(microbatch_size, check_vma):
+    # Differentiated as they are, replicated parameters get the sum over all shards for a gradient.
+    mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+    grad = lsdp.clipped_grad(loss, clip_norm=0.7, microbatch_size=microbatch_size)
+    sharded = {"x": jnp.concatenate([X] * 3)[:16], "y": jnp.concatenate([Y] * 3)[:16]}
+    expected = jax.jit(grad)(PARAMS, sharded)
+    run = jax.shard_map(
+        lambda params, batch: jax.lax.psum(grad(params, batch), "shards"),
+        mesh=mesh,
+        in_specs=(jax.P(), jax.P("shards")),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    chex.assert_trees_all_close(jax.jit(run)(PARAMS, sharded), expected, atol=ROUNDING)
+
+
 def test_sums_clipped_otherwise_do_not_add():
     a = clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH)
     b = clipped_grad(loss, clip_norm=0.8)(PARAMS, BATCH)

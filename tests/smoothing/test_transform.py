@@ -129,6 +129,18 @@ def test_smoothing_works_on_any_mesh():
         assert got.sharding.is_equivalent_to(sharding, 2)
 
 
+def test_inside_shard_map_a_shard_is_not_smoothed_as_if_it_were_the_whole():
+    mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.P("shards")
+    run = jax.shard_map(lambda x: smooth(x, 1.0), mesh=mesh, in_specs=spec, out_specs=spec)
+    with pytest.raises(ValueError, match="must be whole inside shard_map"):
+        jax.jit(run)(jnp.ones(16))
+
+
+def test_smoothing_that_overflows_leaves_the_mean():
+    np.testing.assert_allclose(smooth(jnp.array([1.0, 2.0, 6.0]), 1e38), 3.0, rtol=1e-6)
+
+
 def test_smoothing_survives_inject_hyperparams_without_recompiling():
     v = vector(50)
     tx = optax.inject_hyperparams(lsdp.laplacian_smooth)(smoothing=1.0)

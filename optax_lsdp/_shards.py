@@ -1,0 +1,44 @@
+"""Manual mesh axes: what an array inside shard_map shares with the other shards, and what not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+
+def manual_axes() -> tuple[str, ...]:
+    """Return the mesh axes over which the surrounding shard_map or pmap maps, if any."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def are_shards_tracked() -> bool:
+    """Tell whether JAX knows what varies: not under check_vma=False, and not in pmap."""
+    return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
+
+
+def varying_axes(tree: Any) -> set[str]:
+    """Return the manual axes over which any leaf varies, as far as JAX tracks them."""
+    kinds = map(jax.typeof, jax.tree.leaves(tree))
+    return {axis for kind in kinds for axis in _varying(kind)}
+
+
+def vary(tree: Any, axes: Iterable[str]) -> Any:
+    """Let every leaf vary over `axes`, though its shards are still equal.
+
+    What varies is differentiated shard by shard. The gradient of what does not is the sum over
+    all shards, which is no gradient of one example any more.
+    """
+
+    def vary_leaf(leaf: jax.Array) -> jax.Array:
+        missing = tuple(sorted(set(axes) - _varying(jax.typeof(leaf))))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary_leaf, tree)
+
+
+def _varying(kind: Any) -> frozenset[str]:
+    if hasattr(kind, "vma"):  # before jax 0.10
+        return kind.vma
+    return kind.manual_axis_type.varying
