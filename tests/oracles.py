@@ -40,11 +40,12 @@ def flatten_rows(leaves: list[np.ndarray]) -> np.ndarray:
 
 
 def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
-    """Scale each row to norm at most C; rows whose norm float32 cannot hold become zero."""
+    """Scale each row to norm at most C; rows that float32 cannot scale become zero."""
     clipped = np.zeros_like(rows, dtype=np.float64)
     for i, row in enumerate(np.asarray(rows, np.float64)):
         norm = np.linalg.norm(row)
-        if 0 < norm <= np.finfo(np.float32).max:
+        limits = np.finfo(np.float32)
+        if 0 < norm <= min(limits.max, clip_norm / limits.tiny):
             clipped[i] = row * min(1.0, clip_norm / norm)
     return clipped
 
