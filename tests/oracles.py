@@ -45,7 +45,7 @@ def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
     for i, row in enumerate(np.asarray(rows, np.float64)):
         norm = np.linalg.norm(row)
         limits = np.finfo(np.float32)
-        if 0 < norm <= min(limits.max, clip_norm / limits.tiny):
+        if 0 < norm <= min(float(limits.max), clip_norm / float(limits.tiny)):
             clipped[i] = row * min(1.0, clip_norm / norm)
     return clipped
 
