@@ -118,6 +118,10 @@ CASES = {
         lambda: update({**STACK, "w": jnp.ones((5, 3, 2))}),
         r"`updates` .* got shape \(5, 3, 2\) at 'w'",
     ),
+    "a marked sum of another tree": (
+        lambda: update(grad(), {"w": PARAMS["w"]}),
+        "`updates` must have the structure of `params`",
+    ),
     "another tree": (lambda: update({"w": STACK["w"]}), "`updates` must have the structure"),
     # batches
     "mask too short": (lambda: grad(mask=jnp.ones(4, bool)), r"`mask` .* \(5,\).* \(4,\)"),

@@ -66,7 +66,8 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
         now = clip_norm(state.step) if is_schedule(clip_norm) else clip_norm
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total = unmark(updates, clip_groups(clip_norm, updates))
-            _check_shapes(total, params)
+            if params is not None:
+                _check_shapes(total, params)
             if is_schedule(clip_norm):  # the marked sum is in units of the clip norm
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
         else:
@@ -77,15 +78,25 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_shapes(total: optax.Updates, params: optax.Params | None) -> None:
-    """Raise unless every leaf of a sum has its parameter's shape, where `params` are given."""
-    for (path, leaf), param in zip(
-        jax.tree.leaves_with_path(total), jax.tree.leaves(params), strict=params is not None
-    ):
-        if leaf.shape != param.shape:
+def _check_structure(updates: optax.Updates, params: optax.Params) -> None:
+    """Raise unless both are trees of one structure."""
+    got: Any = jax.tree.structure(updates)
+    if got != jax.tree.structure(params):
+        raise ValueError(
+            "`updates` must have the structure of `params`, got "
+            f"{got} for {jax.tree.structure(params)}."
+        )
+
+
+def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
+    """Raise unless every leaf of a sum has its parameter's shape."""
+    _check_structure(total, params)
+    leaves = jax.tree.leaves_with_path(total)
+    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
+        if leaf.shape != jnp.shape(param):
             raise ValueError(
-                f"`updates` must have the shapes of `params`, got {leaf.shape} for {param.shape} "
-                f"at {path_name(path)!r}; `clipped_grad` sums over the examples by itself."
+                f"`updates` must have the shapes of `params`, got {leaf.shape} for "
+                f"{jnp.shape(param)} at {path_name(path)!r}; `clipped_grad` sums over the examples."
             )
 
 
@@ -98,12 +109,7 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
             "`params` must be passed to `update` with stacked gradients, got None; without it "
             "stacked and summed gradients cannot be told apart."
         )
-    got_tree: Any = jax.tree.structure(updates)
-    if got_tree != jax.tree.structure(params):
-        raise ValueError(
-            "`updates` must have the structure of `params`, got "
-            f"{got_tree} for {jax.tree.structure(params)}."
-        )
+    _check_structure(updates, params)
     leaves = jax.tree.leaves_with_path(updates)
     height = jnp.shape(leaves[0][1])[:1]
     for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
