@@ -21,7 +21,7 @@ test: $(READY)
 # admits, whose own deprecation warnings are not ours. The last result is kept in tests/full.txt.
 test-full: $(READY) $(OLDEST)/.ready
 	{ $(BIN)/python -m pytest -n 2 -q -m "" --hypothesis-profile=full && \
-	  $(OLDEST)/bin/python -m pytest -n 2 -q -W default --ignore=optax_lsdp; } 2>&1 \
+	  $(OLDEST)/bin/python -m pytest -n 2 -q -W default; } 2>&1 \
 	  | tee $(VENV)/full.log
 	grep -E 'passed|failed|error' $(VENV)/full.log | tail -n 2 > tests/full.txt
 
