@@ -38,6 +38,19 @@ class Run:
         return float((jnp.argmax(self.logits(self.params, X), axis=-1) == Y).mean())
 
 
+def optax_step(run, apply_updates):
+    """Return a step through Optax alone."""
+    tx = lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE)
+    state, update = tx.init(run.params), jax.jit(tx.update)
+
+    def step(grads):
+        nonlocal state
+        updates, state = update(grads, state, run.params)
+        run.params = apply_updates(run.params, updates)
+
+    return step
+
+
 def plain_run():
     def logits(params, x):
         return jax.nn.relu(x @ params["w1"]) @ params["w2"]
@@ -48,15 +61,7 @@ def plain_run():
         "w2": jax.random.normal(keys[1], (8, CLASSES)) / 4,
     }
     run = Run(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
-    tx = lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE)
-    state, update = tx.init(params), jax.jit(tx.update)
-
-    def step(grads):
-        nonlocal state
-        updates, state = update(grads, state, run.params)
-        run.params = optax.apply_updates(run.params, updates)
-
-    run.step = step
+    run.step = optax_step(run, optax.apply_updates)
     return run
 
 
@@ -109,15 +114,7 @@ def equinox_run():
         return apply(x) if x.ndim == 1 else jax.vmap(apply)(x)
 
     run = Run(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
-    tx = lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE)
-    state, update = tx.init(params), jax.jit(tx.update)
-
-    def step(grads):
-        nonlocal state
-        updates, state = update(grads, state, run.params)
-        run.params = eqx.apply_updates(run.params, updates)
-
-    run.step = step
+    run.step = optax_step(run, eqx.apply_updates)
     return run
 
 

@@ -69,7 +69,7 @@ def test_tails_reach_beyond_eight_standard_deviations(monkeypatch):
         return bits
 
     monkeypatch.setattr(jax.random, "bits", every_bit(0))
-    assert draw(jnp.zeros(1))[0][0][0] > 8
+    assert draw(jnp.zeros(1))[0][0][0] > 9.1  # what README says
     monkeypatch.setattr(jax.random, "bits", every_bit(1))
     assert draw(jnp.zeros(1))[0][0][0] < -8
 

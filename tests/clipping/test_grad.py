@@ -66,7 +66,10 @@ def test_the_sum_is_that_of_gradients_clipped_one_by_one(clip_norm):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 7, 100])
 def test_microbatches_change_nothing(size):
     kwargs = dict(clip_norm=0.7, has_aux=True)
-    with_aux = lambda params, example: (loss(params, example), example["x"] * 2)  # noqa: E731
+
+    def with_aux(params, example):
+        return loss(params, example), example["x"] * 2
+
     mask = jnp.arange(N) != 2
     whole = value_and_clipped_grad(with_aux, **kwargs)(PARAMS, BATCH, mask)
     parts = value_and_clipped_grad(with_aux, microbatch_size=size, **kwargs)(PARAMS, BATCH, mask)
