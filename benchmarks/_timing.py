@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.report import RESULTS
 
 
 def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -27,10 +27,10 @@ BAR = "{desc:20}{percentage:3.0f}%|{bar:30}| {n}/{total}, {remaining} left"
 class Settings(NamedTuple):
     """What the command line decides."""
 
-    epsilon: float = 0.5
-    delta: float = 1e-5
-    steps: int = 40
-    seeds: int = 5
+    epsilon: float
+    delta: float
+    steps: int
+    seeds: int
 
 
 class Result(NamedTuple):
