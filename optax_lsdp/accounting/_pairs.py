@@ -1,0 +1,115 @@
+"""Dominating pairs: what one step can reveal about one example, as two mixtures of Gaussians.
+
+Noise has unit variance, q is the sampling rate, and the shift μ is the example's largest
+contribution over the noise's standard deviation.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import logsumexp
+
+
+class Pair(NamedTuple):
+    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) against Q = Σbᵢ·N(mᵢ, 1), whose loss log P/Q grows with x.
+
+    The weights of P are kept as differences d from those of Q, so that their digits survive
+    where the two differ by little.
+
+    Attributes:
+        centres: the means mᵢ.
+        base: the weights b of Q.
+        change: the weights d.
+        point: loss → x, the inverse of `loss`; −∞ or ∞ for losses that no x has.
+        folded: the divergence of (P, Q) holds at ε ≥ 0 for both directions, so that at ε < 0 it is
+            that of (Q, P), as in sampling without replacement.
+    """
+
+    centres: np.ndarray
+    base: np.ndarray
+    change: np.ndarray
+    point: Callable[[np.ndarray], np.ndarray]
+    folded: bool = False
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The weights of P."""
+        return self.base + self.change
+
+    def loss(self, x: np.ndarray) -> np.ndarray:
+        """Return log P/Q at x."""
+        exponents = np.multiply.outer(x, self.centres) - self.centres**2 / 2
+        far = logsumexp(exponents, axis=-1, b=self.weights)
+        far -= logsumexp(exponents, axis=-1, b=self.base)
+        scaled = np.exp(exponents - exponents.max(axis=-1, keepdims=True))
+        near = (scaled @ self.change) / np.maximum(scaled @ self.base, 1e-300)
+        return np.where(np.abs(far) < 1, np.log1p(np.clip(near, -0.9, 9.0)), far)
+
+
+def remove(rate: float, shift: float) -> Pair:
+    """Return (1 − q)N(0) + qN(μ) against N(0): the example is there, or it is not."""
+
+    def point(losses: np.ndarray) -> np.ndarray:
+        far = np.exp(np.minimum(losses, 0.0)) - (1 - rate)
+        excess = np.where(losses < -0.5, far, np.expm1(losses) + rate)
+        with np.errstate(divide="ignore"):
+            return (np.log(np.maximum(excess, 0.0) / rate) + shift**2 / 2) / shift
+
+    return Pair(
+        centres=np.array([0.0, shift]),
+        base=np.array([1.0, 0.0]),
+        change=np.array([-rate, rate]),
+        point=point,
+    )
+
+
+def add(rate: float, shift: float) -> Pair:
+    """Return N(0) against (1 − q)N(0) + qN(−μ): `remove` with the roles exchanged."""
+    return _exchange(remove(rate, shift))
+
+
+def replace(rate: float, shift: float) -> Pair:
+    """Return (1 − q)N(0) + qN(μ) against (1 − q)N(0) + qN(−μ): the example has another value.
+
+    Why this is the worst. For contributions u and v and α ≥ 1, the divergence is that of qN(u)
+    from (α − 1)(1 − q)N(0) + αqN(v), one Gaussian against a mixture, which grows with the distances
+    of its centre to those of the mixture (Choquette-Choo et al. 2023, Privacy Amplification for
+    Matrix Mechanisms), here at most μ and 2μ, both reached at u = −v. For α < 1 exchange u and v.
+    """
+    log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
+
+    def point(losses: np.ndarray) -> np.ndarray:
+        half = losses / 2
+        with np.errstate(divide="ignore"):
+            log_sinh = log_odds + np.log(-np.expm1(-np.abs(losses)) / 2) + np.abs(half)
+        grown = np.where(log_sinh < 300, np.arcsinh(np.exp(np.minimum(log_sinh, 300))),
+                         log_sinh + math.log(2))
+        return (half + np.copysign(grown, losses)) / shift
+
+    return Pair(
+        centres=np.array([-shift, 0.0, shift]),
+        base=np.array([rate, 1 - rate, 0.0]),
+        change=np.array([-rate, 0.0, rate]),
+        point=point,
+    )
+
+
+def fixed_size(rate: float, shift: float) -> Pair:
+    """Return `remove`, folded: an example of a fixed-size batch is replaced, moving it by μ.
+
+    Zhu, Dong and Wang 2022, Optimal Accounting of Differential Privacy via Characteristic Function;
+    Lebeda et al. 2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms.
+    """
+    return remove(rate, shift)._replace(folded=True)
+
+
+def _exchange(pair: Pair) -> Pair:
+    """Return (Q, P), mirrored so that its loss grows with x."""
+    return Pair(
+        centres=-pair.centres,
+        base=pair.weights,
+        change=-pair.change,
+        point=lambda losses: -pair.point(-losses),
+    )

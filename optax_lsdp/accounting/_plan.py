@@ -1,0 +1,177 @@
+"""Where to look: steps and a budget go in, the tilt, the mesh and a first guess of ε come out.
+
+Nothing here touches the guarantee: a bad plan makes a bound loose, never wrong.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+
+from optax_lsdp.accounting._loss import Nodes, Step, sample
+
+LOOSENESS = 1e-4  # the share of ε that the mesh may cost
+
+
+class Plan(NamedTuple):
+    """How to compose, and what is expected.
+
+    Attributes:
+        tilt: θ.
+        mesh: the step of the lattice.
+        window: the width over which losses are told apart.
+        further: a tilt beyond θ that bounds how much lies above the window.
+        per_octave: cells between a loss and its double.
+        tail: the mass to cut off a step.
+        epsilon: the ε, or the scale of losses, that was planned for.
+        log_delta: log δ there.
+    """
+
+    tilt: float
+    mesh: float
+    window: float
+    further: float
+    per_octave: int
+    tail: float
+    epsilon: float
+    log_delta: float
+
+
+class _Cumulants(NamedTuple):
+    log: float
+    mean: float
+    variance: float
+
+
+def plan_epsilon(
+    steps: Sequence[tuple[Step, int]], delta: float, epsilon: float | None = None
+) -> Plan:
+    """Plan for the ε at which δ(ε) = δ, of which a better guess may be known."""
+    log_delta = math.log(delta)
+    parts, tail = _sampled(steps, log_delta)
+    tilt = _root(lambda tilt: _chernoff(parts, tilt)[0] - log_delta, _gentle(parts) / 4)
+    return _plan(parts, tilt, tail, log_delta, epsilon)
+
+
+def plan_delta(steps: Sequence[tuple[Step, int]], epsilon: float) -> Plan:
+    """Plan for δ(ε): what is cut off a step depends on δ, so that it takes a few rounds."""
+    log_delta = -30.0
+    for _ in range(4):
+        parts, tail = _sampled(steps, log_delta)
+
+        def excess(tilt: float, parts: _Parts = parts) -> float:
+            return epsilon - _chernoff(parts, tilt)[1]
+
+        tilt = _root(excess, _gentle(parts))
+        log_delta, before = max(_chernoff(parts, tilt)[0], -600.0), log_delta
+        if abs(log_delta - before) < 3:
+            break
+    return _plan(parts, tilt, tail, log_delta)
+
+
+_Parts = list[tuple[Nodes, int]]
+
+
+def _sampled(steps: Sequence[tuple[Step, int]], log_delta: float) -> tuple[_Parts, float]:
+    total = sum(count for _, count in steps)
+    tail = math.exp(max(log_delta - math.log(1e6 * total), -650.0))
+    return [(sample(step, tail), count) for step, count in steps], tail
+
+
+def _cumulants(parts: _Parts, tilt: float) -> _Cumulants:
+    """Return log E_P[e^(θS)] of the sum S of all losses, and mean and variance when tilted."""
+    sums = []
+    for (losses, masses), count in parts:
+        top = max(0.0, tilt * float(losses.max()))
+        rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
+        tilted = masses * np.exp(tilt * losses - top)
+        total = float(tilted.sum()) + rest
+        mean = float(tilted @ losses) / total
+        variance = float(tilted @ (losses - mean) ** 2 + rest * mean**2) / total
+        if top < 1:
+            log = math.log1p(float(masses @ np.expm1(tilt * losses)))
+        else:
+            log = math.log(total) + top
+        sums.append((count * log, count * mean, count * variance))
+    return _Cumulants(*(math.fsum(column) for column in zip(*sums, strict=True)))
+
+
+def _chernoff(parts: _Parts, tilt: float) -> tuple[float, float]:
+    """Return log δ of the best Chernoff bound that θ gives, and the ε at which θ gives it.
+
+    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion of Rényi divergence.
+    """
+    known = _cumulants(parts, tilt)
+    epsilon = known.mean + math.log(tilt / (tilt + 1))
+    return known.log - tilt * known.mean - math.log1p(tilt), epsilon
+
+
+def _gentle(parts: _Parts) -> float:
+    """Return a tilt that moves the sum by about a standard deviation."""
+    known = _cumulants(parts, 0.0)
+    return _root(
+        lambda tilt: 0.5 + tilt * known.mean - _cumulants(parts, tilt).log,
+        1e-3 / math.sqrt(known.variance),
+    )
+
+
+def _root(falling: Callable[[float], float], low: float) -> float:
+    """Return where a falling function of positive numbers turns negative above `low`, or `low`."""
+    if falling(low) <= 0:
+        return low
+    for _ in range(60):
+        high = 3 * low
+        if falling(high) <= 0:
+            return brentq(falling, low, high, xtol=1e-15 * low, rtol=1e-14)
+        low = high
+    return low
+
+
+def _plan(
+    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float | None = None
+) -> Plan:
+    """Choose the mesh so that its spread, V per step, costs Σ T·V·(θ + 1)/2 of ε and no more.
+
+    V is h²/6 where losses are larger than the mesh, and h|ℓ| where they are smaller.
+    """
+    known = _cumulants(parts, tilt)
+    scale = epsilon or max(_chernoff(parts, tilt)[1], math.sqrt(known.variance))
+    allowed = LOOSENESS * scale * 2 / (tilt + 1)
+    tilted = []
+    for (losses, masses), count in parts:
+        weights = masses * np.exp(np.minimum(tilt * losses, 600.0))
+        weights /= weights.sum() + max(0.0, 1 - masses.sum())
+        tilted.append((count * weights, np.abs(losses)))
+
+    def excess(mesh: float) -> float:
+        cost = sum(float(w @ np.minimum(mesh**2 / 6, mesh * size)) for w, size in tilted)
+        return allowed - cost
+
+    squares = sum(float(w @ size**2) for w, size in tilted)
+    mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
+    mesh = min(mesh, 0.5 / tilt)
+    per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
+    further, window = _window(parts, tilt, log_delta, scale)
+    return Plan(
+        tilt=tilt,
+        mesh=mesh,
+        window=window,
+        further=further,
+        per_octave=min(max(per_octave, 16), 2048),
+        tail=tail,
+        epsilon=scale,
+        log_delta=log_delta,
+    )
+
+
+def _window(
+    parts: _Parts, tilt: float, log_delta: float, epsilon: float
+) -> tuple[float, float]:
+    """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20)."""
+    known = _cumulants(parts, tilt).log
+    shares = tilt * np.geomspace(0.02, 2, 12)
+    ends = [(_cumulants(parts, tilt + t).log - known + 20) / t for t in shares]
+    best = int(np.argmin(ends))
+    return float(shares[best]), float(max((25 - log_delta) / tilt, ends[best] - epsilon))
