@@ -30,10 +30,16 @@ def check_non_negative(name: str, value: object, *, schedule: bool = False) -> N
         raise ValueError(_sentence(name, "zero or positive, and finite", value))
 
 
-def check_whole(name: str, value: object) -> None:
-    """Raise unless `value` is an integer of at least 1."""
-    if not (is_number(value) and isinstance(value, Integral) and value >= 1):
-        raise ValueError(_sentence(name, "a whole number, 1 or more", value))
+def check_whole(name: str, value: object, least: int = 1) -> None:
+    """Raise unless `value` is an integer of at least `least`."""
+    if not (is_number(value) and isinstance(value, Integral) and value >= least):
+        raise ValueError(_sentence(name, f"a whole number, {least} or more", value))
+
+
+def check_rate(name: str, value: object) -> None:
+    """Raise unless `value` is a share above 0, and 1 at most."""
+    if not (is_number(value) and 0 < value <= 1):
+        raise ValueError(_sentence(name, "above 0 and at most 1", value))
 
 
 def check_delta(name: str, value: object) -> None:

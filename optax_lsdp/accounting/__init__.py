@@ -1,6 +1,6 @@
 """Accounting: noise, sampling and steps go in, a privacy guarantee comes out; no JAX."""
 
-from optax_lsdp.accounting._calibrate import calibrate_noise_multiplier
 from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._queries import Composition
 
-__all__ = ["SampledGaussian", "calibrate_noise_multiplier"]
+__all__ = ["Composition", "SampledGaussian"]

@@ -1,25 +1,32 @@
 """Certified bounds: steps and a budget go in, ε or δ from above or from below comes out."""
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from optax_lsdp.accounting._contour import contour_delta
-from optax_lsdp.accounting._loss import Step, contract, sample, spread
+from optax_lsdp.accounting._loss import Step, contract, spread
 from optax_lsdp.accounting._pairs import Pair
 from optax_lsdp.accounting._plan import LOOSENESS, Plan, plan_delta, plan_epsilon
 from optax_lsdp.accounting._tilted import Tilted, convolve
 
-_LARGEST = 2_000_000  # residues that a lower bound may take
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ, for a whole curve
+_PRECISION = 1e-8  # relative, to which ε is solved for
+_LARGEST = 1_500_000  # residues that a lower bound may take
 
 Steps = Sequence[tuple[Step, int]]  # what one step reveals, and how many such steps there are
 
 
 def epsilon_above(steps: Steps, delta: float) -> float:
-    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified."""
+    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified, by `delta_above` too."""
     counts = np.array([[count for _, count in steps]], float)
-    return float(epsilons_above([step for step, _ in steps], counts, delta)[0])
+    epsilon = float(epsilons_above([step for step, _ in steps], counts, delta)[0])
+    more = 1e-6
+    while epsilon < math.inf and delta_above(steps, epsilon) > delta:
+        epsilon, more = epsilon * (1 + more), 2 * more
+    return epsilon
 
 
 def epsilons_above(steps: Sequence[Step], counts: np.ndarray, delta: float) -> np.ndarray:
@@ -32,8 +39,6 @@ def epsilons_above(steps: Sequence[Step], counts: np.ndarray, delta: float) -> n
         plan = plan_epsilon(last, delta, float(epsilons[-1]))
         tilted = _compose(steps, counts, plan)
         epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon)
-    if epsilons[-1] < math.inf:
-        _check(last, plan, float(epsilons[-1]), float(tilted.above(epsilons)[-1]))
     return epsilons
 
 
@@ -43,8 +48,16 @@ def delta_above(steps: Steps, epsilon: float) -> float:
     counts = np.array([[count for _, count in steps]], float)
     tilted = _compose([step for step, _ in steps], counts, plan)
     delta = float(tilted.above(np.array([epsilon]))[0])
-    _check(steps, plan, epsilon, delta)
+    _check(plan, epsilon, delta)
     return delta
+
+
+def profile_above(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
+    """Return upper bounds on δ at many ε: of a few plans, the one that is best at each."""
+    counts = np.array([[count for _, count in steps]], float)
+    kinds = [step for step, _ in steps]
+    tilted = (_compose(kinds, counts, plan_epsilon(steps, delta)) for delta in _LEVELS)
+    return np.min([one.above(epsilons) for one in tilted], axis=0)
 
 
 def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, enough: float) -> float:
@@ -59,12 +72,12 @@ def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, enough: float
         mesh = plan.mesh / finer
         if highest >= enough or plan.window / mesh > _LARGEST:
             break
-        lattices = [
-            contract(pair, mesh, finer * plan.per_octave, plan.tail) for pair, _ in pairs
-        ]
+        lattices = [contract(pair, mesh, finer * plan.per_octave, plan.tail) for pair, _ in pairs]
         tilted = convolve(lattices, counts, plan._replace(mesh=mesh))
-        found = _solve(tilted.below, delta, 1, plan.epsilon, safe_above=False)
-        highest = max(highest, float(found[0]))
+        found = float(_solve(tilted.below, delta, 1, plan.epsilon, from_above=False)[0])
+        if found <= 1.0003 * highest:
+            return max(found, highest)
+        highest = found
     return highest
 
 
@@ -79,35 +92,48 @@ def _solve(
     rows: int,
     guess: float,
     *,
-    safe_above: bool = True,
+    from_above: bool = True,
 ) -> np.ndarray:
     """Return, for each row, where a falling bound on δ(ε) meets δ, rounded to the safe side.
 
-    Where the bound is already below δ at zero, or is nowhere above it as far as it was looked, the
-    answer is 0; bounds from below fall off left of where they were planned for.
+    The answer is 0 where a bound from above is no more than δ at zero, and where one from below is
+    nowhere above δ: those fall off left of what they were planned for.
     """
+
+    def excess(epsilon: np.ndarray) -> np.ndarray:
+        return np.log(np.maximum(falling(epsilon), 1e-320) / delta)
+
     high = np.full(rows, guess)
-    while np.any(over := falling(high) > delta):
+    while np.any((at_high := excess(high)) > 0):
         if high.max() > 1e300:
-            return np.where(over, math.inf, high)
-        high = np.where(over, 1.5 * high, high)
-    low, least = high.copy(), (1e-9 if safe_above else 1e-2) * guess
-    while np.any(under := (falling(low) <= delta) & (low > 0)):
-        shrunk = (0.7 if safe_above else 0.97) * low
-        high, low = np.where(under, low, high), np.where(under & (shrunk < least), 0.0, np.where(
-            under, shrunk, low))
-    while np.any(high - low > 1e-10 * high):
-        middle = (low + high) / 2
-        over = falling(middle) > delta
+            return np.where(at_high > 0, math.inf, high)
+        high = np.where(at_high > 0, 1.5 * high, high)
+    low, least = high, (1e-9 if from_above else 1e-2) * guess
+    while np.any(under := ((at_low := excess(low)) <= 0) & (low > 0)):
+        high, at_high = np.where(under, low, high), np.where(under, at_low, at_high)
+        lower = (0.7 if from_above else 0.97) * low
+        low = np.where(under, np.where(lower > least, lower, 0.0), low)
+    was_over = was_under = np.zeros(rows, bool)
+    for turn in itertools.cycle((1, -1)):
+        apart = (high - low > _PRECISION * high) & (at_low > 0)
+        if not np.any(apart):
+            break
+        share = np.clip(at_low / np.where(apart, at_low - at_high, 1.0), 0.0, 1.0)
+        near = low + share * (high - low) + turn * 0.4 * _PRECISION * high
+        middle = np.where((near > low) & (near < high), near, (low + high) / 2)
+        value = excess(middle)
+        over = value > 0
         low, high = np.where(over, middle, low), np.where(over, high, middle)
-    at_zero = falling(np.zeros(rows)) <= delta
-    return np.where(at_zero & (low == 0), 0.0, high) if safe_above else low
+        stale_low, stale_high = ~over & was_under, over & was_over  # Illinois: they count half
+        at_low = np.where(over, value, np.where(stale_low, at_low / 2, at_low))
+        at_high = np.where(over, np.where(stale_high, at_high / 2, at_high), value)
+        was_over, was_under = over, ~over
+    return np.where(at_low > 0, high, 0.0) if from_above else low
 
 
-def _check(steps: Steps, plan: Plan, epsilon: float, first: float) -> None:
+def _check(plan: Plan, epsilon: float, first: float) -> None:
     """Raise if the second method, where it is sure of itself, contradicts the first."""
-    parts = [(sample(step, plan.tail), count) for step, count in steps]
-    second = contour_delta(parts, epsilon, plan.tilt, 20 - plan.log_delta)
+    second = contour_delta(plan.parts, epsilon, plan.tilt, 20 - plan.log_delta)
     if second is None or first == 1:
         return
     expected = LOOSENESS * (plan.tilt + 1) * plan.epsilon

@@ -1,11 +1,17 @@
-"""Calibration: a privacy budget goes in, the smallest sufficient noise comes out."""
+"""Calibration: a privacy budget goes in, the noise, steps or batch size that it allows come out."""
 
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
-from optax_lsdp._checks import check_delta, check_positive
-from optax_lsdp.accounting._gaussian import gaussian_mu
-from optax_lsdp.accounting._mechanism import SENSITIVITY, SampledGaussian
+from scipy.optimize import brentq
+
+from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting._mechanism import Neighbouring, SampledGaussian, Sampling
+
+_CLOSE = 5e-5  # relative; how near the boundary an answer is
+_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
+_MOST_STEPS = 10**12
 
 
 def calibrate_noise_multiplier(
@@ -14,22 +20,150 @@ def calibrate_noise_multiplier(
     delta: float,
     sampling_rate: float,
     steps: int,
-    sampling: Literal["full"],
-    neighbouring: Literal["add_remove", "replace_one", "zero_out"] = "add_remove",
+    sampling: Sampling = "poisson",
+    neighbouring: Neighbouring | None = None,
+    max_batch_size: int | None = None,
+    dataset_size: int | None = None,
+    group_size: int = 1,
 ) -> float:
     """Return the smallest noise multiplier z whose run is (ε, δ)-differentially private.
 
-    The arguments are those of `SampledGaussian`. The budget is never exceeded.
+    The arguments are those of `SampledGaussian`. The budget is never exceeded, and with 1e-4 less
+    noise it would be.
 
     >>> z = calibrate_noise_multiplier(
-    ...     epsilon=7.5113, delta=1e-5, sampling_rate=1, steps=1000, sampling="full"
+    ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
     ... )
-    >>> round(z, 3)
-    20.0
+    >>> round(z, 2)
+    10.08
     """
+    _check_budget(epsilon, delta)
+    check_whole("steps", steps)
+
+    def excess(log_noise: float) -> float:
+        run = SampledGaussian(
+            math.exp(log_noise),
+            sampling_rate,
+            steps,
+            sampling=sampling,
+            neighbouring=neighbouring,
+            max_batch_size=max_batch_size,
+            dataset_size=dataset_size,
+            group_size=group_size,
+        )
+        return _log_ratio(run.epsilon(delta), epsilon)
+
+    low, high = math.log(_LEAST_NOISE), math.log(_MOST_NOISE)
+    start = 0.0
+    if excess(start) > 0:
+        low = start
+        while excess(start := min(start + 1.0, high)) > 0:
+            if start >= high:
+                raise ValueError(
+                    f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
+                    f"got {epsilon!r} at delta={delta!r}; take fewer steps."
+                )
+            low = start
+        high = start
+    else:
+        high = start
+        while excess(start := max(start - 1.0, low)) <= 0:
+            if start <= low:
+                return _LEAST_NOISE
+            high = start
+        low = start
+    return math.exp(_boundary(excess, low, high))
+
+
+def calibrate_steps(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    sampling_rate: float,
+    **options: Any,
+) -> int:
+    """Return the largest number of steps that is (ε, δ)-differentially private.
+
+    `options` are further arguments of `SampledGaussian`.
+
+    >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
+    2460
+    """
+    _check_budget(epsilon, delta)
+
+    def spent(steps: int) -> float:
+        run = SampledGaussian(noise_multiplier, sampling_rate, steps, **options)
+        return run.epsilon(delta)
+
+    most = largest(lambda steps: spent(steps) <= epsilon, _MOST_STEPS)
+    if most == 0:
+        raise ValueError(
+            f"`epsilon` must be at least {spent(1):.6g} for a single step at delta={delta!r}, "
+            f"got {epsilon!r}; raise the noise multiplier or lower the sampling rate."
+        )
+    return most
+
+
+def calibrate_batch_size(
+    *,
+    epsilon: float,
+    delta: float,
+    noise_multiplier: float,
+    dataset_size: int,
+    steps: int,
+    **options: Any,
+) -> int:
+    """Return the largest expected batch size that is (ε, δ)-differentially private.
+
+    `options` are further arguments of `SampledGaussian`. Batches are a share of `dataset_size`.
+
+    >>> calibrate_batch_size(
+    ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
+    ... )
+    252
+    """
+    _check_budget(epsilon, delta)
+    check_whole("dataset_size", dataset_size)
+
+    def spent(size: int) -> float:
+        rate = size / dataset_size
+        run = SampledGaussian(noise_multiplier, rate, steps, dataset_size=dataset_size, **options)
+        return run.epsilon(delta)
+
+    most = largest(lambda size: spent(size) <= epsilon, dataset_size)
+    if most == 0:
+        raise ValueError(
+            f"`epsilon` must be at least {spent(1):.6g} for batches of one example at "
+            f"delta={delta!r}, got {epsilon!r}; raise the noise multiplier or take fewer steps."
+        )
+    return most
+
+
+def largest(holds: Callable[[int], bool], most: int) -> int:
+    """Return the largest whole number up to `most` for which a falling condition holds, or 0."""
+    low, high = 0, 1
+    while high <= most and holds(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+def _boundary(excess: Callable[[float], float], low: float, high: float) -> float:
+    """Return a point next to the root of a falling function, where it is not positive."""
+    point = brentq(excess, low, high, xtol=_CLOSE / 3)
+    while excess(point) > 0:
+        point += _CLOSE / 3
+    return point
+
+
+def _log_ratio(spent: float, epsilon: float) -> float:
+    return math.log(max(spent, 1e-300) / epsilon)
+
+
+def _check_budget(epsilon: float, delta: float) -> None:
     check_positive("epsilon", epsilon)
-    epsilon = min(epsilon, 1e6)  # more than that asks for nothing that noise could give
     check_delta("delta", delta)
-    run = SampledGaussian(1.0, sampling_rate, steps, sampling=sampling, neighbouring=neighbouring)
-    z = math.sqrt(run.steps) * SENSITIVITY[neighbouring] / gaussian_mu(epsilon, delta)
-    return z * (1 + 1e-12)  # the root and the quotient were rounded

@@ -21,17 +21,13 @@ def contour_delta(parts: Parts, epsilon: float, tilt: float, decay: float) -> fl
     """
     spacing = math.pi * tilt / decay
     values = [
-        value
-        for line in (tilt, 0.9 * tilt)
-        for value in _trapezoids(parts, epsilon, line, spacing)
+        value for line in (tilt, 0.9 * tilt) for value in _trapezoids(parts, epsilon, line, spacing)
     ]
     lowest = min(values)
     return values[0] if max(values) - lowest <= _AGREEMENT * lowest else None  # None with NaN
 
 
-def _trapezoids(
-    parts: Parts, epsilon: float, line: float, spacing: float
-) -> tuple[float, float]:
+def _trapezoids(parts: Parts, epsilon: float, line: float, spacing: float) -> tuple[float, float]:
     """Return the trapezoidal sum along one line, and that with twice the spacing."""
     terms = np.zeros(0)
     while len(terms) < _MOST:

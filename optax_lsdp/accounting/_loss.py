@@ -66,8 +66,9 @@ def spread(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
         lattice = _spread(pair, mesh, per_octave, tail)
         if pair.folded:
             lattice = _fold(lattice, mesh)
-        parts.append((lattice.index, weight * lattice.masses, weight * lattice.infinite,
-                      lattice.slack))
+        parts.append(
+            (lattice.index, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
+        )
     index, masses, infinite, slack = zip(*parts, strict=True)
     return Lattice(np.concatenate(index), np.concatenate(masses), sum(infinite), max(slack))
 

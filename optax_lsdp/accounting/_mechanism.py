@@ -1,67 +1,118 @@
 """SampledGaussian: the description of a private training run, and what it guarantees."""
 
-import math
-from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal, Self
 
-from optax_lsdp._checks import (
-    check_choice,
-    check_delta,
-    check_non_negative,
-    check_positive,
-    check_whole,
-)
-from optax_lsdp.accounting._gaussian import gaussian_delta, gaussian_epsilon
+from optax_lsdp._checks import check_choice, check_positive, check_rate, check_whole
+from optax_lsdp.accounting._dominate import ANALYSED, SENSITIVITY, reveal
+from optax_lsdp.accounting._queries import Mechanism
 
-SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
+Sampling = Literal["poisson", "without_replacement", "full", "shuffled"]
+Neighbouring = Literal["add_remove", "replace_one", "zero_out"]
 
 
 @dataclass(frozen=True)
-class SampledGaussian:
+class SampledGaussian(Mechanism):
     """A run of `steps` noisy clipped sums, each over a sample of the dataset.
 
     Attributes:
-        noise_multiplier: z, the noise's standard deviation on the clipped *sum*, divided by
-            its sensitivity to adding or removing one example (C, or √ΣC² with groups).
-        sampling_rate: the share of the dataset in a batch; 1 for full batches.
+        noise_multiplier: z, the noise's standard deviation on the clipped *sum*, divided by C, the
+            most that one example can contribute (√ΣC² with groups of parameters). It is the same
+            z for every relation: that replacing an example moves the sum by 2C is counted here.
+        sampling_rate: q, the share of the dataset that is expected in a batch.
         steps: how many noisy sums are released.
-        sampling: "full": every step uses the whole dataset, whose size is public.
-        neighbouring: "add_remove" or "zero_out": datasets that differ by the presence of one
-            example; "replace_one": by its value, which moves the sum by 2C.
+        sampling: how batches are drawn:
+            "poisson": every example is in every batch with probability q, independently;
+            "without_replacement": every batch is a uniform subset of q·n examples;
+            "full": every batch is the dataset, q = 1, and its size is public;
+            "shuffled": the dataset is cut into batches, in any order, ⌊1/q⌋ of them an epoch. No
+            tight analysis is known; what is reported holds for every order, as if each example's
+            batch were known.
+        neighbouring: what differs between two datasets that are to be confused:
+            "add_remove": one example is there, or it is not;
+            "zero_out": one example contributes, or a blank in its place that contributes nothing;
+            "replace_one": one example has another value.
+            The default is "add_remove" where that is analysed, and none otherwise.
+        max_batch_size: a Poisson batch that would be larger is cut, uniformly at random.
+        dataset_size: n, needed with `max_batch_size`.
+        group_size: how many examples one person contributes; see `group`.
 
-    >>> run = SampledGaussian(20.0, 1.0, 1000, sampling="full")
-    >>> round(run.epsilon(1e-5), 4)
-    7.5113
+    Every number that is reported errs towards a larger ε.
+
+    >>> run = SampledGaussian(noise_multiplier=1.1, sampling_rate=256 / 60_000, steps=14_100)
+    >>> round(run.epsilon(delta=1e-5), 3)
+    2.385
+
+    The same noise, if batches are made by shuffling:
+
+    >>> shuffled = SampledGaussian(
+    ...     1.1, 1 / 235, 14_100, sampling="shuffled", neighbouring="zero_out"
+    ... )
+    >>> round(shuffled.epsilon(delta=1e-5), 1)
+    53.6
     """
 
     noise_multiplier: float
     sampling_rate: float
     steps: int
     _: KW_ONLY
-    sampling: Literal["full"]
-    neighbouring: Literal["add_remove", "replace_one", "zero_out"] = "add_remove"
+    sampling: Sampling = "poisson"
+    neighbouring: Neighbouring | None = None
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         check_positive("noise_multiplier", self.noise_multiplier, "without noise ε is infinite")
-        check_whole("steps", self.steps)
-        check_choice("sampling", self.sampling, ("full",))
-        check_choice("neighbouring", self.neighbouring, SENSITIVITY)
-        if self.sampling_rate != 1:
+        check_rate("sampling_rate", self.sampling_rate)
+        check_whole("steps", self.steps, least=0)
+        check_whole("group_size", self.group_size)
+        check_choice("sampling", self.sampling, ANALYSED)
+        if self.neighbouring is None and "add_remove" in ANALYSED[self.sampling]:
+            object.__setattr__(self, "neighbouring", "add_remove")
+        if self.neighbouring not in SENSITIVITY:
+            check_choice("neighbouring", self.neighbouring, ANALYSED[self.sampling])
+        if self.neighbouring not in ANALYSED[self.sampling]:
+            choices = " or ".join(map(repr, ANALYSED[self.sampling]))
+            raise ValueError(
+                f"`neighbouring` must be {choices} with sampling={self.sampling!r}, "
+                f"got {self.neighbouring!r}; no other relation has an analysis there."
+            )
+        if self.sampling == "full" and self.sampling_rate != 1:
             raise ValueError(
                 f"`sampling_rate` must be 1 for full batches, got {self.sampling_rate!r}."
             )
+        if self.dataset_size is not None:
+            check_whole("dataset_size", self.dataset_size)
+        if self.max_batch_size is not None:
+            check_whole("max_batch_size", self.max_batch_size)
+            if self.sampling != "poisson" or self.dataset_size is None:
+                raise ValueError(
+                    "`max_batch_size` must come with sampling='poisson' and a `dataset_size`, "
+                    f"got sampling={self.sampling!r} and dataset_size={self.dataset_size!r}."
+                )
 
     @property
-    def mu(self) -> float:
-        """μ = √T·Δ/z: the run is as private as one Gaussian mechanism with this ratio."""
-        return math.sqrt(self.steps) * SENSITIVITY[self.neighbouring] / self.noise_multiplier
+    def parts(self) -> tuple[Self, ...]:
+        """The runs that this one consists of: itself."""
+        return (self,) if self.steps else ()
 
-    def epsilon(self, delta: float) -> float:
-        """Return the smallest ε such that the run is (ε, δ)-differentially private."""
-        check_delta("delta", delta)
-        return gaussian_epsilon(delta, self.mu)
+    @property
+    def mu(self) -> float | None:
+        """μ of the one Gaussian mechanism that the run is as private as, if it is one."""
+        return reveal(self).mu if self.steps else 0.0
 
-    def delta(self, epsilon: float) -> float:
-        """Return the smallest δ such that the run is (ε, δ)-differentially private."""
-        check_non_negative("epsilon", epsilon)
-        return gaussian_delta(epsilon, self.mu)
+    def group(self, size: int) -> Self:
+        """Return the same run, accounted for groups of `size` examples that change together.
+
+        Exact for Poisson batches with "add_remove" and "zero_out" and for full batches; a general
+        bound otherwise.
+        """
+        check_whole("size", size)
+        return replace(self, group_size=self.group_size * size)
+
+    def to_dp_event(self) -> Any:
+        """Return the run as an event of dp-accounting, which must be installed."""
+        from optax_lsdp.accounting._events import to_dp_event
+
+        return to_dp_event(self)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import logsumexp
+from scipy.special import binom
+
+_FAR = 40.0  # in standard deviations; no mass of a Gaussian is beyond it in double precision
 
 
 class Pair(NamedTuple):
@@ -41,11 +43,17 @@ class Pair(NamedTuple):
     def loss(self, x: np.ndarray) -> np.ndarray:
         """Return log P/Q at x."""
         exponents = np.multiply.outer(x, self.centres) - self.centres**2 / 2
-        far = logsumexp(exponents, axis=-1, b=self.weights)
-        far -= logsumexp(exponents, axis=-1, b=self.base)
+        far = _log_sum(exponents, self.weights) - _log_sum(exponents, self.base)
         scaled = np.exp(exponents - exponents.max(axis=-1, keepdims=True))
         near = (scaled @ self.change) / np.maximum(scaled @ self.base, 1e-300)
         return np.where(np.abs(far) < 1, np.log1p(np.clip(near, -0.9, 9.0)), far)
+
+
+def _log_sum(exponents: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return log Σ w·e^x over the last axis, without overflow."""
+    held = exponents[..., weights > 0]
+    top = held.max(axis=-1)
+    return top + np.log(np.exp(held - top[..., None]) @ weights[weights > 0])
 
 
 def remove(rate: float, shift: float) -> Pair:
@@ -84,8 +92,9 @@ def replace(rate: float, shift: float) -> Pair:
         half = losses / 2
         with np.errstate(divide="ignore"):
             log_sinh = log_odds + np.log(-np.expm1(-np.abs(losses)) / 2) + np.abs(half)
-        grown = np.where(log_sinh < 300, np.arcsinh(np.exp(np.minimum(log_sinh, 300))),
-                         log_sinh + math.log(2))
+        grown = np.where(
+            log_sinh < 300, np.arcsinh(np.exp(np.minimum(log_sinh, 300))), log_sinh + math.log(2)
+        )
         return (half + np.copysign(grown, losses)) / shift
 
     return Pair(
@@ -103,6 +112,35 @@ def fixed_size(rate: float, shift: float) -> Pair:
     Lebeda et al. 2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms.
     """
     return remove(rate, shift)._replace(folded=True)
+
+
+def remove_group(rate: float, shift: float, size: int) -> Pair:
+    """Return Σ Binomial(j; k, q)·N(jμ) against N(0): k examples are there, or they are not.
+
+    Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling.
+    """
+    members = np.arange(size + 1)
+    change = binom(size, members) * rate**members * (1 - rate) ** (size - members)
+    change[0] = math.expm1(size * math.log1p(-rate)) if rate < 1 else -1.0
+    base = np.where(members == 0, 1.0, 0.0)
+
+    def point(losses: np.ndarray) -> np.ndarray:
+        low = np.full(len(losses), -_FAR)
+        high = np.full(len(losses), _FAR + size * shift)
+        unknown = pair.loss(low) > losses
+        for _ in range(60):
+            middle = (low + high) / 2
+            over = pair.loss(middle) > losses
+            low, high = np.where(over, low, middle), np.where(over, middle, high)
+        return np.where(unknown, -math.inf, low)
+
+    pair = Pair(shift * members, base, change, point)
+    return pair
+
+
+def add_group(rate: float, shift: float, size: int) -> Pair:
+    """Return `remove_group` with the roles exchanged."""
+    return _exchange(remove_group(rate, shift, size))
 
 
 def _exchange(pair: Pair) -> Pair:

@@ -13,6 +13,8 @@ from scipy.optimize import brentq
 from optax_lsdp.accounting._loss import Nodes, Step, sample
 
 LOOSENESS = 1e-4  # the share of ε that the mesh may cost
+_STEEPEST = 1e6  # θ·ε; beyond it all losses are at their maximum, and δ falls to zero at once
+_MOST_RESIDUES = 4_000_000  # of the lattice in the window; more would take seconds
 
 
 class Plan(NamedTuple):
@@ -24,6 +26,7 @@ class Plan(NamedTuple):
         window: the width over which losses are told apart.
         further: a tilt beyond θ that bounds how much lies above the window.
         per_octave: cells between a loss and its double.
+        parts: the losses of each step at a few points, and how many such steps there are.
         tail: the mass to cut off a step.
         epsilon: the ε, or the scale of losses, that was planned for.
         log_delta: log δ there.
@@ -34,6 +37,7 @@ class Plan(NamedTuple):
     window: float
     further: float
     per_octave: int
+    parts: list[tuple[Nodes, int]]
     tail: float
     epsilon: float
     log_delta: float
@@ -51,7 +55,12 @@ def plan_epsilon(
     """Plan for the ε at which δ(ε) = δ, of which a better guess may be known."""
     log_delta = math.log(delta)
     parts, tail = _sampled(steps, log_delta)
-    tilt = _root(lambda tilt: _chernoff(parts, tilt)[0] - log_delta, _gentle(parts) / 4)
+
+    def excess(tilt: float) -> float:
+        bound, at = _chernoff(parts, tilt)
+        return min(bound - log_delta, _STEEPEST - tilt * at)
+
+    tilt = _root(excess, _gentle(parts) / 4)
     return _plan(parts, tilt, tail, log_delta, epsilon)
 
 
@@ -62,13 +71,15 @@ def plan_delta(steps: Sequence[tuple[Step, int]], epsilon: float) -> Plan:
         parts, tail = _sampled(steps, log_delta)
 
         def excess(tilt: float, parts: _Parts = parts) -> float:
-            return epsilon - _chernoff(parts, tilt)[1]
+            at = _chernoff(parts, tilt)[1]
+            return min(epsilon - at, _STEEPEST - tilt * at)
 
         tilt = _root(excess, _gentle(parts))
         log_delta, before = max(_chernoff(parts, tilt)[0], -600.0), log_delta
         if abs(log_delta - before) < 3:
             break
-    return _plan(parts, tilt, tail, log_delta)
+    least = 0.1 * math.sqrt(_cumulants(parts, tilt).variance)
+    return _plan(parts, tilt, tail, log_delta, max(epsilon, least))
 
 
 _Parts = list[tuple[Nodes, int]]
@@ -156,19 +167,18 @@ def _plan(
     further, window = _window(parts, tilt, log_delta, scale)
     return Plan(
         tilt=tilt,
-        mesh=mesh,
+        mesh=max(mesh, window / _MOST_RESIDUES),
         window=window,
         further=further,
         per_octave=min(max(per_octave, 16), 2048),
+        parts=parts,
         tail=tail,
         epsilon=scale,
         log_delta=log_delta,
     )
 
 
-def _window(
-    parts: _Parts, tilt: float, log_delta: float, epsilon: float
-) -> tuple[float, float]:
+def _window(parts: _Parts, tilt: float, log_delta: float, epsilon: float) -> tuple[float, float]:
     """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20)."""
     known = _cumulants(parts, tilt).log
     shares = tilt * np.geomspace(0.02, 2, 12)

@@ -1,0 +1,127 @@
+"""Which pairs dominate a run: sampling and neighbouring relation go in, pairs come out."""
+
+import math
+from typing import NamedTuple, Protocol
+
+from scipy.special import bdtrc
+
+from optax_lsdp.accounting._loss import Step
+from optax_lsdp.accounting._pairs import (
+    Pair,
+    add,
+    add_group,
+    fixed_size,
+    remove,
+    remove_group,
+    replace,
+)
+
+SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
+ANALYSED = {
+    "poisson": ("add_remove", "replace_one", "zero_out"),
+    "without_replacement": ("replace_one",),
+    "full": ("add_remove", "replace_one", "zero_out"),
+    "shuffled": ("zero_out", "replace_one"),
+}
+
+
+class Run(Protocol):
+    """What there is to know about a run; see `SampledGaussian`."""
+
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
+    sampling: str
+    neighbouring: str
+    max_batch_size: int | None
+    dataset_size: int | None
+    group_size: int
+
+
+class Revealed(NamedTuple):
+    """What a run reveals.
+
+    Attributes:
+        mu: the ratio of shift and noise, if the run is one Gaussian mechanism; else None.
+        above: one step, in each direction (one if they are alike), as pairs that dominate it.
+        below: pairs that are reached by some datasets, in each direction; empty if none is known.
+        count: how many such steps there are.
+    """
+
+    mu: float | None
+    above: tuple[Step, ...]
+    below: tuple[Pair, ...]
+    count: int
+
+
+def has_group_analysis(run: Run) -> bool:
+    """Tell whether `reveal` knows what a group of examples reveals, beyond a single one."""
+    if run.sampling == "poisson":
+        return run.neighbouring != "replace_one" and run.max_batch_size is None
+    return run.sampling in ("full", "shuffled")
+
+
+def reveal(run: Run) -> Revealed:
+    """Return the pairs that dominate one step of a run, and how many such steps there are."""
+    shift = run.group_size / run.noise_multiplier
+    moved = SENSITIVITY[run.neighbouring] * shift
+    if run.sampling == "shuffled":
+        return _gaussian(math.sqrt(epochs(run)) * moved)._replace(below=())
+    if run.sampling_rate == 1:
+        return _gaussian(math.sqrt(run.steps) * moved)
+    if run.sampling == "without_replacement":
+        worst: Step = ((1.0, fixed_size(run.sampling_rate, moved)),)
+        below = remove(run.sampling_rate, moved), add(run.sampling_rate, moved)
+        return Revealed(None, (worst,), below, run.steps)
+    pairs = _poisson(run, run.sampling_rate)
+    if run.max_batch_size is None:
+        return Revealed(None, tuple(((1.0, pair),) for pair in pairs), pairs, run.steps)
+    return _truncated(run, pairs, run.max_batch_size)
+
+
+def epochs(run: Run) -> int:
+    """Return how often an example is used at most, if an epoch is ⌊1/q⌋ steps."""
+    return math.ceil(run.steps / steps_per_epoch(run))
+
+
+def steps_per_epoch(run: Run) -> int:
+    """Return ⌊1/q⌋, but 235 for q = 1/235 as a float."""
+    return math.floor(1 / run.sampling_rate * (1 + 1e-12))
+
+
+def _gaussian(mu: float) -> Revealed:
+    pair = remove(1.0, mu)
+    return Revealed(mu, (((1.0, pair),),), (pair,), 1)
+
+
+def _poisson(run: Run, rate: float) -> tuple[Pair, ...]:
+    shift = 1 / run.noise_multiplier
+    if run.neighbouring == "replace_one":
+        return (replace(rate, shift),)
+    if run.group_size > 1:
+        return remove_group(rate, shift, run.group_size), add_group(rate, shift, run.group_size)
+    return remove(rate, shift), add(rate, shift)
+
+
+def _truncated(run: Run, pairs: tuple[Pair, ...], most: int) -> Revealed:
+    """Return what Poisson batches reveal that are cut to `most` examples.
+
+    Let N be the number of others that were drawn, which does not depend on the example. If N < B,
+    the step is as without a cut. Otherwise the batch has B examples, a uniform subset of the
+    others, or, with probability q·B/(N + 1), one of which the example has taken the place; it is
+    then no more than replaced, as in a batch of fixed size. To tell which of the two happened
+    reveals more than the step does. With nothing but zeros for others, the example is simply in
+    the batch less often.
+    """
+    size = run.dataset_size or 0
+    others = size if run.neighbouring == "add_remove" else size - 1
+    cut = float(bdtrc(most - 1, others, run.sampling_rate)) if most <= others else 0.0
+    if cut == 0.0:
+        return Revealed(None, tuple(((1.0, pair),) for pair in pairs), pairs, run.steps)
+    taken = most * float(bdtrc(most, others + 1, run.sampling_rate)) / (others + 1)
+    in_cut = min(run.sampling_rate, taken / cut * (1 + 1e-9))
+    worst = fixed_size(in_cut, 2 / run.noise_multiplier)
+    cut *= 1 + 1e-9
+    above = tuple(((max(0.0, 1 - cut), pair), (cut, worst)) for pair in pairs)
+    rarely = (run.sampling_rate * (1 - cut) + taken) * (1 - 1e-9)
+    return Revealed(None, above, _poisson(run, rarely), run.steps)

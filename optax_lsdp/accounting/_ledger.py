@@ -1,0 +1,124 @@
+"""Ledger: steps that were taken go in, what they have cost comes out, at any time."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, fields, replace
+from typing import Self
+
+import numpy as np
+
+from optax_lsdp._checks import check_delta, check_positive
+from optax_lsdp.accounting._calibrate import largest
+from optax_lsdp.accounting._curve import epsilon_curve
+from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._queries import Composition, Mechanism, merge
+
+_VERSION = 1
+_MOST_STEPS = 10**12
+
+
+class Ledger(Mechanism):
+    """What was really spent: steps are appended, never changed, and a question changes nothing.
+
+    It answers whatever a `SampledGaussian` answers. Steps that equal the last ones are merged, so
+    that a ledger of 10⁵ steps is as small, and as fast, as one of a single step.
+
+    >>> ledger = Ledger()
+    >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
+    >>> for _ in range(1000):
+    ...     ledger.append(step)
+    >>> round(ledger.epsilon(1e-5), 3)
+    0.825
+    >>> Ledger.from_json(ledger.to_json()) == ledger
+    True
+    """
+
+    def __init__(self, runs: Iterable[SampledGaussian] = ()) -> None:
+        self._kinds: list[SampledGaussian] = []  # with a single step
+        self._steps: list[int] = []
+        self._last: SampledGaussian | None = None
+        for run in runs:
+            self.append(run)
+
+    def append(self, run: SampledGaussian) -> None:
+        """Record that the steps of `run` were taken after all the others."""
+        if run is self._last:  # the usual case, and a fast one
+            self._steps[-1] += run.steps
+            return
+        if not isinstance(run, SampledGaussian):
+            raise TypeError(f"`run` must be a SampledGaussian, got {run!r}.")
+        Composition((*self._kinds[:1], run))  # raises if they do not go together
+        kind = replace(run, steps=1)
+        if self._kinds and self._kinds[-1] == kind and run.sampling != "shuffled":
+            self._steps[-1] += run.steps
+        else:
+            self._kinds.append(kind)
+            self._steps.append(run.steps)
+        self._last = run if run.sampling != "shuffled" else None
+
+    @property
+    def runs(self) -> tuple[SampledGaussian, ...]:
+        """All steps in the order in which they were taken."""
+        pairs = zip(self._kinds, self._steps, strict=True)
+        return tuple(replace(kind, steps=steps) for kind, steps in pairs)
+
+    @property
+    def parts(self) -> tuple[SampledGaussian, ...]:
+        """All steps, equal ones merged."""
+        return merge(self.runs)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return sum(self._steps)
+
+    def epsilons(self, delta: float) -> np.ndarray:
+        """Return ε after each step, from above, for little more than the price of the last."""
+        check_delta("delta", delta)
+        return epsilon_curve(self.runs, delta)
+
+    def remaining_steps(self, epsilon: float, delta: float) -> int:
+        """Return how many more steps like the last one the budget (ε, δ) allows."""
+        check_positive("epsilon", epsilon)
+        check_delta("delta", delta)
+        if not self._kinds:
+            raise ValueError("`remaining_steps` must follow a step that it can repeat; append one.")
+        past, next_step = Composition(self.runs), self._kinds[-1]
+        return largest(
+            lambda steps: (past + replace(next_step, steps=steps)).epsilon(delta) <= epsilon,
+            _MOST_STEPS,
+        )
+
+    def to_json(self) -> str:
+        """Return the ledger as text."""
+        runs = [asdict(run) for run in self.runs]
+        return json.dumps({"optax_lsdp_ledger": _VERSION, "runs": runs}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the ledger that `to_json` wrote; whatever is not fully understood is refused."""
+        try:
+            found = json.loads(text)
+            version, runs = found["optax_lsdp_ledger"], found["runs"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"`text` must be what to_json wrote, got {text[:40]!r}.") from error
+        if version != _VERSION or set(found) != {"optax_lsdp_ledger", "runs"}:
+            raise ValueError(
+                f"`text` must be a ledger of version {_VERSION}, got version {version!r} with "
+                f"{sorted(found)}; a newer optax_lsdp may read it."
+            )
+        known = {field.name for field in fields(SampledGaussian)}
+        for run in runs:
+            if not isinstance(run, dict) or set(run) != known:
+                raise ValueError(
+                    f"`text` must hold runs with the keys {sorted(known)}, got {run!r}."
+                )
+        return cls(SampledGaussian(**run) for run in runs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ledger) and self.runs == other.runs
+
+    __hash__ = None  # type: ignore[assignment]  # it grows
+
+    def __repr__(self) -> str:
+        return f"Ledger({list(self.runs)!r})"
