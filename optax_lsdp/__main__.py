@@ -5,52 +5,11 @@ import sys
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
 
 import optax_lsdp
+from optax_lsdp import budget
+from optax_lsdp._arguments import Parser, number, picture, writable
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def number(name: str, check: Callable[[str, float], None], kind: type = float) -> Callable:
-    """Return a converter from text to a number that `check` admits."""
-
-    def convert(text: str) -> float:
-        try:
-            value = kind(text)
-            check(name, value)
-        except ValueError as error:
-            wanted = "a whole number" if kind is int else "a number"
-            reason = str(error).rstrip(".") if "must" in str(error) else f"{text!r} is not {wanted}"
-            raise argparse.ArgumentTypeError(reason) from error
-        return value
-
-    return convert
-
-
-def picture(text: str) -> Path:
-    """Return the path of a PNG that can be made."""
-    path = Path(text)
-    if path.suffix.lower() != ".png":
-        raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
-    return writable(text)
-
-
-def writable(text: str) -> Path:
-    """Return the path of a file that can be made."""
-    path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"is a folder: {text!r}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
-    return path
 
 
 def demo(args: argparse.Namespace) -> None:
@@ -87,6 +46,7 @@ def parser() -> Parser:
         shown = text if default is None else f"{text} (default: {default})"
         command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
     command.set_defaults(run=demo)
+    budget.add_commands(commands)
     return top
 
 

@@ -1,6 +1,25 @@
 """Accounting: noise, sampling and steps go in, a privacy guarantee comes out; no JAX."""
 
+from optax_lsdp.accounting._calibrate import (
+    calibrate_batch_size,
+    calibrate_noise_multiplier,
+    calibrate_steps,
+)
+from optax_lsdp.accounting._ledger import Ledger
 from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._paper import PaperNoise, paper_noise
 from optax_lsdp.accounting._queries import Composition
+from optax_lsdp.accounting._statement import show_epsilon, statement
 
-__all__ = ["Composition", "SampledGaussian"]
+__all__ = [
+    "Composition",
+    "Ledger",
+    "PaperNoise",
+    "SampledGaussian",
+    "calibrate_batch_size",
+    "calibrate_noise_multiplier",
+    "calibrate_steps",
+    "paper_noise",
+    "show_epsilon",
+    "statement",
+]

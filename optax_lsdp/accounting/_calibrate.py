@@ -21,7 +21,7 @@ def calibrate_noise_multiplier(
     sampling_rate: float,
     steps: int,
     sampling: Sampling = "poisson",
-    neighbouring: Neighbouring | None = None,
+    neighbouring: Neighbouring = None,  # type: ignore[assignment]  # as there
     max_batch_size: int | None = None,
     dataset_size: int | None = None,
     group_size: int = 1,
@@ -88,7 +88,7 @@ def calibrate_steps(
     `options` are further arguments of `SampledGaussian`.
 
     >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
-    2460
+    2432
     """
     _check_budget(epsilon, delta)
 

@@ -51,11 +51,11 @@ class Composed:
         )
         sampled = [one for one in found if one.mu is None]
         above: list[list] = [
-            [(one.above[side % len(one.above)], one.count) for one in sampled]
+            [(one.above[side % len(one.above)], one.times) for one in sampled]
             for side in range(max((len(one.above) for one in sampled), default=0))
         ]
         below: list[list] = [
-            [(one.below[side % len(one.below)], one.count) for one in sampled]
+            [(one.below[side % len(one.below)], one.times) for one in sampled]
             for side in range(max((len(one.below) for one in sampled), default=0))
         ]
         if mu:

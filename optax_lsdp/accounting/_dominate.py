@@ -1,7 +1,7 @@
 """Which pairs dominate a run: sampling and neighbouring relation go in, pairs come out."""
 
 import math
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from scipy.special import bdtrc
 
@@ -16,6 +16,9 @@ from optax_lsdp.accounting._pairs import (
     replace,
 )
 
+if TYPE_CHECKING:
+    from optax_lsdp.accounting._mechanism import SampledGaussian as Run
+
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
 ANALYSED = {
     "poisson": ("add_remove", "replace_one", "zero_out"),
@@ -25,19 +28,6 @@ ANALYSED = {
 }
 
 
-class Run(Protocol):
-    """What there is to know about a run; see `SampledGaussian`."""
-
-    noise_multiplier: float
-    sampling_rate: float
-    steps: int
-    sampling: str
-    neighbouring: str
-    max_batch_size: int | None
-    dataset_size: int | None
-    group_size: int
-
-
 class Revealed(NamedTuple):
     """What a run reveals.
 
@@ -45,23 +35,23 @@ class Revealed(NamedTuple):
         mu: the ratio of shift and noise, if the run is one Gaussian mechanism; else None.
         above: one step, in each direction (one if they are alike), as pairs that dominate it.
         below: pairs that are reached by some datasets, in each direction; empty if none is known.
-        count: how many such steps there are.
+        times: how many such steps there are.
     """
 
     mu: float | None
     above: tuple[Step, ...]
     below: tuple[Pair, ...]
-    count: int
+    times: int
 
 
-def has_group_analysis(run: Run) -> bool:
+def has_group_analysis(run: "Run") -> bool:
     """Tell whether `reveal` knows what a group of examples reveals, beyond a single one."""
     if run.sampling == "poisson":
         return run.neighbouring != "replace_one" and run.max_batch_size is None
     return run.sampling in ("full", "shuffled")
 
 
-def reveal(run: Run) -> Revealed:
+def reveal(run: "Run") -> Revealed:
     """Return the pairs that dominate one step of a run, and how many such steps there are."""
     shift = run.group_size / run.noise_multiplier
     moved = SENSITIVITY[run.neighbouring] * shift
@@ -79,12 +69,12 @@ def reveal(run: Run) -> Revealed:
     return _truncated(run, pairs, run.max_batch_size)
 
 
-def epochs(run: Run) -> int:
+def epochs(run: "Run") -> int:
     """Return how often an example is used at most, if an epoch is ⌊1/q⌋ steps."""
     return math.ceil(run.steps / steps_per_epoch(run))
 
 
-def steps_per_epoch(run: Run) -> int:
+def steps_per_epoch(run: "Run") -> int:
     """Return ⌊1/q⌋, but 235 for q = 1/235 as a float."""
     return math.floor(1 / run.sampling_rate * (1 + 1e-12))
 
@@ -94,7 +84,7 @@ def _gaussian(mu: float) -> Revealed:
     return Revealed(mu, (((1.0, pair),),), (pair,), 1)
 
 
-def _poisson(run: Run, rate: float) -> tuple[Pair, ...]:
+def _poisson(run: "Run", rate: float) -> tuple[Pair, ...]:
     shift = 1 / run.noise_multiplier
     if run.neighbouring == "replace_one":
         return (replace(rate, shift),)
@@ -103,7 +93,7 @@ def _poisson(run: Run, rate: float) -> tuple[Pair, ...]:
     return remove(rate, shift), add(rate, shift)
 
 
-def _truncated(run: Run, pairs: tuple[Pair, ...], most: int) -> Revealed:
+def _truncated(run: "Run", pairs: tuple[Pair, ...], most: int) -> Revealed:
     """Return what Poisson batches reveal that are cut to `most` examples.
 
     Let N be the number of others that were drawn, which does not depend on the example. If N < B,

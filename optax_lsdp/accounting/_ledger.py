@@ -28,7 +28,7 @@ class Ledger(Mechanism):
     >>> for _ in range(1000):
     ...     ledger.append(step)
     >>> round(ledger.epsilon(1e-5), 3)
-    0.825
+    0.558
     >>> Ledger.from_json(ledger.to_json()) == ledger
     True
     """

@@ -29,9 +29,9 @@ class Nodes(NamedTuple):
 
 
 class Lattice(NamedTuple):
-    """Masses of P at losses index·mesh, and at +∞; true losses exceed these by `slack` at most."""
+    """Masses of P at losses positions·mesh and at ∞; true losses exceed them by `slack` at most."""
 
-    index: np.ndarray
+    positions: np.ndarray
     masses: np.ndarray
     infinite: float
     slack: float
@@ -67,7 +67,7 @@ def spread(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
         if pair.folded:
             lattice = _fold(lattice, mesh)
         parts.append(
-            (lattice.index, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
+            (lattice.positions, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
         )
     index, masses, infinite, slack = zip(*parts, strict=True)
     return Lattice(np.concatenate(index), np.concatenate(masses), sum(infinite), max(slack))
@@ -149,12 +149,12 @@ def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarr
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
     """Return positive losses, their mirror image with P and Q exchanged, and the rest at zero."""
-    positive = lattice.index > 0
-    index, masses = lattice.index[positive], lattice.masses[positive]
+    positive = lattice.positions > 0
+    index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
     rest = max(0.0, 1.0 - float(masses.sum() + mirrored.sum()))
     return lattice._replace(
-        index=np.concatenate([-index[::-1], [0], index]),
+        positions=np.concatenate([-index[::-1], [0], index]),
         masses=np.concatenate([mirrored[::-1], [rest], masses]),
     )
 

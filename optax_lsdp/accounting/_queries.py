@@ -82,7 +82,7 @@ class Composition(Mechanism):
     >>> warm_up = SampledGaussian(4.0, 0.01, 500)
     >>> main = SampledGaussian(2.0, 0.02, 1000)
     >>> round((warm_up + main).epsilon(1e-5), 2)
-    1.52
+    1.35
     """
 
     runs: "tuple[SampledGaussian, ...]"

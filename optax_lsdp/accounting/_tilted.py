@@ -19,6 +19,16 @@ _EPS = 2.0**-52
 _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summed
 
 
+class _Sums(NamedTuple):
+    """δ(ε)/weight, a bound on its error, weight, e^(−θNh), and the log of a factor of safety."""
+
+    value: np.ndarray
+    error: np.ndarray
+    weight: np.ndarray
+    wrapped: float
+    growth: np.ndarray
+
+
 class Tilted(NamedTuple):
     """Tilted sums of losses, by their Fourier coefficients, and all that is lost on the way.
 
@@ -70,8 +80,8 @@ class Tilted(NamedTuple):
             bound = np.exp(-growth) * weight * (value - error - beyond) - wrapped / (1 - wrapped)
         return np.where(weight < math.inf, np.maximum(bound, 0.0), 0.0)
 
-    def _sums(self, epsilon: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return δ(ε)/weight, the bound on its error, weight, e^(−θNh), and the log of a factor.
+    def _sums(self, epsilon: np.ndarray) -> _Sums:
+        """Sum over all frequencies.
 
         δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The residues are read as losses s in (ε, ε + Nh],
         and the first of them, s₀, takes out the weight e^(log_scale − θs₀). What remains, e^(−θs)
@@ -95,7 +105,7 @@ class Tilted(NamedTuple):
         exponent = self.log_scale - self.tilt * start
         weight = np.exp(np.where(exponent < 600, exponent, math.inf))
         size = np.abs(self.log_scale) + np.abs(self.tilt * start)
-        return value, self.noise, weight, np.float64(wrapped), self.growth + 4 * _EPS * (size + 8)
+        return _Sums(value, self.noise, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
 
 
 def convolve(lattices: Sequence[Lattice], counts: np.ndarray, plan: Plan) -> Tilted:
@@ -113,10 +123,10 @@ def convolve(lattices: Sequence[Lattice], counts: np.ndarray, plan: Plan) -> Til
     parts = [_tilted_masses(lattice, mesh, tilt) for lattice in lattices]
     logs = np.array([log for _, log in parts])
     moved = np.array([_tilted_masses(one, mesh, tilt + plan.further)[1] for one in lattices])
-    reach = np.array([tilt * mesh * np.max(np.abs(lattice.index)) for lattice in lattices])
+    reach = np.array([tilt * mesh * np.max(np.abs(lattice.positions)) for lattice in lattices])
     growth = counts @ (_EPS * (reach + np.abs(logs) + 300.0))
     spectra = [
-        rfft(np.bincount(lattice.index % size, masses, size))
+        rfft(np.bincount(lattice.positions % size, masses, size))
         for lattice, (masses, _) in zip(lattices, parts, strict=True)
     ]
     fewest = counts.min(axis=0)
@@ -157,7 +167,7 @@ def _tilted_masses(lattice: Lattice, mesh: float, tilt: float) -> tuple[np.ndarr
     """Return the masses p·e^(θℓ − K) of one step, and K."""
     with np.errstate(divide="ignore"):
         logs = np.log(lattice.masses)
-    logs += tilt * mesh * lattice.index
+    logs += tilt * mesh * lattice.positions
     top = float(logs.max())
     weights = np.exp(logs - top)
     total = float(weights.sum())

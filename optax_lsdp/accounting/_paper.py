@@ -1,0 +1,172 @@
+"""Theorem 1 of DP-LSSGD: a budget goes in, its noise comes out, with both of its conditions.
+
+Wang et al. 2019, DP-LSSGD. The theorem asks for ν² = 20TαG²/(μn²ε), α = log(1/δ)/((1 − μ)ε) + 1,
+and holds if, with S = 5b²Tα/(μn²ε), both α ≤ log(n/(b(1 + S))) and S ≥ 1.5.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting._mechanism import SampledGaussian
+
+_SPLITS = np.linspace(0, 1, 4001)[1:-1]  # of μ
+
+
+class PaperNoise(NamedTuple):
+    """What Theorem 1 says, and what is true.
+
+    Attributes:
+        noise_stddev: ν, of the noise on every coordinate of the *mean* gradient.
+        noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
+        alpha: α, the order of Rényi divergence.
+        mu: μ, how the theorem splits the budget.
+        largest_alpha: the first condition is α ≤ this.
+        spread: S; the second condition is S ≥ 1.5.
+        holds: whether both conditions hold.
+        poisson_epsilon: the true ε of this noise for Poisson batches, adding or removing one.
+        fixed_size_epsilon: an upper bound on it for batches without replacement, replacing one.
+    """
+
+    noise_stddev: float
+    noise_multiplier: float
+    alpha: float
+    mu: float
+    largest_alpha: float
+    spread: float
+    holds: bool
+    poisson_epsilon: float
+    fixed_size_epsilon: float
+
+
+def paper_noise(
+    *,
+    epsilon: float,
+    delta: float,
+    dataset_size: int,
+    batch_size: int,
+    steps: int,
+    lipschitz: float,
+    mu: float | None = None,
+    number_alone: bool = False,
+) -> PaperNoise:
+    """Return the noise of the paper's Theorem 1, or refuse where its conditions fail.
+
+    Args:
+        epsilon: the ε that the theorem is to promise.
+        delta: its δ.
+        dataset_size: n.
+        batch_size: b.
+        steps: T.
+        lipschitz: G, the largest norm of one example's gradient; the clip norm.
+        mu: μ in (0, 1); by default the one that asks for the least noise.
+        number_alone: return the number even where the conditions fail. It promises nothing then;
+            the true ε stands beside it.
+
+    >>> noise = paper_noise(
+    ...     epsilon=0.1,
+    ...     delta=1e-5,
+    ...     dataset_size=60_000,
+    ...     batch_size=128,
+    ...     steps=23_450,
+    ...     lipschitz=1.0,
+    ...     number_alone=True,
+    ... )
+    >>> round(noise.noise_multiplier, 2), noise.holds, round(noise.poisson_epsilon, 4)
+    (99.36, False, 0.0078)
+    """
+    check_positive("epsilon", epsilon)
+    check_delta("delta", delta)
+    check_positive("lipschitz", lipschitz)
+    for name, value in (
+        ("dataset_size", dataset_size),
+        ("batch_size", batch_size),
+        ("steps", steps),
+    ):
+        check_whole(name, value)
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"`batch_size` must be at most the dataset's size, {dataset_size}, got {batch_size!r}."
+        )
+    if mu is not None:
+        check_delta("mu", mu)
+    splits = _SPLITS if mu is None else np.array([mu])
+    setting = _Setting(delta, dataset_size, batch_size, steps)
+    terms = setting.terms(epsilon, splits)
+    if terms.holds.any():
+        best = int(np.argmin(np.where(terms.holds, terms.noise, math.inf)))
+    elif number_alone:
+        best = int(np.argmin(terms.noise))
+    else:
+        raise ValueError(_refusal(setting, epsilon, splits))
+    multiplier = float(terms.noise[best]) * batch_size
+    run = SampledGaussian(multiplier, batch_size / dataset_size, steps)
+    fixed = SampledGaussian(
+        multiplier,
+        batch_size / dataset_size,
+        steps,
+        sampling="without_replacement",
+        neighbouring="replace_one",
+    )
+    return PaperNoise(
+        noise_stddev=float(terms.noise[best]) * lipschitz,
+        noise_multiplier=multiplier,
+        alpha=float(terms.alpha[best]),
+        mu=float(splits[best]),
+        largest_alpha=float(terms.largest_alpha[best]),
+        spread=float(terms.spread[best]),
+        holds=bool(terms.holds[best]),
+        poisson_epsilon=run.epsilon(delta),
+        fixed_size_epsilon=fixed.epsilon(delta),
+    )
+
+
+class _Terms(NamedTuple):
+    noise: np.ndarray
+    alpha: np.ndarray
+    largest_alpha: np.ndarray
+    spread: np.ndarray
+    holds: np.ndarray
+
+
+class _Setting(NamedTuple):
+    delta: float
+    size: int
+    batch: int
+    steps: int
+
+    def terms(self, epsilon: float, mu: np.ndarray) -> _Terms:
+        """Return every term of the theorem at each μ, for G = 1."""
+        alpha = -math.log(self.delta) / ((1 - mu) * epsilon) + 1
+        share = self.steps * alpha / (mu * self.size**2 * epsilon)
+        spread = 5 * self.batch**2 * share
+        largest = np.log(self.size / (self.batch * (1 + spread)))
+        return _Terms(
+            np.sqrt(20 * share), alpha, largest, spread, (alpha <= largest) & (spread >= 1.5)
+        )
+
+
+def _refusal(setting: _Setting, epsilon: float, splits: np.ndarray) -> str:
+    """Say by how much the conditions fail at the best μ, and from which ε they would hold."""
+    terms = setting.terms(epsilon, splits)
+    short = np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)
+    best = int(np.argmin(short))
+    rising = np.geomspace(epsilon, 1e4 * epsilon, 2000)
+    holding = [one for one in rising if setting.terms(one, splits).holds.any()]
+    if holding:
+        low, high = holding[0] * rising[0] / rising[1], holding[0]
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            held = setting.terms(middle, splits).holds.any()
+            low, high = (low, middle) if held else (middle, high)
+        remedy = f"both hold first at ε = {high:.2f}"
+    else:
+        remedy = "no larger ε makes both hold"
+    return (
+        f"`epsilon` must satisfy both conditions of Theorem 1, got {epsilon!r}: at the best μ, "
+        f"{splits[best]:.3f}, α = {terms.alpha[best]:.2f} must be at most "
+        f"{terms.largest_alpha[best]:.2f}, and S = {terms.spread[best]:.3g} at least 1.5; "
+        f"{remedy}; calibrate_noise_multiplier has no such conditions."
+    )
