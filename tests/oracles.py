@@ -1,5 +1,9 @@
 """Slow, obvious answers in float64 NumPy, to which the library is held."""
 
+import itertools
+import math
+
+import mpmath
 import numpy as np
 
 
@@ -64,3 +68,74 @@ def walk_like_pytorch(kernel: np.ndarray) -> np.ndarray:
             for w in range(width)
         ]
     )
+
+
+def batches(size: int, sampling: str, drawn: float, most: int | None = None):
+    """Return every batch of indices below `size`, with its probability, by counting them all.
+
+    `drawn` is the rate of Poisson sampling, or the number of examples in a fixed-size batch.
+    """
+    chosen = {}
+    for members in itertools.product([0, 1], repeat=size):
+        batch = tuple(i for i in range(size) if members[i])
+        if sampling == "poisson":
+            chosen[batch] = drawn ** len(batch) * (1 - drawn) ** (size - len(batch))
+        elif len(batch) == drawn:
+            chosen[batch] = 1 / math.comb(size, int(drawn))
+    if most is None:
+        return chosen
+    kept: dict = {}
+    for batch, probability in chosen.items():
+        subsets = list(itertools.combinations(batch, min(most, len(batch))))
+        for subset in subsets:
+            kept[subset] = kept.get(subset, 0.0) + probability / len(subsets)
+    return kept
+
+
+def noisy_sums(data: tuple[float, ...], chosen: dict, x: np.ndarray) -> np.ndarray:
+    """Return the density at x of a batch's sum plus standard Gaussian noise."""
+    centres = np.array([sum(data[i] for i in batch) for batch in chosen])
+    bumps = np.exp(-((x[:, None] - centres) ** 2) / 2) / math.sqrt(2 * math.pi)
+    return bumps @ np.array(list(chosen.values()))
+
+
+def hockey_stick(p: np.ndarray, q: np.ndarray, width: float, epsilon: float) -> float:
+    """Return ∫ max(p − e^ε q, 0) for densities on a grid of this width."""
+    return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * width)
+
+
+def delta_of_one_step(centres, base, change, epsilon):
+    """Return δ(ε) of Σ(b + d)N(m) from Σ bN(m) to the digits of mpmath, if P/Q is rising."""
+    m, b, d = (list(map(mpmath.mpf, values)) for values in (centres, base, change))
+    weights = [j - mpmath.expm1(epsilon) * i for i, j in zip(b, d, strict=True)]
+
+    def excess(x):
+        return sum(w * mpmath.exp(c * x - c * c / 2) for w, c in zip(weights, m, strict=True))
+
+    low, high = mpmath.mpf(-60), mpmath.mpf(60)
+    for _ in range(160):
+        middle = (low + high) / 2
+        low, high = (low, middle) if excess(middle) > 0 else (middle, high)
+    return sum(w * mpmath.ncdf(c - high) for w, c in zip(weights, m, strict=True))
+
+
+def delta_by_contour(loss_and_density, steps, epsilon, tilt):
+    """Return δ(ε) = (1/2πi)∫ M(s)^T e^(−sε)/(s(s + 1)) ds over Re s = tilt, to 15 digits or more.
+
+    `loss_and_density(x)` are mpmath functions of the standard deviations x of the noise.
+    """
+    edges = [mpmath.mpf(edge) for edge in np.linspace(-14, 18, 33)]
+    rule = mpmath.calculus.quadrature.GaussLegendre(mpmath.mp).calc_nodes(4, mpmath.mp.prec)
+    nodes = []
+    for low, high in itertools.pairwise(edges):
+        half = (high - low) / 2
+        nodes += [(*loss_and_density(low + half * (1 + x)), half * w) for x, w in rule]
+    spacing, total, height = mpmath.mpf(tilt) / 16, mpmath.mpf(0), 0
+    while True:
+        s = mpmath.mpc(tilt, height * spacing)
+        moment = sum(mpmath.exp(s * loss) * density * width for loss, density, width in nodes)
+        term = moment**steps * mpmath.exp(-s * epsilon) / (s * (s + 1))
+        total += term.real / 2 if height == 0 else term.real
+        if height and abs(term) < mpmath.mpf(10) ** -18 * abs(total):
+            return total * spacing / mpmath.pi
+        height += 1

@@ -7,25 +7,27 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from optax_lsdp.accounting._contour import contour_delta
-from optax_lsdp.accounting._loss import Step, contract, spread
+from optax_lsdp.accounting._loss import Step, contract, divergence, sample, spread
 from optax_lsdp.accounting._pairs import Pair
 from optax_lsdp.accounting._plan import LOOSENESS, Plan, plan_delta, plan_epsilon
 from optax_lsdp.accounting._tilted import Tilted, convolve
 
 _LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ, for a whole curve
 _PRECISION = 1e-8  # relative, to which ε is solved for
-_LARGEST = 1_500_000  # residues that a lower bound may take
+_LARGEST = 2_000_000  # residues that a lower bound may take
 
 Steps = Sequence[tuple[Step, int]]  # what one step reveals, and how many such steps there are
 
 
 def epsilon_above(steps: Steps, delta: float) -> float:
     """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified, by `delta_above` too."""
+    if (single := _single(steps)) is not None:
+        return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
     counts = np.array([[count for _, count in steps]], float)
     epsilon = float(epsilons_above([step for step, _ in steps], counts, delta)[0])
-    more = 1e-6
+    more = 1e-5
     while epsilon < math.inf and delta_above(steps, epsilon) > delta:
-        epsilon, more = epsilon * (1 + more), 2 * more
+        epsilon, more = epsilon * (1 + more), 3 * more
     return epsilon
 
 
@@ -34,21 +36,23 @@ def epsilons_above(steps: Sequence[Step], counts: np.ndarray, delta: float) -> n
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
     plan = plan_epsilon(last, delta)
     tilted = _compose(steps, counts, plan)
-    epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon)
+    epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt)
     if 0 < epsilons[-1] < 0.8 * plan.epsilon:  # the tail is heavy, the mesh was too coarse
         plan = plan_epsilon(last, delta, float(epsilons[-1]))
         tilted = _compose(steps, counts, plan)
-        epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon)
+        epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt)
     return epsilons
 
 
 def delta_above(steps: Steps, epsilon: float) -> float:
     """Return an upper bound on δ(ε)."""
+    if (single := _single(steps)) is not None:
+        return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
     plan = plan_delta(steps, epsilon)
     counts = np.array([[count for _, count in steps]], float)
     tilted = _compose([step for step, _ in steps], counts, plan)
     delta = float(tilted.above(np.array([epsilon]))[0])
-    _check(plan, epsilon, delta)
+    _check(steps, plan, epsilon, delta)
     return delta
 
 
@@ -60,25 +64,44 @@ def profile_above(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
     return np.min([one.above(epsilons) for one in tilted], axis=0)
 
 
-def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, enough: float) -> float:
-    """Return the largest ε for which δ(ε) ≥ δ can be certified, or 0; `enough` is high enough.
+def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
+    """Return the largest ε for which δ(ε) ≥ δ can be certified, or 0, given an upper bound.
 
     What is on the lattice is dominated by the pairs, and so is its composition by theirs.
     """
-    plan = plan_epsilon([(((1.0, pair),), count) for pair, count in pairs], delta)
+    steps = [(((1.0, pair),), count) for pair, count in pairs]
+    if (single := _single(steps)) is not None:
+        return float(
+            _solve(
+                lambda at: np.subtract(*divergence(single, at)),
+                delta,
+                1,
+                1.0,
+                0.5,
+                from_above=False,
+            )[0]
+        )
+    plan = plan_epsilon(steps, delta, upper or None)
     counts = np.array([[count for _, count in pairs]], float)
     highest = 0.0
-    for finer in (3, 12, 48):
+    for finer in (1, 4, 16, 64):
         mesh = plan.mesh / finer
-        if highest >= enough or plan.window / mesh > _LARGEST:
+        if highest >= 0.999 * upper or plan.window / mesh > _LARGEST:
             break
         lattices = [contract(pair, mesh, finer * plan.per_octave, plan.tail) for pair, _ in pairs]
         tilted = convolve(lattices, counts, plan._replace(mesh=mesh))
-        found = float(_solve(tilted.below, delta, 1, plan.epsilon, from_above=False)[0])
-        if found <= 1.0003 * highest:
+        if len(tilted.frequencies) > _LARGEST // 10:
+            break
+        found = float(_solve(tilted.below, delta, 1, upper, 1 / plan.tilt, from_above=False)[0])
+        if 0 < found <= 1.0003 * highest:
             return max(found, highest)
-        highest = found
+        highest = max(found, highest)
     return highest
+
+
+def _single(steps: Steps) -> Step | None:
+    """Return the step if there is but one, which needs no composition."""
+    return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
 
 
 def _compose(steps: Sequence[Step], counts: np.ndarray, plan: Plan) -> Tilted:
@@ -91,13 +114,15 @@ def _solve(
     delta: float,
     rows: int,
     guess: float,
+    stride: float,
     *,
     from_above: bool = True,
 ) -> np.ndarray:
     """Return, for each row, where a falling bound on δ(ε) meets δ, rounded to the safe side.
 
-    The answer is 0 where a bound from above is no more than δ at zero, and where one from below is
-    nowhere above δ: those fall off left of what they were planned for.
+    The search goes up from the guess, and then down in strides that grow. The answer is 0 where a
+    bound from above is no more than δ at zero, and where one from below is nowhere more than δ:
+    those fall off left of what they were planned for.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -108,14 +133,16 @@ def _solve(
         if high.max() > 1e300:
             return np.where(at_high > 0, math.inf, high)
         high = np.where(at_high > 0, 1.5 * high, high)
-    low, least = high, (1e-9 if from_above else 1e-2) * guess
-    while np.any(under := ((at_low := excess(low)) <= 0) & (low > 0)):
+    at_zero = excess(np.zeros(rows))
+    is_zero = at_zero <= 0 if from_above else np.zeros(rows, bool)
+    low, at_low = high, at_high
+    while np.any(under := (at_low <= 0) & (low > 0) & ~is_zero):
         high, at_high = np.where(under, low, high), np.where(under, at_low, at_high)
-        lower = (0.7 if from_above else 0.97) * low
-        low = np.where(under, np.where(lower > least, lower, 0.0), low)
+        low = np.where(under, np.maximum(low - stride, 0.0), low)
+        at_low, stride = np.where(low > 0, excess(low), at_zero), 1.5 * stride
     was_over = was_under = np.zeros(rows, bool)
     for turn in itertools.cycle((1, -1)):
-        apart = (high - low > _PRECISION * high) & (at_low > 0)
+        apart = (high - low > _PRECISION * high) & (at_low > 0) & ~is_zero
         if not np.any(apart):
             break
         share = np.clip(at_low / np.where(apart, at_low - at_high, 1.0), 0.0, 1.0)
@@ -128,16 +155,19 @@ def _solve(
         at_low = np.where(over, value, np.where(stale_low, at_low / 2, at_low))
         at_high = np.where(over, np.where(stale_high, at_high / 2, at_high), value)
         was_over, was_under = over, ~over
-    return np.where(at_low > 0, high, 0.0) if from_above else low
+    return np.where(is_zero, 0.0, high) if from_above else np.where(at_low > 0, low, 0.0)
 
 
-def _check(plan: Plan, epsilon: float, first: float) -> None:
+def _check(steps: Steps, plan: Plan, epsilon: float, first: float) -> None:
     """Raise if the second method, where it is sure of itself, contradicts the first."""
-    second = contour_delta(plan.parts, epsilon, plan.tilt, 20 - plan.log_delta)
+    parts = plan.parts
+    if len(parts) < len(steps):
+        parts = [(sample(step, plan.tail), count) for step, count in steps]
+    second = contour_delta(parts, epsilon, plan.tilt, 20 - plan.log_delta)
     if second is None or first == 1:
         return
     expected = LOOSENESS * (plan.tilt + 1) * plan.epsilon
-    if not -2e-6 < math.log(first / second) < 10 * expected + 1e-4:
+    if not -2e-6 < math.log(first / second) < 10 * expected + math.log(2):
         raise ArithmeticError(
             f"two methods disagree on δ({epsilon!r}): {first!r} and {second!r}; please report "
             "the settings."

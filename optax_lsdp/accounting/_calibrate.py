@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from scipy.optimize import brentq
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting._gaussian import gaussian_mu
 from optax_lsdp.accounting._mechanism import Neighbouring, SampledGaussian, Sampling
 
 _CLOSE = 5e-5  # relative; how near the boundary an answer is
@@ -40,18 +42,22 @@ def calibrate_noise_multiplier(
     _check_budget(epsilon, delta)
     check_whole("steps", steps)
 
+    unit = SampledGaussian(
+        1.0,
+        sampling_rate,
+        steps,
+        sampling=sampling,
+        neighbouring=neighbouring,
+        max_batch_size=max_batch_size,
+        dataset_size=dataset_size,
+        group_size=group_size,
+    )
+    if unit.mu is not None:  # in closed form
+        return unit.mu / gaussian_mu(min(epsilon, 1e6), delta) * (1 + 1e-12)
+
     def excess(log_noise: float) -> float:
-        run = SampledGaussian(
-            math.exp(log_noise),
-            sampling_rate,
-            steps,
-            sampling=sampling,
-            neighbouring=neighbouring,
-            max_batch_size=max_batch_size,
-            dataset_size=dataset_size,
-            group_size=group_size,
-        )
-        return _log_ratio(run.epsilon(delta), epsilon)
+        spent = replace(unit, noise_multiplier=math.exp(log_noise)).epsilon(delta)
+        return math.log(max(spent, 1e-300) / epsilon)
 
     low, high = math.log(_LEAST_NOISE), math.log(_MOST_NOISE)
     start = 0.0
@@ -158,10 +164,6 @@ def _boundary(excess: Callable[[float], float], low: float, high: float) -> floa
     while excess(point) > 0:
         point += _CLOSE / 3
     return point
-
-
-def _log_ratio(spent: float, epsilon: float) -> float:
-    return math.log(max(spent, 1e-300) / epsilon)
 
 
 def _check_budget(epsilon: float, delta: float) -> None:

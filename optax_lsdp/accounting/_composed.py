@@ -45,10 +45,8 @@ class Composed:
     @classmethod
     def of(cls, found: Sequence[Revealed], group_size: int) -> Self:
         """Put together what each run reveals."""
-        mu, mu_below = (
-            math.sqrt(math.fsum(one.mu**2 for one in found if one.mu and known(one)))
-            for known in (bool, lambda one: one.below)
-        )
+        mu = math.hypot(*(one.mu for one in found if one.mu is not None)) * (1 + 1e-15)
+        mu_below = math.hypot(*(one.mu for one in found if one.mu is not None and one.below))
         sampled = [one for one in found if one.mu is None]
         above: list[list] = [
             [(one.above[side % len(one.above)], one.times) for one in sampled]
@@ -89,7 +87,7 @@ class Composed:
         highest = 0.0
         for side in self.below:
             if highest < 0.999 * upper:
-                highest = max(highest, epsilon_below(side, delta, 0.999 * upper))
+                highest = max(highest, epsilon_below(side, delta, upper))
         return highest
 
     def trade_off(self, rates: np.ndarray) -> np.ndarray:

@@ -101,17 +101,22 @@ def _truncated(run: "Run", pairs: tuple[Pair, ...], most: int) -> Revealed:
     others, or, with probability q·B/(N + 1), one of which the example has taken the place; it is
     then no more than replaced, as in a batch of fixed size. To tell which of the two happened
     reveals more than the step does. With nothing but zeros for others, the example is simply in
-    the batch less often.
+    the batch less often. A dataset of n examples has n − 1 others, or n if one is added to it.
     """
     size = run.dataset_size or 0
-    others = size if run.neighbouring == "add_remove" else size - 1
-    cut = float(bdtrc(most - 1, others, run.sampling_rate)) if most <= others else 0.0
-    if cut == 0.0:
-        return Revealed(None, tuple(((1.0, pair),) for pair in pairs), pairs, run.steps)
-    taken = most * float(bdtrc(most, others + 1, run.sampling_rate)) / (others + 1)
-    in_cut = min(run.sampling_rate, taken / cut * (1 + 1e-9))
-    worst = fixed_size(in_cut, 2 / run.noise_multiplier)
-    cut *= 1 + 1e-9
-    above = tuple(((max(0.0, 1 - cut), pair), (cut, worst)) for pair in pairs)
-    rarely = (run.sampling_rate * (1 - cut) + taken) * (1 - 1e-9)
-    return Revealed(None, above, _poisson(run, rarely), run.steps)
+    above: list[Step] = []
+    below: list[Pair] = []
+    for others in (size - 1, size) if run.neighbouring == "add_remove" else (size - 1,):
+        cut = float(bdtrc(most - 1, others, run.sampling_rate)) if most <= others else 0.0
+        if cut == 0.0:
+            above += [((1.0, pair),) for pair in pairs]
+            below += pairs
+            continue
+        taken = most * float(bdtrc(most, others + 1, run.sampling_rate)) / (others + 1)
+        worst = fixed_size(
+            min(run.sampling_rate, taken / cut * (1 + 1e-9)), 2 / run.noise_multiplier
+        )
+        more = min(1.0, cut * (1 + 1e-9))
+        above += [((1 - more, pair), (more, worst)) for pair in pairs]
+        below += _poisson(run, (run.sampling_rate * (1 - more) + taken) * (1 - 1e-9))
+    return Revealed(None, tuple(above), tuple(below), run.steps)

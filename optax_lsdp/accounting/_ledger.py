@@ -108,7 +108,7 @@ class Ledger(Mechanism):
                 f"{sorted(found)}; a newer optax_lsdp may read it."
             )
         known = {field.name for field in fields(SampledGaussian)}
-        for run in runs:
+        for run in runs if isinstance(runs, list) else [runs]:
             if not isinstance(run, dict) or set(run) != known:
                 raise ValueError(
                     f"`text` must hold runs with the keys {sorted(known)}, got {run!r}."

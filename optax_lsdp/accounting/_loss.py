@@ -104,6 +104,19 @@ def _spread(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     return Lattice(index, spread, infinite * (1 + 1e-12), slack)
 
 
+def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return δ(ε) of a single step at ε ≥ 0 in closed form, and a bound on its rounding error."""
+    value, error = np.zeros(len(epsilon)), np.full(len(epsilon), 1e-300)
+    for share, pair in step:
+        gaps = pair.centres - pair.point(epsilon)[:, None]
+        tails = ndtr(gaps)
+        weights = pair.change - np.expm1(epsilon)[:, None] * pair.base
+        value += share * np.maximum(np.sum(weights * tails, axis=1), 0.0)
+        rounding = _EPS * (16 + np.clip(gaps, -40.0, 0.0) ** 2)
+        error += share * np.sum(np.abs(weights) * tails * rounding, axis=1)
+    return value, error
+
+
 def contract(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return losses on a lattice whose hockey-stick divergence is never above the pair's own.
 
@@ -111,7 +124,7 @@ def contract(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     lattice. In every cell the chord of the pair's divergence exceeds it by no more than it exceeds
     a tangent; with the larger excess of two cells taken off the point between them, every chord
     is below. The largest convex function below these points, which is 1 at α = 0 and 0 at the
-    last of them, is the divergence of the masses that its slopes give.
+    last that is positive, is the divergence of the masses that its slopes give.
     """
     low, high = pair.loss(np.array(_ends(pair, tail)))
     reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
@@ -129,13 +142,16 @@ def contract(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     excess = np.maximum(excess, 0.0) + np.where(left, 1e-15, 1e-11 * lower)
     taken = np.maximum(np.append(0.0, excess), np.append(excess, 0.0))
     lower, upper = lower - taken[:-1], upper - taken[1:]
-    upper[-1] = 0.0
-    ratios = np.append(0.0, np.exp(ends))
-    slopes = (upper - lower) / np.diff(ratios)[1:] - left
+    last = int(np.argmax(np.append(~left & (upper <= 0), True)))  # the cell where it gets to zero
+    if last == 0 or left[last - 1]:
+        return Lattice(np.zeros(1, int), np.full(1, 1e-300), 0.0, 0.0)
+    upper[last - 1] = 0.0
+    ratios = np.append(0.0, np.exp(ends[: last + 1]))
+    slopes = (upper[:last] - lower[:last]) / np.diff(ratios)[1:] - left[:last]
     slopes = np.append(lower[0] / ratios[1] - 1, slopes)
     slopes = np.minimum(isotonic_regression(slopes, weights=np.diff(ratios)).x, 0.0)
     masses = np.diff(slopes, append=0.0) * ratios[1:]
-    return Lattice(index, masses, 0.0, 0.0)
+    return Lattice(index[: last + 1], masses, 0.0, 0.0)
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -14,6 +14,7 @@ from optax_lsdp.accounting._loss import Nodes, Step, sample
 
 LOOSENESS = 1e-4  # the share of ε that the mesh may cost
 _STEEPEST = 1e6  # θ·ε; beyond it all losses are at their maximum, and δ falls to zero at once
+_MOST_KINDS = 16  # of steps that a plan looks at
 _MOST_RESIDUES = 4_000_000  # of the lattice in the window; more would take seconds
 
 
@@ -26,7 +27,7 @@ class Plan(NamedTuple):
         window: the width over which losses are told apart.
         further: a tilt beyond θ that bounds how much lies above the window.
         per_octave: cells between a loss and its double.
-        parts: the losses of each step at a few points, and how many such steps there are.
+        parts: losses at a few points, and how many such steps there are.
         tail: the mass to cut off a step.
         epsilon: the ε, or the scale of losses, that was planned for.
         log_delta: log δ there.
@@ -78,7 +79,7 @@ def plan_delta(steps: Sequence[tuple[Step, int]], epsilon: float) -> Plan:
         log_delta, before = max(_chernoff(parts, tilt)[0], -600.0), log_delta
         if abs(log_delta - before) < 3:
             break
-    least = 0.1 * math.sqrt(_cumulants(parts, tilt).variance)
+    least = 0.02 * math.sqrt(_cumulants(parts, tilt).variance)
     return _plan(parts, tilt, tail, log_delta, max(epsilon, least))
 
 
@@ -86,9 +87,16 @@ _Parts = list[tuple[Nodes, int]]
 
 
 def _sampled(steps: Sequence[tuple[Step, int]], log_delta: float) -> tuple[_Parts, float]:
+    """Return losses at a few points, and the tail that was cut off; of many kinds, of some."""
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta - math.log(1e6 * total), -650.0))
-    return [(sample(step, tail), count) for step, count in steps], tail
+    chunk = math.ceil(len(steps) / _MOST_KINDS)
+    parts = []
+    for start in range(0, len(steps), chunk):
+        alike = steps[start : start + chunk]
+        times = sum(count for _, count in alike)
+        parts.append((sample(alike[len(alike) // 2][0], tail), times))
+    return parts, tail
 
 
 def _cumulants(parts: _Parts, tilt: float) -> _Cumulants:
@@ -148,7 +156,8 @@ def _plan(
     V is h²/6 where losses are larger than the mesh, and h|ℓ| where they are smaller.
     """
     known = _cumulants(parts, tilt)
-    scale = epsilon or max(_chernoff(parts, tilt)[1], math.sqrt(known.variance))
+    scale = max(_chernoff(parts, tilt)[1], math.sqrt(known.variance))
+    scale = min(epsilon or math.inf, scale)
     allowed = LOOSENESS * scale * 2 / (tilt + 1)
     tilted = []
     for (losses, masses), count in parts:
@@ -164,7 +173,7 @@ def _plan(
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
     mesh = min(mesh, 0.5 / tilt)
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
-    further, window = _window(parts, tilt, log_delta, scale)
+    further, window = _window(parts, tilt, tail, log_delta, scale)
     return Plan(
         tilt=tilt,
         mesh=max(mesh, window / _MOST_RESIDUES),
@@ -178,10 +187,23 @@ def _plan(
     )
 
 
-def _window(parts: _Parts, tilt: float, log_delta: float, epsilon: float) -> tuple[float, float]:
-    """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20)."""
-    known = _cumulants(parts, tilt).log
+def _window(
+    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float
+) -> tuple[float, float]:
+    """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20).
+
+    On the lattice the tail that is cut off counts at the largest loss.
+    """
+
+    def log_moment(at: float) -> float:
+        with_tail = (
+            (Nodes(np.append(losses, losses.max()), np.append(masses, 2 * tail)), count)
+            for (losses, masses), count in parts
+        )
+        return _cumulants(list(with_tail), at).log
+
+    known = log_moment(tilt)
     shares = tilt * np.geomspace(0.02, 2, 12)
-    ends = [(_cumulants(parts, tilt + t).log - known + 20) / t for t in shares]
+    ends = [(log_moment(tilt + t) - known + 20) / t for t in shares]
     best = int(np.argmin(ends))
     return float(shares[best]), float(max((25 - log_delta) / tilt, ends[best] - epsilon))

@@ -14,7 +14,7 @@ from optax_lsdp.accounting._dominate import has_group_analysis, reveal, steps_pe
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian
 
-_MOST_PARTS = 256  # steps that differ; of more, similar ones count as the worst of them
+_MOST_PARTS = 128  # steps that differ; of more, similar ones count as the worst of them
 
 
 class Mechanism:
@@ -48,7 +48,13 @@ class Mechanism:
         check_delta("delta", delta)
         composed = compose(self.parts)
         upper = composed.epsilon(float(delta))
-        return min(composed.epsilon_below(float(delta), upper), upper), upper
+        lower = composed.epsilon_below(float(delta), upper)
+        if lower > upper:
+            raise ArithmeticError(
+                f"the bounds on ε contradict each other, {lower!r} and {upper!r}; please report "
+                "the settings."
+            )
+        return lower, upper
 
     def trade_off(self, alpha: float | np.ndarray) -> float | np.ndarray:
         """Return how often any test for an example misses it, if false alarms have rate α.

@@ -1,0 +1,117 @@
+"""Calibration: the budget is met, and hardly any of it is left."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optax_lsdp.accounting import (
+    SampledGaussian,
+    calibrate_batch_size,
+    calibrate_noise_multiplier,
+    calibrate_steps,
+)
+
+TABLE_1 = [  # n, ε, and the smallest z for batches of 128 and 50 epochs, by another accountant
+    (60_000, 0.10, 10.080),
+    (60_000, 0.30, 3.749),
+    (50_000, 0.10, 11.040),
+    (50_000, 0.20, 5.890),
+]
+kinds = st.sampled_from(
+    [
+        {},
+        {"neighbouring": "replace_one"},
+        {"sampling": "without_replacement", "neighbouring": "replace_one"},
+        {"sampling": "shuffled", "neighbouring": "zero_out"},
+        {"max_batch_size": 60, "dataset_size": 1000},
+        {"group_size": 2},
+    ]
+)
+
+
+@pytest.mark.parametrize(("size", "epsilon", "noise"), TABLE_1)
+def test_the_noise_of_the_papers_table_is_found(size, epsilon, noise):
+    steps = 50 * math.ceil(size / 128)
+    found = calibrate_noise_multiplier(
+        epsilon=epsilon, delta=1e-5, sampling_rate=128 / size, steps=steps
+    )
+    assert noise * (1 - 1e-4) <= found <= noise * (1 + 3e-4)
+
+
+@settings(max_examples=10)
+@given(
+    epsilon=st.floats(0.05, 20), rate=st.floats(0.002, 0.2), steps=st.integers(1, 5000), kind=kinds
+)
+def test_calibrated_noise_meets_the_budget_and_no_more(epsilon, rate, steps, kind):
+    noise = calibrate_noise_multiplier(
+        epsilon=epsilon, delta=1e-6, sampling_rate=rate, steps=steps, **kind
+    )
+    assert SampledGaussian(noise, rate, steps, **kind).epsilon(1e-6) <= epsilon
+    assert SampledGaussian(noise * (1 - 1e-4), rate, steps, **kind).epsilon(1e-6) > epsilon
+
+
+@pytest.mark.parametrize("kind", [{}, {"sampling": "shuffled", "neighbouring": "replace_one"}])
+def test_calibrated_steps_meet_the_budget_and_no_more(kind):
+    most = calibrate_steps(epsilon=2, delta=1e-6, noise_multiplier=5, sampling_rate=0.02, **kind)
+    assert SampledGaussian(5, 0.02, most, **kind).epsilon(1e-6) <= 2
+    assert SampledGaussian(5, 0.02, most + 1, **kind).epsilon(1e-6) > 2
+
+
+@pytest.mark.parametrize(
+    "kind", [{}, {"sampling": "without_replacement", "neighbouring": "replace_one"}]
+)
+def test_calibrated_batches_meet_the_budget_and_no_more(kind):
+    most = calibrate_batch_size(
+        epsilon=2, delta=1e-6, noise_multiplier=4, dataset_size=5000, steps=500, **kind
+    )
+    assert SampledGaussian(4, most / 5000, 500, **kind).epsilon(1e-6) <= 2
+    assert SampledGaussian(4, (most + 1) / 5000, 500, **kind).epsilon(1e-6) > 2
+
+
+def test_a_budget_that_is_never_reached_allows_everything():
+    options = dict(epsilon=50, delta=1e-6, noise_multiplier=10, dataset_size=100, steps=5)
+    assert calibrate_batch_size(**options) == 100
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: calibrate_steps(
+                epsilon=0.01, delta=1e-5, noise_multiplier=0.5, sampling_rate=0.5
+            ),
+            "`epsilon` must be at least .* for a single step",
+        ),
+        (
+            lambda: calibrate_batch_size(
+                epsilon=1e-4, delta=1e-9, noise_multiplier=0.5, dataset_size=100, steps=10
+            ),
+            "`epsilon` must be at least .* for batches of one example",
+        ),
+        (
+            lambda: calibrate_noise_multiplier(
+                epsilon=1e-12, delta=1e-15, sampling_rate=0.5, steps=10**6
+            ),
+            "`epsilon` must be reachable with a noise multiplier below",
+        ),
+        (
+            lambda: calibrate_noise_multiplier(epsilon=0, delta=1e-5, sampling_rate=0.5, steps=10),
+            "`epsilon` .* got 0",
+        ),
+        (
+            lambda: calibrate_noise_multiplier(epsilon=1, delta=1e-5, sampling_rate=0.5, steps=0),
+            "`steps` .* got 0",
+        ),
+        (
+            lambda: calibrate_batch_size(
+                epsilon=1, delta=1e-5, noise_multiplier=1, dataset_size=0, steps=1
+            ),
+            "`dataset_size` .* got 0",
+        ),
+    ],
+)
+def test_impossible_targets_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,148 @@
+"""Ledger: what was spent is remembered, merged, saved, and asked without being changed."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optax_lsdp.accounting import Ledger, SampledGaussian
+
+STEP = SampledGaussian(1.1, 256 / 60_000, 1)
+OTHER = SampledGaussian(2.0, 0.01, 1)
+
+steps = st.builds(
+    SampledGaussian,
+    st.floats(0.5, 50),
+    st.floats(1e-4, 0.5),
+    st.integers(0, 10**6),
+    max_batch_size=st.none() | st.integers(1, 9999),
+    dataset_size=st.integers(1, 10**9),
+)
+
+
+@settings(max_examples=20)
+@given(runs=st.lists(steps, max_size=5))
+def test_a_ledger_survives_json(runs):
+    ledger = Ledger(runs)
+    again = Ledger.from_json(ledger.to_json())
+    assert again == ledger and again.runs == ledger.runs
+    assert again.steps == sum(run.steps for run in runs)
+
+
+def test_steps_one_by_one_are_a_run():
+    ledger = Ledger()
+    for _ in range(100):
+        ledger.append(STEP)
+    for _ in range(50):
+        ledger.append(SampledGaussian(1.1, 256 / 60_000, 2))  # equal, but not the same object
+    ledger.append(OTHER)
+    ledger.append(STEP)
+    assert [run.steps for run in ledger.runs] == [200, 1, 1]
+    assert sorted(run.steps for run in ledger.parts) == [1, 201]
+    expected = SampledGaussian(1.1, 256 / 60_000, 201) + OTHER
+    assert ledger.epsilon(1e-5) == expected.epsilon(1e-5)
+
+
+def test_a_question_changes_nothing():
+    ledger = Ledger([STEP, OTHER])
+    before = ledger.to_json()
+    ledger.epsilon(1e-5), ledger.delta(1.0), ledger.epsilons(1e-5), ledger.epsilon_bounds(1e-5)
+    ledger.remaining_steps(1.0, 1e-5)
+    assert ledger.to_json() == before
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [SampledGaussian(1.1, 256 / 60_000, 3000)],
+        [SampledGaussian(3.0, 0.02, 200), SampledGaussian(1.5, 0.01, 500)],
+        [SampledGaussian(3.0, 0.02, 100), SampledGaussian(20.0, 1, 50, sampling="full")],
+        [SampledGaussian(20.0, 1, 3000, sampling="full")],
+        [SampledGaussian(8.0, 0.1, 95, sampling="shuffled", neighbouring="zero_out")],
+        [
+            SampledGaussian(
+                8.0, 0.01, 300, sampling="without_replacement", neighbouring="replace_one"
+            )
+        ],
+    ],
+    ids=["one", "two", "mixed", "full", "shuffled", "fixed size"],
+)
+def test_the_curve_is_the_answer_after_every_step(runs):
+    ledger = Ledger(runs)
+    curve = ledger.epsilons(1e-6)
+    assert len(curve) == ledger.steps
+    assert np.all(np.diff(curve) >= 0)
+    for taken in {1, 2, 37, ledger.steps // 3, ledger.steps}:
+        rest, prefix = taken, Ledger()
+        for run in runs:
+            prefix.append(SampledGaussian(**{**vars(run), "steps": min(rest, run.steps)}))
+            rest -= min(rest, run.steps)
+        low, high = prefix.epsilon_bounds(1e-6)
+        assert low * (1 - 1e-9) <= curve[taken - 1] <= high * 1.002 + 1e-12
+
+
+def test_remaining_steps_use_up_the_budget_and_no_more():
+    ledger = Ledger([SampledGaussian(1.1, 256 / 60_000, 5000), OTHER])
+    more = ledger.remaining_steps(2.0, 1e-5)
+    next_steps = SampledGaussian(2.0, 0.01, more)
+    assert (ledger + next_steps).epsilon(1e-5) <= 2.0
+    assert (ledger + next_steps + OTHER).epsilon(1e-5) > 2.0
+    assert ledger.remaining_steps(1.0, 1e-5) == 0
+
+
+def test_parts_of_shuffled_epochs_stay_apart():
+    part = SampledGaussian(8.0, 0.1, 4, sampling="shuffled", neighbouring="zero_out")
+    ledger = Ledger([part, part, part])
+    assert [run.steps for run in ledger.runs] == [4, 4, 4]
+    assert ledger.epsilon(1e-5) == pytest.approx(
+        SampledGaussian(8.0, 0.1, 30, sampling="shuffled", neighbouring="zero_out").epsilon(1e-5)
+    )
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def altered(**changes):
+    found = json.loads(Ledger([STEP]).to_json())
+    found.update(changes)
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Ledger.from_json(altered(optax_lsdp_ledger=2)), "of version 1, got version 2"),
+        (lambda: Ledger.from_json(altered(extra=1)), "of version 1, .*'extra'"),
+        (lambda: Ledger.from_json("{}"), "`text` must be what to_json wrote, got '{}'"),
+        (lambda: Ledger.from_json("no"), "`text` must be what to_json wrote, got 'no'"),
+        (lambda: Ledger.from_json("[]"), "`text` must be what to_json wrote"),
+        (lambda: Ledger.from_json(altered(runs=[{"steps": 1}])), "`text` must hold runs with"),
+        (lambda: Ledger.from_json(altered(runs=[3])), "`text` must hold runs with .* got 3"),
+        (lambda: Ledger.from_json(altered(runs=3)), "`text` must hold"),
+        (
+            lambda: Ledger.from_json(altered(runs=[{**vars(STEP), "noise_multiplier": math.nan}])),
+            "`noise_multiplier` .* got nan",
+        ),
+        (lambda: Ledger().remaining_steps(1.0, 1e-5), "`remaining_steps` must follow a step"),
+        (
+            lambda: Ledger([STEP, SampledGaussian(1.0, 0.1, 1, neighbouring="zero_out")]),
+            "`neighbouring` must be the same",
+        ),
+        (lambda: Ledger([STEP.group(2)]).append(STEP), "`group_size` must be the same"),
+        (
+            lambda: Ledger(
+                [SampledGaussian(1.0, 0.1, 1, neighbouring="replace_one").group(2)]
+            ).epsilons(1e-5),
+            "`group_size` must be 1 for a curve",
+        ),
+    ],
+)
+def test_bad_input_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_only_runs_are_recorded():
+    with pytest.raises(TypeError, match="`run` must be a SampledGaussian, got 1"):
+        Ledger().append(1)
