@@ -39,7 +39,7 @@ class Lattice(NamedTuple):
 
 def sample(step: Step, tail: float) -> Nodes:
     """Return the loss at the nodes of a Gauss–Legendre rule, up to a mass of `tail`."""
-    parts = [_sample(weight, pair, tail) for weight, pair in step]
+    parts = [_sample(weight, pair, tail / weight) for weight, pair in step if weight]
     return Nodes(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
@@ -63,7 +63,9 @@ def spread(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return losses on a lattice whose hockey-stick divergence is never below the step's own."""
     parts = []
     for weight, pair in step:
-        lattice = _spread(pair, mesh, per_octave, tail)
+        if not weight:
+            continue
+        lattice = _spread(pair, mesh, per_octave, tail / weight)
         if pair.folded:
             lattice = _fold(lattice, mesh)
         parts.append(
@@ -179,7 +181,7 @@ def _ends(pair: Pair, tail: float) -> tuple[float, float]:
     """Return two points beyond each of which P has a mass of `tail` at most."""
     held = pair.weights > 0
     shares = tail / (pair.weights[held] * np.sum(held))
-    reach = -ndtri(np.minimum(shares, 0.5))
+    reach = -ndtri(np.minimum(shares, 0.01))
     return float(np.min(pair.centres[held] - reach)), float(np.max(pair.centres[held] + reach))
 
 

@@ -173,7 +173,7 @@ def _plan(
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
     mesh = min(mesh, 0.5 / tilt)
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
-    further, window = _window(parts, tilt, tail, log_delta, scale)
+    further, window = _window(parts, tilt, tail, log_delta, scale, mesh * _MOST_RESIDUES / 2)
     return Plan(
         tilt=tilt,
         mesh=max(mesh, window / _MOST_RESIDUES),
@@ -188,11 +188,12 @@ def _plan(
 
 
 def _window(
-    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float
+    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float, widest: float
 ) -> tuple[float, float]:
     """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20).
 
-    On the lattice the tail that is cut off counts at the largest loss.
+    The second is given up where it would take more than `widest`. On the lattice the tail that is
+    cut off counts at the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -206,4 +207,4 @@ def _window(
     shares = tilt * np.geomspace(0.02, 2, 12)
     ends = [(log_moment(tilt + t) - known + 20) / t for t in shares]
     best = int(np.argmin(ends))
-    return float(shares[best]), float(max((25 - log_delta) / tilt, ends[best] - epsilon))
+    return float(shares[best]), max((25 - log_delta) / tilt, min(ends[best] - epsilon, widest))
