@@ -9,6 +9,8 @@ import pytest
 from optax_lsdp import demo
 from optax_lsdp.__main__ import main
 
+SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
+
 
 @pytest.mark.parametrize(
     ("arguments", "answer"),
@@ -21,6 +23,24 @@ from optax_lsdp.__main__ import main
         ("demo --output picture.pdf", "must end in .png, got 'picture.pdf'"),
         ("demo --output nowhere/picture.png", "no such folder: 'nowhere'"),
         ("demo --record .", "is a folder: '.'"),
+        (f"epsilon {SETTING}", "required: --noise-multiplier"),
+        (f"epsilon {SETTING} --noise-multiplier 0", "`noise_multiplier` must be positive"),
+        (f"epsilon {SETTING} --noise-multiplier 1 --epochs 3", "not allowed with"),
+        ("epsilon --batch-size 10 --noise-multiplier 1 --steps 1", "required: --dataset-size"),
+        (
+            "epsilon --dataset-size 9 --batch-size 10 --noise-multiplier 1 --steps 1",
+            "--batch-size 10 must be at most --dataset-size 9",
+        ),
+        (
+            f"epsilon {SETTING} --noise-multiplier 1 --sampling shuffled",
+            "`neighbouring` must be one of 'zero_out', 'replace_one', got None",
+        ),
+        (
+            f"epsilon {SETTING} --noise-multiplier 1 --sampling full",
+            "`sampling_rate` must be 1 for full batches",
+        ),
+        (f"calibrate {SETTING} --epsilon nan", "`epsilon` must be positive and finite, got nan"),
+        (f"calibrate {SETTING} --epsilon 1 --plot e.gif", "must end in .png, got 'e.gif'"),
         ("dmo", "invalid choice: 'dmo'"),
         ("", "required: COMMAND"),
     ],
@@ -33,12 +53,62 @@ def test_a_mistake_gets_one_clear_line(arguments, answer, capsys):
     assert len(lines) == 1 and answer in lines[0] and "--help" in lines[0]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"]])
-def test_help_is_given(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--help", "smoothing"),
+        ("demo --help", "smoothing"),
+        ("epsilon --help", "How to read it"),
+        ("calibrate --help", "the ε that may be spent"),
+    ],
+)
+def test_help_is_given(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main(arguments.split())
     assert stopped.value.code == 0
-    assert "smoothing" in capsys.readouterr().out
+    assert words in capsys.readouterr().out
+
+
+def test_a_guarantee_is_told_in_words_with_its_alternatives(capsys):
+    main(f"epsilon {SETTING} --noise-multiplier 1.1 --delta 1e-5".split())
+    said = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "ε = 2.386 at δ = 1e-05.",
+        "whether any one example was in the data or not",
+        "with probability 0.004267, independently",
+        "Gaussian noise of standard deviation 1.1·C",
+        "Poisson, one example replaced ε = 4.229",
+        "fixed size without replacement, one example replaced",
+        "shuffled, one example blanked out ε = 54.05 at most, in any order",
+    ):
+        assert words in said
+
+
+def test_epochs_are_steps(capsys):
+    options = "--dataset-size 60000 --batch-size 256 --noise-multiplier 1.1 --json"
+    answers = []
+    for length in ("--epochs 60", "--steps 14100"):
+        main(f"epsilon {options} {length}".split())
+        answers.append(json.loads(capsys.readouterr().out))
+    assert answers[0] == answers[1]
+    assert answers[0]["delta"] == 1e-6
+
+
+def test_calibrated_noise_is_told_and_drawn(tmp_path, capsys):
+    path = tmp_path / "spent.png"
+    options = "--dataset-size 1000 --batch-size 20 --steps 300 --epsilon 2 --delta 1e-4"
+    main(f"calibrate {options} --json --plot {path}".split())
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["epsilon_lower_bound"] <= answer["epsilon"] <= 2 <= 1.001 * answer["epsilon"]
+    assert [row["sampling"] for row in answer["otherwise"]].count("shuffled") == 2
+    assert path.read_bytes().startswith(b"\x89PNG")
+    main(f"calibrate {options} --sampling without_replacement --neighbouring replace_one".split())
+    said = capsys.readouterr().out
+    assert said.startswith("Noise multiplier z = ") and "ε = 2.000 at" in said
+    main(
+        f"epsilon {options.replace('--epsilon', '--noise-multiplier')} --max-batch-size 30".split()
+    )
+    assert "of more than 30 that many are kept" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_demo_tells_who_is_protected_and_writes_what_it_found(tmp_path, capsys, monkeypatch):

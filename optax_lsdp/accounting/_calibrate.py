@@ -8,10 +8,14 @@ from typing import Any
 from scipy.optimize import brentq
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting._bounds import delta_above
+from optax_lsdp.accounting._dominate import SENSITIVITY
 from optax_lsdp.accounting._gaussian import gaussian_mu
 from optax_lsdp.accounting._mechanism import Neighbouring, SampledGaussian, Sampling
+from optax_lsdp.accounting._queries import compose
 
-_CLOSE = 5e-5  # relative; how near the boundary an answer is
+_CLOSE = 2e-5  # relative; how near the boundary an answer is
+_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of log z, away from a guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
 _MOST_STEPS = 10**12
 
@@ -55,30 +59,57 @@ def calibrate_noise_multiplier(
     if unit.mu is not None:  # in closed form
         return unit.mu / gaussian_mu(min(epsilon, 1e6), delta) * (1 + 1e-12)
 
-    def excess(log_noise: float) -> float:
-        spent = replace(unit, noise_multiplier=math.exp(log_noise)).epsilon(delta)
-        return math.log(max(spent, 1e-300) / epsilon)
-
-    low, high = math.log(_LEAST_NOISE), math.log(_MOST_NOISE)
-    start = 0.0
-    if excess(start) > 0:
-        low = start
-        while excess(start := min(start + 1.0, high)) > 0:
-            if start >= high:
+    search = _Search(unit, epsilon, delta)
+    low = high = search.guess()
+    if search(high) > 0:
+        for stride in _STRIDES:
+            low, high = high, high + stride
+            if search(high) <= 0:
+                break
+            if high > math.log(_MOST_NOISE):
                 raise ValueError(
                     f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
                     f"got {epsilon!r} at delta={delta!r}; take fewer steps."
                 )
-            low = start
-        high = start
     else:
-        high = start
-        while excess(start := max(start - 1.0, low)) <= 0:
-            if start <= low:
+        for stride in _STRIDES:
+            low, high = low - stride, low
+            if search(low) > 0:
+                break
+            if low < math.log(_LEAST_NOISE):
                 return _LEAST_NOISE
-            high = start
-        low = start
-    return math.exp(_boundary(excess, low, high))
+    noise = math.exp(brentq(search, low, high, xtol=_CLOSE))
+    while replace(unit, noise_multiplier=noise).epsilon(delta) > epsilon:
+        noise *= 1 + _CLOSE / 2
+    return noise
+
+
+class _Search:
+    """log δ(ε)/δ as a function of log z, in whichever direction was worse at first."""
+
+    def __init__(self, unit: SampledGaussian, epsilon: float, delta: float) -> None:
+        self.unit, self.epsilon, self.delta = unit, epsilon, delta
+        self.worst: int | None = None
+
+    def guess(self) -> float:
+        """Return log z of a Gaussian mechanism with the same variance of its loss."""
+        mu = gaussian_mu(min(self.epsilon, 1e6), self.delta)
+        moved = self.unit.group_size * SENSITIVITY[self.unit.neighbouring]
+        share = self.unit.sampling_rate * math.sqrt(self.unit.steps)
+        log_noise = math.log(moved) - math.log(math.log1p((mu / share) ** 2)) / 2
+        return min(max(log_noise, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
+
+    def __call__(self, log_noise: float) -> float:
+        composed = compose((replace(self.unit, noise_multiplier=math.exp(log_noise)),))
+        if composed.group_size > 1:
+            spent = composed.delta(self.epsilon)
+        else:
+            sides = composed.above if self.worst is None else (composed.above[self.worst],)
+            deltas = [delta_above(side, self.epsilon) for side in sides]
+            if self.worst is None:
+                self.worst = deltas.index(max(deltas))
+            spent = max(deltas)
+        return math.log(max(spent, 1e-320) / self.delta)
 
 
 def calibrate_steps(
@@ -156,14 +187,6 @@ def largest(holds: Callable[[int], bool], most: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
-
-
-def _boundary(excess: Callable[[float], float], low: float, high: float) -> float:
-    """Return a point next to the root of a falling function, where it is not positive."""
-    point = brentq(excess, low, high, xtol=_CLOSE / 3)
-    while excess(point) > 0:
-        point += _CLOSE / 3
-    return point
 
 
 def _check_budget(epsilon: float, delta: float) -> None:

@@ -19,6 +19,7 @@ from optax_lsdp.accounting._pairs import (
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian as Run
 
+_LARGEST_SHIFT = 12.0  # in standard deviations of the noise; sampling hides nothing beyond it
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
 ANALYSED = {
     "poisson": ("add_remove", "replace_one", "zero_out"),
@@ -59,6 +60,9 @@ def reveal(run: "Run") -> Revealed:
         return _gaussian(math.sqrt(epochs(run)) * moved)._replace(below=())
     if run.sampling_rate == 1:
         return _gaussian(math.sqrt(run.steps) * moved)
+    if shift > _LARGEST_SHIFT:  # as if the example were in every batch, which is no better
+        most = 2 * shift if run.max_batch_size is not None else moved
+        return _gaussian(math.sqrt(run.steps) * most)._replace(below=())
     if run.sampling == "without_replacement":
         worst: Step = ((1.0, fixed_size(run.sampling_rate, moved)),)
         below = remove(run.sampling_rate, moved), add(run.sampling_rate, moved)
