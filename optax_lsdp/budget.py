@@ -220,12 +220,15 @@ def _plot(run: SampledGaussian, delta: float, path: Path) -> None:
     axes.annotate(
         f"ε = {show(float(epsilons[-1]))}",
         (run.steps, epsilons[-1]),
-        xytext=(-6, -14),
+        xytext=(-4, 5),
         textcoords="offset points",
         ha="right",
     )
-    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}", ylim=(0, None), xlim=(0, None))
-    axes.set_title(f"Privacy spent by {run.sampling.replace('_', ' ')} batches", fontsize=10)
+    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}")
+    axes.set_xlim(0, 1.02 * run.steps)
+    axes.set_ylim(0, 1.12 * float(epsilons[-1]) or 1)
+    kind = {"poisson": "Poisson"}.get(run.sampling, run.sampling.replace("_", " "))
+    axes.set_title(f"Privacy spent, {kind} batches, z = {run.noise_multiplier:.4g}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
     print(f"wrote {path}", file=sys.stderr)

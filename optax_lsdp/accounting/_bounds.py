@@ -86,7 +86,7 @@ def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
     highest = 0.0
     for finer in (1, 4, 16, 64):
         mesh = plan.mesh / finer
-        if highest >= 0.999 * upper or plan.window / mesh > _LARGEST:
+        if highest >= 0.9997 * upper or plan.window / mesh > _LARGEST:
             break
         lattices = [contract(pair, mesh, finer * plan.per_octave, plan.tail) for pair, _ in pairs]
         tilted = convolve(lattices, counts, plan._replace(mesh=mesh))

@@ -86,7 +86,7 @@ class Composed:
             return gaussian_epsilon(more, self.mu_below) if self.mu_below and more < 1 else 0.0
         highest = 0.0
         for side in self.below:
-            if highest < 0.999 * upper:
+            if highest < 0.9997 * upper:
                 highest = max(highest, epsilon_below(side, delta, upper))
         return highest
 
