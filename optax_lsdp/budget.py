@@ -127,6 +127,8 @@ def _answer(args: argparse.Namespace) -> None:
         "max_batch_size": args.max_batch_size,
         "dataset_size": size,
     }
+    if args.sampling == "full" and batch != size:
+        args.command.error(f"--batch-size must be {size}, the whole dataset, with --sampling full")
     try:
         if hasattr(args, "epsilon"):
             noise = calibrate_noise_multiplier(epsilon=args.epsilon, delta=delta, **settings)
@@ -174,7 +176,8 @@ def _others(
 def _words(
     run: SampledGaussian, delta: float, others: list[tuple[str, str, str, float]], calibrated: bool
 ) -> str:
-    lines = [f"Noise multiplier z = {run.noise_multiplier:.6g}.", ""] if calibrated else []
+    noise = show(run.noise_multiplier, 6)  # rounded up, as less would not do
+    lines = [f"Noise multiplier z = {noise}.", ""] if calibrated else []
     lines.append(statement(run, delta))
     if others:
         lines += ["", "The same noise and batch size, if batches are drawn and compared otherwise:"]

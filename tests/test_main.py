@@ -33,11 +33,11 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ),
         (
             f"epsilon {SETTING} --noise-multiplier 1 --sampling shuffled",
-            "`neighbouring` must be one of 'zero_out', 'replace_one', got None",
+            "`neighbouring` must be 'zero_out' or 'replace_one' with sampling='shuffled', got None",
         ),
         (
             f"epsilon {SETTING} --noise-multiplier 1 --sampling full",
-            "`sampling_rate` must be 1 for full batches",
+            "--batch-size must be 60000, the whole dataset, with --sampling full",
         ),
         (f"calibrate {SETTING} --epsilon nan", "`epsilon` must be positive and finite, got nan"),
         (f"calibrate {SETTING} --epsilon 1 --plot e.gif", "must end in .png, got 'e.gif'"),
@@ -74,7 +74,7 @@ def test_a_guarantee_is_told_in_words_with_its_alternatives(capsys):
     said = " ".join(capsys.readouterr().out.split())
     for words in (
         "ε = 2.386 at δ = 1e-05.",
-        "whether any one example was in the data or not",
+        "whether any one example was in the data",
         "with probability 0.004267, independently",
         "Gaussian noise of standard deviation 1.1·C",
         "Poisson, one example replaced ε = 4.229",

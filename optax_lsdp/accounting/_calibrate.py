@@ -9,7 +9,7 @@ from scipy.optimize import brentq
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.accounting._bounds import delta_above
-from optax_lsdp.accounting._dominate import SENSITIVITY
+from optax_lsdp.accounting._dominate import SENSITIVITY, is_gaussian
 from optax_lsdp.accounting._gaussian import gaussian_mu
 from optax_lsdp.accounting._mechanism import Neighbouring, SampledGaussian, Sampling
 from optax_lsdp.accounting._queries import compose
@@ -17,7 +17,7 @@ from optax_lsdp.accounting._queries import compose
 _CLOSE = 2e-5  # relative; how near the boundary an answer is
 _STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of log z, away from a guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MOST_STEPS = 10**12
+_MOST_STEPS = 10**9
 
 
 def calibrate_noise_multiplier(
@@ -56,7 +56,7 @@ def calibrate_noise_multiplier(
         dataset_size=dataset_size,
         group_size=group_size,
     )
-    if unit.mu is not None:  # in closed form
+    if is_gaussian(unit) and unit.mu is not None:  # in closed form
         return unit.mu / gaussian_mu(min(epsilon, 1e6), delta) * (1 + 1e-12)
 
     search = _Search(unit, epsilon, delta)
@@ -79,8 +79,9 @@ def calibrate_noise_multiplier(
             if low < math.log(_LEAST_NOISE):
                 return _LEAST_NOISE
     noise = math.exp(brentq(search, low, high, xtol=_CLOSE))
+    more = _CLOSE / 2
     while replace(unit, noise_multiplier=noise).epsilon(delta) > epsilon:
-        noise *= 1 + _CLOSE / 2
+        noise, more = noise * (1 + more), 1.5 * more
     return noise
 
 
@@ -101,7 +102,7 @@ class _Search:
 
     def __call__(self, log_noise: float) -> float:
         composed = compose((replace(self.unit, noise_multiplier=math.exp(log_noise)),))
-        if composed.group_size > 1:
+        if composed.group_size > 1 or not composed.above:
             spent = composed.delta(self.epsilon)
         else:
             sides = composed.above if self.worst is None else (composed.above[self.worst],)
@@ -133,7 +134,12 @@ def calibrate_steps(
         run = SampledGaussian(noise_multiplier, sampling_rate, steps, **options)
         return run.epsilon(delta)
 
-    most = largest(lambda steps: spent(steps) <= epsilon, _MOST_STEPS)
+    most = largest(spent, epsilon, _MOST_STEPS)
+    if most == _MOST_STEPS:
+        raise ValueError(
+            f"`epsilon` must be spent within {_MOST_STEPS:.0e} steps, got {epsilon!r}: these steps "
+            "cost next to nothing; lower the noise multiplier or raise the sampling rate."
+        )
     if most == 0:
         raise ValueError(
             f"`epsilon` must be at least {spent(1):.6g} for a single step at delta={delta!r}, "
@@ -162,13 +168,16 @@ def calibrate_batch_size(
     """
     _check_budget(epsilon, delta)
     check_whole("dataset_size", dataset_size)
+    check_whole("steps", steps)
+    if options.get("sampling") == "full":
+        raise ValueError("`sampling` must not be 'full': a full batch is the dataset.")
 
     def spent(size: int) -> float:
         rate = size / dataset_size
         run = SampledGaussian(noise_multiplier, rate, steps, dataset_size=dataset_size, **options)
         return run.epsilon(delta)
 
-    most = largest(lambda size: spent(size) <= epsilon, dataset_size)
+    most = largest(spent, epsilon, dataset_size)
     if most == 0:
         raise ValueError(
             f"`epsilon` must be at least {spent(1):.6g} for batches of one example at "
@@ -177,15 +186,31 @@ def calibrate_batch_size(
     return most
 
 
-def largest(holds: Callable[[int], bool], most: int) -> int:
-    """Return the largest whole number up to `most` for which a falling condition holds, or 0."""
+def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
+    """Return the largest whole number up to `most` that spends ε or less, or 0.
+
+    Spending grows like a power, so that a secant in logarithms soon lands beside the answer.
+    """
     low, high = 0, 1
-    while high <= most and holds(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
+    at_low, at_high = 0.0, spent(1)
+    while at_high <= epsilon:
+        if high == most:
+            return most
+        low, at_low = high, at_high
+        high = min(2 * high, most)
+        at_high = spent(high)
+    turn = 0
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        if at_low > 0 and turn % 3 < 2:
+            share = math.log(epsilon / at_low) / math.log(at_high / at_low)
+            near = low * (high / low) ** share + (-1) ** turn * 1e-6 * low
+            middle = min(max(round(near), low + 1), high - 1)
+        turn += 1
+        value = spent(middle)
+        low, at_low, high, at_high = (
+            (middle, value, high, at_high) if value <= epsilon else (low, at_low, middle, value)
+        )
     return low
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy.special import ndtr, ndtri
+from scipy.special import logsumexp, ndtr, ndtri
 
 from optax_lsdp.accounting._bounds import (
     Steps,
@@ -19,9 +19,14 @@ from optax_lsdp.accounting._bounds import (
     profile_above,
 )
 from optax_lsdp.accounting._dominate import Revealed
-from optax_lsdp.accounting._gaussian import gaussian_delta, gaussian_epsilon
+from optax_lsdp.accounting._gaussian import (
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_epsilon_below,
+)
 from optax_lsdp.accounting._pairs import Pair, remove
 
+_LARGEST_MU = 4.0  # of one step among sampled ones
 _PROFILE = 400  # points of ε at which a trade-off curve is touched
 
 
@@ -34,6 +39,7 @@ class Composed:
         above: the other steps, as they are bounded from above, in each direction.
         mu_below, below: the same from below; `below` is empty with `above`.
         group_size: counts groups of so many examples by the bound that holds for any mechanism.
+        mu_worst: the ratio if every example were in every batch, which bounds all of it.
     """
 
     mu: float
@@ -41,49 +47,51 @@ class Composed:
     mu_below: float
     below: tuple[tuple[tuple[Pair, int], ...], ...]
     group_size: int
+    mu_worst: float
 
     @classmethod
-    def of(cls, found: Sequence[Revealed], group_size: int) -> Self:
-        """Put together what each run reveals."""
-        mu = math.hypot(*(one.mu for one in found if one.mu is not None)) * (1 + 1e-15)
-        mu_below = math.hypot(*(one.mu for one in found if one.mu is not None and one.below))
-        sampled = [one for one in found if one.mu is None]
-        above: list[list] = [
-            [(one.above[side % len(one.above)], one.times) for one in sampled]
-            for side in range(max((len(one.above) for one in sampled), default=0))
-        ]
-        below: list[list] = [
-            [(one.below[side % len(one.below)], one.times) for one in sampled]
-            for side in range(max((len(one.below) for one in sampled), default=0))
-        ]
+    def of(
+        cls,
+        above: Sequence[Revealed],
+        below: Sequence[Revealed],
+        group_size: int,
+        mu_worst: float,
+    ) -> Self:
+        """Put together what each run reveals, at most and at least."""
+        mu = math.hypot(*(one.mu for one in above if one.mu is not None)) * (1 + 1e-15)
+        mu_below = math.hypot(*(one.mu for one in below if one.mu is not None and one.below))
+        most = _sides([(one.above, one.times) for one in above if one.mu is None])
+        least = _sides([(one.below, one.times) for one in below if one.mu is None and one.below])
         if mu:
-            above = [[*side, (((1.0, remove(1.0, mu)),), 1)] for side in above]
+            pair, times = _divided(mu)
+            most = [[*side, (((1.0, pair),), times)] for side in most]
         if mu_below:
-            below = [[*side, (remove(1.0, mu_below), 1)] for side in below]
-        return cls(mu, tuple(map(tuple, above)), mu_below, tuple(map(tuple, below)), group_size)
+            least = [[*side, _divided(mu_below)] for side in least]
+        sides = tuple(map(tuple, most)), mu_below, tuple(map(tuple, least))
+        return cls(mu, *sides, group_size, mu_worst)
 
     def epsilon(self, delta: float) -> float:
         """Return an upper bound on the smallest ε."""
+        if not self.above and self.group_size == 1:
+            return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
+        worst = gaussian_epsilon(delta, self.mu_worst)
         if self.group_size > 1:
-            return self._group_epsilon(delta)
-        if self.above:
-            return max(epsilon_above(side, delta) for side in self.above)
-        return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
+            return min(worst, self._group_epsilon(delta, worst))
+        return min(worst, max(epsilon_above(side, delta) for side in self.above))
 
     def delta(self, epsilon: float) -> float:
         """Return an upper bound on δ(ε)."""
+        if not self.above and self.group_size == 1:
+            return gaussian_delta(epsilon, self.mu) if self.mu else 0.0
+        worst = gaussian_delta(epsilon, self.mu_worst)
         if self.group_size > 1:
-            each = epsilon / self.group_size
-            return min(1.0, self._single.delta(each) * self._group_factor(each))
-        if self.above:
-            return max(delta_above(side, epsilon) for side in self.above)
-        return gaussian_delta(epsilon, self.mu) if self.mu else 0.0
+            return min(worst, math.exp(min(0.0, self._log_group_delta(epsilon))))
+        return min(worst, max(delta_above(side, epsilon) for side in self.above))
 
     def epsilon_below(self, delta: float, upper: float) -> float:
         """Return a lower bound on the smallest ε, given the upper one."""
         if not self.below:
-            more = delta * (1 + 1e-6)  # far more than the closed form was rounded by
-            return gaussian_epsilon(more, self.mu_below) if self.mu_below and more < 1 else 0.0
+            return gaussian_epsilon_below(delta, self.mu_below) if self.mu_below else 0.0
         highest = 0.0
         for side in self.below:
             if highest < 0.9997 * upper:
@@ -97,38 +105,51 @@ class Composed:
         """
         if not self.above and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
-        epsilons = np.linspace(0.0, self.epsilon(1e-12), _PROFILE)
+        epsilons = np.linspace(0.0, min(self.epsilon(1e-12), 600.0), _PROFILE)
         deltas = self._profile(epsilons)
         steep = 1 - deltas[:, None] - np.exp(epsilons)[:, None] * rates
         flat = np.exp(-epsilons)[:, None] * (1 - deltas[:, None] - rates)
         return np.maximum(0.0, np.maximum(steep, flat).max(axis=0))
 
     def _profile(self, epsilons: np.ndarray) -> np.ndarray:
-        if self.group_size > 1:
-            each = epsilons / self.group_size
-            factors = np.array([self._group_factor(one) for one in each])
-            return np.minimum(1.0, self._single._profile(each) * factors)
-        if self.above:
-            return np.max([profile_above(side, epsilons) for side in self.above], axis=0)
-        return np.array([gaussian_delta(one, self.mu) for one in epsilons])
+        if self.group_size > 1:  # at a few points, each of which bounds what is right of it
+            few = np.array([self.delta(one) for one in epsilons[::20]])
+            return np.repeat(few, 20)[: len(epsilons)]
+        worst = np.array([gaussian_delta(one, self.mu_worst) for one in epsilons])
+        return np.minimum(worst, np.max([profile_above(side, epsilons) for side in self.above], 0))
 
     @property
     def _single(self) -> Self:
         return replace(self, group_size=1)
 
-    def _group_factor(self, each: float) -> float:
-        """Return Σ e^(iε) over i < k: from one end of a chain of k neighbours to the other."""
-        return float(np.sum(np.exp(np.minimum(each * np.arange(self.group_size), 700.0))))
+    def _log_group_delta(self, epsilon: float) -> float:
+        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, along a chain of k neighbours."""
+        each = epsilon / self.group_size
+        single = max(self._single.delta(each), 1e-300)
+        return math.log(single) + float(logsumexp(each * np.arange(self.group_size)))
 
-    def _group_epsilon(self, delta: float) -> float:
-        single = self._single
-        low, high = 0.0, single.epsilon(delta)
-        while single.delta(high) * self._group_factor(high) > delta:
+    def _group_epsilon(self, delta: float, worst: float) -> float:
+        low, high = 0.0, self.group_size * self._single.epsilon(delta)
+        while self._log_group_delta(high) > math.log(delta):
             low, high = high, 1.5 * high + 1e-9
-        while high - low > 1e-6 * high:
+            if high > worst:
+                return worst
+        while high - low > 1e-5 * high:
             middle = (low + high) / 2
-            if single.delta(middle) * self._group_factor(middle) > delta:
-                low = middle
-            else:
-                high = middle
-        return self.group_size * high
+            over = self._log_group_delta(middle) > math.log(delta)
+            low, high = (middle, high) if over else (low, middle)
+        return high
+
+
+def _sides(parts: list[tuple[Sequence, int]]) -> list[list]:
+    """Return all parts in each direction; those that have but one are alike in both."""
+    return [
+        [(sides[side % len(sides)], times) for sides, times in parts]
+        for side in range(max((len(sides) for sides, _ in parts), default=0))
+    ]
+
+
+def _divided(mu: float) -> tuple[Pair, int]:
+    """Return a Gaussian mechanism as several that are not too telling one by one."""
+    times = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
+    return remove(1.0, mu / math.sqrt(times)), times

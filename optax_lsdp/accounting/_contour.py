@@ -23,8 +23,9 @@ def contour_delta(parts: Parts, epsilon: float, tilt: float, decay: float) -> fl
     values = [
         value for line in (tilt, 0.9 * tilt) for value in _trapezoids(parts, epsilon, line, spacing)
     ]
-    lowest = min(values)
-    return values[0] if max(values) - lowest <= _AGREEMENT * lowest else None  # None with NaN
+    lowest, highest = min(values), max(values)
+    is_sure = lowest > 0 and highest < 1 and highest - lowest <= _AGREEMENT * lowest
+    return values[0] if is_sure else None  # not with NaN either
 
 
 def _trapezoids(parts: Parts, epsilon: float, line: float, spacing: float) -> tuple[float, float]:
@@ -36,9 +37,15 @@ def _trapezoids(parts: Parts, epsilon: float, line: float, spacing: float) -> tu
         logs = sum(count * _log_moments(nodes, line, heights) for nodes, count in parts)
         if not np.all(np.isfinite(logs)):
             break
-        block = np.exp(logs - points * epsilon) / (points * (points + 1))
+        with np.errstate(over="ignore", invalid="ignore"):
+            block = np.exp(logs - points * epsilon) / (points * (points + 1))
+        if not np.all(np.isfinite(block)):
+            break
         terms = np.concatenate([terms, block])
         if np.abs(block[-1]) < 1e-9 * _AGREEMENT * abs(terms[0]):
+            cancelled = abs(terms.real.sum()) < 1e-4 * np.abs(terms).max()
+            if cancelled:
+                break
             terms[0] /= 2
             every, second = terms.real.sum(), terms.real[::2].sum()
             return spacing / math.pi * every, 2 * spacing / math.pi * second

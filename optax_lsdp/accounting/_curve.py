@@ -14,14 +14,15 @@ from optax_lsdp.accounting._bounds import epsilons_above
 from optax_lsdp.accounting._dominate import has_group_analysis, reveal, steps_per_epoch
 from optax_lsdp.accounting._gaussian import gaussian_epsilon
 from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._queries import simplify_in_order
 
 _RATIO = 5e-4  # between numbers of steps that are answered; what lies between counts as the next
-_BLOCK = 2_000_000  # Fourier coefficients to hold at once
 
 
 def epsilon_curve(runs: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return ε after each step of runs that follow each other, from above."""
     total = sum(run.steps for run in runs)
+    runs = [run for run in simplify_in_order(runs) if run.steps]
     kinds = list(dict.fromkeys(replace(run, steps=1) for run in runs if run.steps))
     if not total:
         return np.zeros(0)
@@ -35,7 +36,8 @@ def epsilon_curve(runs: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     steps = [reveal(kind) for kind in kinds]
     if all(step.mu is not None for step in steps):
         squares = counts @ np.array([step.mu**2 for step in steps if step.mu is not None])
-        at_knots = np.array([gaussian_epsilon(delta, math.sqrt(one)) for one in squares])
+        mus = np.sqrt(squares) * (1 + 1e-15)
+        at_knots = np.array([gaussian_epsilon(delta, float(mu)) for mu in mus])
     else:
         at_knots = np.zeros(len(knots))
         for side in range(max(len(step.above) for step in steps)):
@@ -57,7 +59,7 @@ def _knots(total: int) -> np.ndarray:
 
 
 def _blocks(knots: np.ndarray) -> list[slice]:
-    """Cut the knots where they have doubled, or where a block is large."""
+    """Cut the knots where they have doubled."""
     cuts, start = [], 0
     while start < len(knots):
         end = int(np.searchsorted(knots, 2 * knots[start]))

@@ -1,5 +1,6 @@
 """Which pairs dominate a run: sampling and neighbouring relation go in, pairs come out."""
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +20,9 @@ from optax_lsdp.accounting._pairs import (
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian as Run
 
-_LARGEST_SHIFT = 12.0  # in standard deviations of the noise; sampling hides nothing beyond it
+_LARGEST_SHIFT = 20.0  # in standard deviations of the noise; beyond it sampling is not counted
+_ROUNDING = 1e-5  # bounds the relative error of bdtrc with room to spare
+_MOST_NOISE, _LEAST_RATE = 1e7, 1e-12  # beyond them nothing is gained
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
 ANALYSED = {
     "poisson": ("add_remove", "replace_one", "zero_out"),
@@ -47,29 +50,47 @@ class Revealed(NamedTuple):
 
 def has_group_analysis(run: "Run") -> bool:
     """Tell whether `reveal` knows what a group of examples reveals, beyond a single one."""
-    if run.sampling == "poisson":
-        return run.neighbouring != "replace_one" and run.max_batch_size is None
-    return run.sampling in ("full", "shuffled")
+    if run.sampling == "poisson" and run.max_batch_size is None:
+        return run.neighbouring != "replace_one" or run.sampling_rate == 1
+    return is_gaussian(run)
+
+
+def is_gaussian(run: "Run") -> bool:
+    """Tell whether the run is one Gaussian mechanism, whatever its noise."""
+    whole = run.sampling_rate == 1 and run.max_batch_size is None
+    return whole or run.sampling in ("full", "shuffled")
+
+
+def at_worst(run: "Run") -> float:
+    """Return μ if the example were in every batch, at its largest, which is no better."""
+    most = 2.0 if run.max_batch_size is not None else SENSITIVITY[run.neighbouring]
+    times = epochs(run) if run.sampling == "shuffled" else run.steps
+    return math.sqrt(times) * most * run.group_size / run.noise_multiplier
 
 
 def reveal(run: "Run") -> Revealed:
     """Return the pairs that dominate one step of a run, and how many such steps there are."""
+    if run.noise_multiplier > _MOST_NOISE or run.sampling_rate < _LEAST_RATE:
+        noise, rate = min(run.noise_multiplier, _MOST_NOISE), max(run.sampling_rate, _LEAST_RATE)
+        less = dataclasses.replace(run, noise_multiplier=noise, sampling_rate=rate)
+        return reveal(less)._replace(below=())
     shift = run.group_size / run.noise_multiplier
     moved = SENSITIVITY[run.neighbouring] * shift
     if run.sampling == "shuffled":
         return _gaussian(math.sqrt(epochs(run)) * moved)._replace(below=())
-    if run.sampling_rate == 1:
+    if is_gaussian(run):
         return _gaussian(math.sqrt(run.steps) * moved)
-    if shift > _LARGEST_SHIFT:  # as if the example were in every batch, which is no better
-        most = 2 * shift if run.max_batch_size is not None else moved
-        return _gaussian(math.sqrt(run.steps) * most)._replace(below=())
+    most = 2 * shift if run.max_batch_size is not None else moved
+    if most > _LARGEST_SHIFT and (run.group_size == 1 or run.sampling != "poisson"):
+        return _gaussian(at_worst(run))._replace(below=())
     if run.sampling == "without_replacement":
         worst: Step = ((1.0, fixed_size(run.sampling_rate, moved)),)
-        below = remove(run.sampling_rate, moved), add(run.sampling_rate, moved)
-        return Revealed(None, (worst,), below, run.steps)
+        reached = remove(run.sampling_rate, moved), add(run.sampling_rate, moved)
+        return Revealed(None, (worst,), reached, run.steps)
     pairs = _poisson(run, run.sampling_rate)
     if run.max_batch_size is None:
-        return Revealed(None, tuple(((1.0, pair),) for pair in pairs), pairs, run.steps)
+        below = _poisson(run, run.sampling_rate, at_least=True)
+        return Revealed(None, tuple(((1.0, pair),) for pair in pairs), below, run.steps)
     return _truncated(run, pairs, run.max_batch_size)
 
 
@@ -88,12 +109,15 @@ def _gaussian(mu: float) -> Revealed:
     return Revealed(mu, (((1.0, pair),),), (pair,), 1)
 
 
-def _poisson(run: "Run", rate: float) -> tuple[Pair, ...]:
+def _poisson(run: "Run", rate: float, *, at_least: bool = False) -> tuple[Pair, ...]:
     shift = 1 / run.noise_multiplier
     if run.neighbouring == "replace_one":
         return (replace(rate, shift),)
     if run.group_size > 1:
-        return remove_group(rate, shift, run.group_size), add_group(rate, shift, run.group_size)
+        return tuple(
+            pair(rate, shift, run.group_size, at_least=at_least)
+            for pair in (remove_group, add_group)
+        )
     return remove(rate, shift), add(rate, shift)
 
 
@@ -118,9 +142,9 @@ def _truncated(run: "Run", pairs: tuple[Pair, ...], most: int) -> Revealed:
             continue
         taken = most * float(bdtrc(most, others + 1, run.sampling_rate)) / (others + 1)
         worst = fixed_size(
-            min(run.sampling_rate, taken / cut * (1 + 1e-9)), 2 / run.noise_multiplier
+            min(run.sampling_rate, taken / cut * (1 + _ROUNDING)), 2 / run.noise_multiplier
         )
-        more = min(1.0, cut * (1 + 1e-9))
+        more = min(1.0, cut * (1 + _ROUNDING))
         above += [((1 - more, pair), (more, worst)) for pair in pairs]
-        below += _poisson(run, (run.sampling_rate * (1 - more) + taken) * (1 - 1e-9))
+        below += _poisson(run, (run.sampling_rate * (1 - more) + taken) * (1 - _ROUNDING))
     return Revealed(None, tuple(above), tuple(below), run.steps)

@@ -1,19 +1,26 @@
-"""Interoperability: a run goes in, an event of dp-accounting comes out."""
+"""Interoperability: runs go in, an event of dp-accounting comes out."""
 
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian
 
 
-def to_dp_event(run: "SampledGaussian") -> Any:
-    """Return the event of a run; see `SampledGaussian.to_dp_event`."""
+def to_dp_event(runs: "tuple[SampledGaussian, ...]") -> Any:
+    """Return the event of runs that follow each other; see `SampledGaussian.to_dp_event`."""
     try:
         import dp_accounting as dp
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "to_dp_event needs dp-accounting; pip install dp-accounting."
         ) from error
+    events = [dp.SelfComposedDpEvent(_step(run, dp), run.steps) for run in runs]
+    return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
+
+
+def _step(run: "SampledGaussian", dp: Any) -> Any:
+    """Return the event of one step."""
     if run.sampling == "shuffled":
         raise ValueError(
             "`sampling` must not be 'shuffled' for to_dp_event: dp-accounting has no such event."
@@ -38,6 +45,6 @@ def to_dp_event(run: "SampledGaussian") -> Any:
             raise ValueError(
                 "`dataset_size` must be given for to_dp_event without replacement, got None."
             )
-        size = round(run.sampling_rate * run.dataset_size)
+        size = math.ceil(run.sampling_rate * run.dataset_size * (1 - 1e-12))
         event = dp.SampledWithoutReplacementDpEvent(run.dataset_size, size, event)
-    return dp.SelfComposedDpEvent(event, run.steps)
+    return event

@@ -25,8 +25,8 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     """
     inside = float(log_ndtr(mu / 2 - epsilon / mu))
     outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    slack = _ROUNDING * (1 + abs(inside) + abs(outside))
-    return min(1.0, math.exp(inside) * (slack - math.expm1(min(outside - inside, 0.0))))
+    share = -math.expm1(min(outside - inside, 0.0))
+    return min(1.0, math.exp(inside) * share + _slack(epsilon, mu))
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
@@ -41,6 +41,27 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
         return math.inf
     enough = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
     return _bisect(0.0, enough, lambda epsilon: gaussian_delta(epsilon, mu) <= delta)
+
+
+def gaussian_epsilon_below(delta: float, mu: float) -> float:
+    """Return the smallest ε ≥ 0 with δ(ε) ≤ δ, rounded down."""
+    upper = gaussian_epsilon(delta, mu)
+    if upper == math.inf:
+        return 0.0
+
+    def holds(less: float) -> bool:  # of how much lower to look
+        epsilon = upper - less
+        return 2 * _slack(epsilon, mu) + delta < gaussian_delta(epsilon, mu)
+
+    less = _bisect(1e-12 * upper, math.inf, lambda at: at >= upper or holds(at))
+    return max(0.0, upper - less)
+
+
+def _slack(epsilon: float, mu: float) -> float:
+    """Return what `gaussian_delta` adds."""
+    inside = float(log_ndtr(mu / 2 - epsilon / mu))
+    outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return math.exp(inside) * _ROUNDING * (1 + abs(epsilon) + abs(inside) + abs(outside))
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:

@@ -11,17 +11,18 @@ from optax_lsdp._checks import check_delta, check_positive
 from optax_lsdp.accounting._calibrate import largest
 from optax_lsdp.accounting._curve import epsilon_curve
 from optax_lsdp.accounting._mechanism import SampledGaussian
-from optax_lsdp.accounting._queries import Composition, Mechanism, merge
+from optax_lsdp.accounting._queries import Composition, Mechanism, simplify
 
 _VERSION = 1
-_MOST_STEPS = 10**12
+_MOST_STEPS = 10**9
 
 
 class Ledger(Mechanism):
     """What was really spent: steps are appended, never changed, and a question changes nothing.
 
-    It answers whatever a `SampledGaussian` answers. Steps that equal the last ones are merged, so
-    that a ledger of 10⁵ steps is as small, and as fast, as one of a single step.
+    It answers what a `SampledGaussian` answers. Steps that equal the last ones are merged, so that
+    a ledger of 10⁵ steps is as small, and as fast, as one of a single step. Record shuffled batches
+    by the epoch: parts of epochs may be parts of different ones, and count as whole.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -46,7 +47,9 @@ class Ledger(Mechanism):
             self._steps[-1] += run.steps
             return
         if not isinstance(run, SampledGaussian):
-            raise TypeError(f"`run` must be a SampledGaussian, got {run!r}.")
+            raise TypeError(
+                f"`run` must be a SampledGaussian, got {run!r}; append parts one by one."
+            )
         Composition((*self._kinds[:1], run))  # raises if they do not go together
         kind = replace(run, steps=1)
         if self._kinds and self._kinds[-1] == kind and run.sampling != "shuffled":
@@ -57,15 +60,10 @@ class Ledger(Mechanism):
         self._last = run if run.sampling != "shuffled" else None
 
     @property
-    def runs(self) -> tuple[SampledGaussian, ...]:
+    def runs(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # it grows
         """All steps in the order in which they were taken."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
-
-    @property
-    def parts(self) -> tuple[SampledGaussian, ...]:
-        """All steps, equal ones merged."""
-        return merge(self.runs)
 
     @property
     def steps(self) -> int:
@@ -83,11 +81,12 @@ class Ledger(Mechanism):
         check_delta("delta", delta)
         if not self._kinds:
             raise ValueError("`remaining_steps` must follow a step that it can repeat; append one.")
-        past, next_step = Composition(self.runs), self._kinds[-1]
-        return largest(
-            lambda steps: (past + replace(next_step, steps=steps)).epsilon(delta) <= epsilon,
-            _MOST_STEPS,
-        )
+        past, next_step = Composition(simplify(self.parts)), self._kinds[-1]
+
+        def spent(steps: int) -> float:
+            return (past + replace(next_step, steps=steps)).epsilon(delta)
+
+        return largest(spent, epsilon, _MOST_STEPS)
 
     def to_json(self) -> str:
         """Return the ledger as text."""
@@ -101,12 +100,16 @@ class Ledger(Mechanism):
             found = json.loads(text)
             version, runs = found["optax_lsdp_ledger"], found["runs"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"`text` must be what to_json wrote, got {text[:40]!r}.") from error
-        if version != _VERSION or set(found) != {"optax_lsdp_ledger", "runs"}:
             raise ValueError(
-                f"`text` must be a ledger of version {_VERSION}, got version {version!r} with "
-                f"{sorted(found)}; a newer optax_lsdp may read it."
+                f"`text` must be what to_json wrote, got {str(text)[:40]!r}."
+            ) from error
+        if type(version) is not int or version != _VERSION:
+            raise ValueError(
+                f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
+                "read it with the optax_lsdp that wrote it, or a newer one."
             )
+        if set(found) != {"optax_lsdp_ledger", "runs"}:
+            raise ValueError(f"`text` must hold a version and runs alone, got {sorted(found)}.")
         known = {field.name for field in fields(SampledGaussian)}
         for run in runs if isinstance(runs, list) else [runs]:
             if not isinstance(run, dict) or set(run) != known:

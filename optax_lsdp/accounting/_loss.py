@@ -83,32 +83,35 @@ def _spread(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     its mean under Q, and a divergence is convex in P/Q: it can only grow, at every ε, also after
     composition (Doroshenko et al. 2022, Connect the Dots). What lies below the lattice is moved
     up to its end, what lies above it to infinity; bounds on rounding errors are added to P and u.
-    Cells are as wide as the mesh near zero, and further out a share of the loss.
+    Cells are as wide as the mesh near zero, and further out a share of the loss. Where cells end is
+    known up to a loss of s: with e^(−s)Q for Q none of their losses is below the lower end, and
+    none is above the upper one by more than 2s, so that they are off by 3s at most.
     """
     low, high = pair.loss(np.array(_ends(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
     ends = index * mesh
     points = pair.point(ends)
-    points[0] = -math.inf
     known = np.isfinite(points)
-    slack = max(0.0, float(np.max(pair.loss(points[known]) - ends[known], initial=0.0)))
-    slack += 8 * _EPS * float(np.max(np.abs(ends)))
+    off = float(np.max(np.abs(pair.loss(points[known]) - ends[known]), initial=0.0))
+    off += 8 * _EPS * float(np.max(np.abs(ends)) + np.sum(np.abs(pair.change)))
     masses, errors = _cell_masses(points[:, None] - pair.centres)
     total = (masses + errors) @ pair.weights
     weights = pair.change - np.expm1(ends[:-1])[:, None] * pair.base
-    excess = np.sum(weights * masses, axis=1)
+    excess = np.sum(weights * masses, axis=1) + off * np.exp(ends[:-1]) * (masses @ pair.base)
     excess += np.sum(np.abs(weights) * (errors + 4 * _EPS * masses), axis=1)
     upper = np.clip(excess / -np.expm1(-np.diff(ends)), 0.0, total)
     spread = np.zeros(len(index))
+    spread[0] = float(ndtr(points[0] - pair.centres) @ pair.weights) * (1 + 1e-12)
     spread[:-1] += total - upper
     spread[1:] += upper
-    infinite = float(ndtr(pair.centres - points[-1]) @ pair.weights)
-    return Lattice(index, spread, infinite * (1 + 1e-12), slack)
+    infinite = float(ndtr(pair.centres - points[-1]) @ pair.weights) * (1 + 1e-12)
+    return Lattice(index, spread, infinite + pair.lost, 3 * off)
 
 
 def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return δ(ε) of a single step at ε ≥ 0 in closed form, and a bound on its rounding error."""
     value, error = np.zeros(len(epsilon)), np.full(len(epsilon), 1e-300)
+    epsilon = np.minimum(epsilon, 600.0)  # where nothing is left that a double could show
     for share, pair in step:
         gaps = pair.centres - pair.point(epsilon)[:, None]
         tails = ndtr(gaps)
@@ -116,6 +119,7 @@ def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         value += share * np.maximum(np.sum(weights * tails, axis=1), 0.0)
         rounding = _EPS * (16 + np.clip(gaps, -40.0, 0.0) ** 2)
         error += share * np.sum(np.abs(weights) * tails * rounding, axis=1)
+        error += share * pair.lost
     return value, error
 
 
@@ -146,7 +150,7 @@ def contract(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     lower, upper = lower - taken[:-1], upper - taken[1:]
     last = int(np.argmax(np.append(~left & (upper <= 0), True)))  # the cell where it gets to zero
     if last == 0 or left[last - 1]:
-        return Lattice(np.zeros(1, int), np.full(1, 1e-300), 0.0, 0.0)
+        return Lattice(np.zeros(1, int), np.ones(1), 0.0, 0.0)  # nothing is always dominated
     upper[last - 1] = 0.0
     ratios = np.append(0.0, np.exp(ends[: last + 1]))
     slopes = (upper[:last] - lower[:last]) / np.diff(ratios)[1:] - left[:last]
@@ -170,7 +174,7 @@ def _fold(lattice: Lattice, mesh: float) -> Lattice:
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
-    rest = max(0.0, 1.0 - float(masses.sum() + mirrored.sum()))
+    rest = max(0.0, 1.0 - float(masses.sum() + mirrored.sum())) + 16 * _EPS
     return lattice._replace(
         positions=np.concatenate([-index[::-1], [0], index]),
         masses=np.concatenate([mirrored[::-1], [rest], masses]),

@@ -1,10 +1,10 @@
 """SampledGaussian: the description of a private training run, and what it guarantees."""
 
-from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal, Self
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Literal, Self
 
 from optax_lsdp._checks import check_choice, check_positive, check_rate, check_whole
-from optax_lsdp.accounting._dominate import ANALYSED, SENSITIVITY, reveal
+from optax_lsdp.accounting._dominate import ANALYSED, reveal
 from optax_lsdp.accounting._queries import Mechanism
 
 Sampling = Literal["poisson", "without_replacement", "full", "shuffled"]
@@ -63,20 +63,20 @@ class SampledGaussian(Mechanism):
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        check_positive("noise_multiplier", self.noise_multiplier, "without noise ε is infinite")
+        why = "without noise ε is infinite" if self.noise_multiplier == 0 else ""
+        check_positive("noise_multiplier", self.noise_multiplier, why)
         check_rate("sampling_rate", self.sampling_rate)
         check_whole("steps", self.steps, least=0)
         check_whole("group_size", self.group_size)
         check_choice("sampling", self.sampling, ANALYSED)
         if self.neighbouring is None and "add_remove" in ANALYSED[self.sampling]:
             object.__setattr__(self, "neighbouring", "add_remove")
-        if self.neighbouring not in SENSITIVITY:
-            check_choice("neighbouring", self.neighbouring, ANALYSED[self.sampling])
         if self.neighbouring not in ANALYSED[self.sampling]:
             choices = " or ".join(map(repr, ANALYSED[self.sampling]))
+            why = "there is no default" if self.neighbouring is None else "nothing else is analysed"
             raise ValueError(
                 f"`neighbouring` must be {choices} with sampling={self.sampling!r}, "
-                f"got {self.neighbouring!r}; no other relation has an analysis there."
+                f"got {self.neighbouring!r}; {why}."
             )
         if self.sampling == "full" and self.sampling_rate != 1:
             raise ValueError(
@@ -91,11 +91,16 @@ class SampledGaussian(Mechanism):
                     "`max_batch_size` must come with sampling='poisson' and a `dataset_size`, "
                     f"got sampling={self.sampling!r} and dataset_size={self.dataset_size!r}."
                 )
+        for field in fields(self):  # plain numbers, whatever kind they came as
+            value = getattr(self, field.name)
+            if not isinstance(value, str | None):
+                kind = float if field.name in ("noise_multiplier", "sampling_rate") else int
+                object.__setattr__(self, field.name, kind(value))
 
     @property
-    def parts(self) -> tuple[Self, ...]:
+    def runs(self) -> tuple[Self, ...]:  # type: ignore[override]  # of itself alone
         """The runs that this one consists of: itself."""
-        return (self,) if self.steps else ()
+        return (self,)
 
     @property
     def mu(self) -> float | None:
@@ -103,16 +108,6 @@ class SampledGaussian(Mechanism):
         return reveal(self).mu if self.steps else 0.0
 
     def group(self, size: int) -> Self:
-        """Return the same run, accounted for groups of `size` examples that change together.
-
-        Exact for Poisson batches with "add_remove" and "zero_out" and for full batches; a general
-        bound otherwise.
-        """
+        """Return the same run for groups of `size` examples; see `Mechanism.group`."""
         check_whole("size", size)
         return replace(self, group_size=self.group_size * size)
-
-    def to_dp_event(self) -> Any:
-        """Return the run as an event of dp-accounting, which must be installed."""
-        from optax_lsdp.accounting._events import to_dp_event
-
-        return to_dp_event(self)

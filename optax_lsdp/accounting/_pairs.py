@@ -9,8 +9,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import binom
+from scipy.special import bdtrc, gammaln, xlog1py, xlogy
 
+_LARGEST_REACH = 20.0  # of the members of a group together, in standard deviations
 _FAR = 40.0  # in standard deviations; no mass of a Gaussian is beyond it in double precision
 
 
@@ -27,6 +28,7 @@ class Pair(NamedTuple):
         point: loss → x, the inverse of `loss`; −∞ or ∞ for losses that no x has.
         folded: the divergence of (P, Q) holds at ε ≥ 0 for both directions, so that at ε < 0 it is
             that of (Q, P), as in sampling without replacement.
+        lost: mass of P that is in none of the Gaussians.
     """
 
     centres: np.ndarray
@@ -34,6 +36,7 @@ class Pair(NamedTuple):
     change: np.ndarray
     point: Callable[[np.ndarray], np.ndarray]
     folded: bool = False
+    lost: float = 0.0
 
     @property
     def weights(self) -> np.ndarray:
@@ -114,19 +117,31 @@ def fixed_size(rate: float, shift: float) -> Pair:
     return remove(rate, shift)._replace(folded=True)
 
 
-def remove_group(rate: float, shift: float, size: int) -> Pair:
+def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False) -> Pair:
     """Return Σ Binomial(j; k, q)·N(jμ) against N(0): k examples are there, or they are not.
 
-    Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling.
+    More members than are likely, or than a loss can tell apart, count as an infinite loss, or as
+    none if the pair shall reveal no more than it must. Rounding goes the same way.
+
+    Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via MoG Mechanisms.
     """
-    members = np.arange(size + 1)
-    change = binom(size, members) * rate**members * (1 - rate) ** (size - members)
+    most = int(min(size, max(1, _LARGEST_REACH // shift)))
+    likely = int(np.argmax(np.append(bdtrc(np.arange(most), size, rate) < 1e-40, True)))
+    members = np.arange(min(most, likely) + 1)
+    logs = gammaln(size + 1) - gammaln(members + 1) - gammaln(size - members + 1)
+    logs = logs + xlogy(members, rate) + xlog1py(size - members, -rate)
+    change = np.exp(logs) * (1 - 1e-9 if at_least else 1 + 1e-9)
     change[0] = math.expm1(size * math.log1p(-rate)) if rate < 1 else -1.0
+    if at_least:
+        change[0] = -change[1:].sum()
     base = np.where(members == 0, 1.0, 0.0)
+    lost = 0.0
+    if members[-1] < size and not at_least:
+        lost = float(bdtrc(members[-1], size, rate)) * (1 + 1e-5)
 
     def point(losses: np.ndarray) -> np.ndarray:
         low = np.full(len(losses), -_FAR)
-        high = np.full(len(losses), _FAR + size * shift)
+        high = np.full(len(losses), _FAR + members[-1] * shift)
         unknown = pair.loss(low) > losses
         for _ in range(60):
             middle = (low + high) / 2
@@ -134,13 +149,13 @@ def remove_group(rate: float, shift: float, size: int) -> Pair:
             low, high = np.where(over, low, middle), np.where(over, middle, high)
         return np.where(unknown, -math.inf, low)
 
-    pair = Pair(shift * members, base, change, point)
+    pair = Pair(shift * members, base, change, point, lost=lost)
     return pair
 
 
-def add_group(rate: float, shift: float, size: int) -> Pair:
-    """Return `remove_group` with the roles exchanged."""
-    return _exchange(remove_group(rate, shift, size))
+def add_group(rate: float, shift: float, size: int, *, at_least: bool = False) -> Pair:
+    """Return `remove_group` with the roles exchanged; what Q has lost makes it no better."""
+    return _exchange(remove_group(rate, shift, size, at_least=at_least))
 
 
 def _exchange(pair: Pair) -> Pair:

@@ -13,9 +13,10 @@ from scipy.optimize import brentq
 from optax_lsdp.accounting._loss import Nodes, Step, sample
 
 LOOSENESS = 1e-4  # the share of ε that the mesh may cost
+_CUT = 1e-5  # the share of δ that may be cut off all steps together
 _STEEPEST = 1e6  # θ·ε; beyond it all losses are at their maximum, and δ falls to zero at once
 _MOST_KINDS = 16  # of steps that a plan looks at
-_MOST_RESIDUES = 4_000_000  # of the lattice in the window; more would take seconds
+_MOST_RESIDUES = 1_500_000  # of the lattice in the window; more would take seconds
 
 
 class Plan(NamedTuple):
@@ -65,22 +66,18 @@ def plan_epsilon(
     return _plan(parts, tilt, tail, log_delta, epsilon)
 
 
-def plan_delta(steps: Sequence[tuple[Step, int]], epsilon: float) -> Plan:
-    """Plan for δ(ε): what is cut off a step depends on δ, so that it takes a few rounds."""
-    log_delta = -30.0
-    for _ in range(4):
-        parts, tail = _sampled(steps, log_delta)
+def plan_delta(steps: Sequence[tuple[Step, int]], epsilon: float, log_delta: float) -> Plan:
+    """Plan for δ(ε), of which a guess decides how much may be cut off."""
+    parts, tail = _sampled(steps, log_delta)
 
-        def excess(tilt: float, parts: _Parts = parts) -> float:
-            at = _chernoff(parts, tilt)[1]
-            return min(epsilon - at, _STEEPEST - tilt * at)
+    def excess(tilt: float) -> float:
+        at = _chernoff(parts, tilt)[1]
+        return min(epsilon - at, _STEEPEST - tilt * at)
 
-        tilt = _root(excess, _gentle(parts))
-        log_delta, before = max(_chernoff(parts, tilt)[0], -600.0), log_delta
-        if abs(log_delta - before) < 3:
-            break
+    tilt = _root(excess, _gentle(parts))
     least = 0.02 * math.sqrt(_cumulants(parts, tilt).variance)
-    return _plan(parts, tilt, tail, log_delta, max(epsilon, least))
+    log_delta = min(log_delta, _chernoff(parts, tilt)[0])
+    return _plan(parts, tilt, tail, max(log_delta, -600.0), max(epsilon, least))
 
 
 _Parts = list[tuple[Nodes, int]]
@@ -89,14 +86,18 @@ _Parts = list[tuple[Nodes, int]]
 def _sampled(steps: Sequence[tuple[Step, int]], log_delta: float) -> tuple[_Parts, float]:
     """Return losses at a few points, and the tail that was cut off; of many kinds, of some."""
     total = sum(count for _, count in steps)
-    tail = math.exp(max(log_delta - math.log(1e6 * total), -650.0))
+    tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
     chunk = math.ceil(len(steps) / _MOST_KINDS)
     parts = []
     for start in range(0, len(steps), chunk):
         alike = steps[start : start + chunk]
-        times = sum(count for _, count in alike)
-        parts.append((sample(alike[len(alike) // 2][0], tail), times))
+        worst = max((step for step, _ in alike), key=_reach)
+        parts.append((sample(worst, tail), sum(count for _, count in alike)))
     return parts, tail
+
+
+def _reach(step: Step) -> float:
+    return max(float(np.ptp(pair.centres)) for _, pair in step)
 
 
 def _cumulants(parts: _Parts, tilt: float) -> _Cumulants:
@@ -171,9 +172,9 @@ def _plan(
 
     squares = sum(float(w @ size**2) for w, size in tilted)
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
-    mesh = min(mesh, 0.5 / tilt)
+    mesh = min(mesh, 0.5 / tilt, scale / 300)
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
-    further, window = _window(parts, tilt, tail, log_delta, scale, mesh * _MOST_RESIDUES / 2)
+    further, window = _window(parts, tilt, tail, log_delta, scale)
     return Plan(
         tilt=tilt,
         mesh=max(mesh, window / _MOST_RESIDUES),
@@ -188,12 +189,11 @@ def _plan(
 
 
 def _window(
-    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float, widest: float
+    parts: _Parts, tilt: float, tail: float, log_delta: float, epsilon: float
 ) -> tuple[float, float]:
     """Return a width that holds e^(−θs) down to δ·e^(−25), and the tilted sum but for e^(−20).
 
-    The second is given up where it would take more than `widest`. On the lattice the tail that is
-    cut off counts at the largest loss.
+    On the lattice the tail that is cut off counts at the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -207,4 +207,4 @@ def _window(
     shares = tilt * np.geomspace(0.02, 2, 12)
     ends = [(log_moment(tilt + t) - known + 20) / t for t in shares]
     best = int(np.argmin(ends))
-    return float(shares[best]), max((25 - log_delta) / tilt, min(ends[best] - epsilon, widest))
+    return float(shares[best]), float(max((25 - log_delta) / tilt, ends[best] - epsilon))

@@ -1,20 +1,21 @@
 """Mechanism: what can be asked of a run, and of several runs one after the other."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from optax_lsdp._checks import check_delta, check_non_negative
+from optax_lsdp._checks import check_delta, check_non_negative, check_whole
 from optax_lsdp.accounting._composed import Composed
-from optax_lsdp.accounting._dominate import has_group_analysis, reveal, steps_per_epoch
+from optax_lsdp.accounting._dominate import at_worst, has_group_analysis, reveal, steps_per_epoch
+from optax_lsdp.accounting._events import to_dp_event
 
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian
 
-_MOST_PARTS = 128  # steps that differ; of more, similar ones count as the worst of them
+_MOST_PARTS = 64  # sampled steps that differ; of more, similar ones count as equal
 
 
 class Mechanism:
@@ -23,10 +24,28 @@ class Mechanism:
     Every answer errs towards less privacy, and holds for adaptively chosen steps.
     """
 
+    runs: "tuple[SampledGaussian, ...]"
+
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
-        """The runs that this one consists of."""
-        raise NotImplementedError
+        """The runs that this one consists of, equal ones merged."""
+        return merge(self.runs)
+
+    def group(self, size: int) -> "Mechanism":
+        """Return the same, accounted for groups of `size` examples that change together.
+
+        Exact for Poisson batches with "add_remove" and "zero_out", as long as the group's noise
+        multiplier, z/size, is above 1/20, and for full batches; a general bound otherwise.
+        """
+        check_whole("size", size)
+        return Composition(tuple(run.group(size) for run in self.runs))
+
+    def to_dp_event(self) -> Any:
+        """Return an event of dp-accounting, which must be installed.
+
+        An event does not say which datasets are neighbours: tell the accountant.
+        """
+        return to_dp_event(self.runs)
 
     def epsilon(self, delta: float) -> float:
         """Return the smallest ε for which (ε, δ)-differential privacy can be certified."""
@@ -72,9 +91,10 @@ class Mechanism:
         return self.delta(0.0)
 
     def __add__(self, other: "Mechanism") -> "Composition":
+        """Return this run, and then another on the same data."""
         if not isinstance(other, Mechanism):
             return NotImplemented
-        return Composition((*self.parts, *other.parts))
+        return Composition((*self.runs, *other.runs))
 
     def __radd__(self, other: object) -> "Mechanism":
         return self if other == 0 else NotImplemented  # where sum() begins
@@ -94,6 +114,7 @@ class Composition(Mechanism):
     runs: "tuple[SampledGaussian, ...]"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "runs", tuple(self.runs))
         for name in ("neighbouring", "group_size"):
             values = {getattr(run, name) for run in self.runs}
             if len(values) > 1:
@@ -101,11 +122,6 @@ class Composition(Mechanism):
                     f"`{name}` must be the same in all runs that are added, got "
                     f"{' and '.join(sorted(map(repr, values)))}; ask for one guarantee at a time."
                 )
-
-    @property
-    def parts(self) -> "tuple[SampledGaussian, ...]":
-        """The runs, equal ones merged."""
-        return merge(self.runs)
 
 
 def merge(runs: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
@@ -120,34 +136,56 @@ def merge(runs: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
         if run.sampling == "shuffled" and run.steps % steps_per_epoch(run):
             apart.append(run)
         else:
-            key = replace(run, steps=1)
+            size = None if run.max_batch_size is None else run.dataset_size
+            key = replace(run, steps=1, dataset_size=size)
             counts[key] = counts.get(key, 0) + run.steps
     return *(replace(key, steps=steps) for key, steps in counts.items() if steps), *apart
 
 
 def compose(runs: "tuple[SampledGaussian, ...]") -> Composed:
     """Return what all runs together reveal."""
-    runs, group_size = _simplify(runs), 1
+    group_size = 1
     if not all(map(has_group_analysis, runs)):
         group_size = runs[0].group_size
         runs = tuple(replace(run, group_size=1) for run in runs)
-    return Composed.of([reveal(run) for run in runs], group_size)
+    worst = group_size * math.hypot(*map(at_worst, runs)) * (1 + 1e-15)
+    above = [reveal(run) for run in simplify(runs)]
+    below = [reveal(run) for run in simplify(runs, more_private=True)]
+    return Composed.of(above, below, group_size, worst)
 
 
-def _simplify(runs: "tuple[SampledGaussian, ...]") -> "tuple[SampledGaussian, ...]":
-    """Return not too many different runs, if need be less private: less noise, higher rates."""
-    ratio = 1e-4
-    while len(runs) > _MOST_PARTS:
-        ratio, grid = 2 * ratio, math.log1p(ratio)
-        rounded = (
-            replace(
-                run,
-                noise_multiplier=math.exp(grid * math.floor(math.log(run.noise_multiplier) / grid)),
-                sampling_rate=min(
-                    1.0, math.exp(grid * math.ceil(math.log(run.sampling_rate) / grid))
-                ),
-            )
-            for run in runs
-        )
-        runs = merge(rounded)
-    return runs
+def simplify(
+    runs: "tuple[SampledGaussian, ...]", *, more_private: bool = False
+) -> "tuple[SampledGaussian, ...]":
+    """Return not too many different runs, if need be less private, or more."""
+    if len(runs) <= _MOST_PARTS:
+        return runs
+    return merge(simplify_in_order(runs, more_private=more_private))
+
+
+def simplify_in_order(
+    runs: "Sequence[SampledGaussian]", *, more_private: bool = False
+) -> "Sequence[SampledGaussian]":
+    """Return the runs on a grid of noise and rates, so coarse that not too many are different."""
+    rounded, ratio = runs, 1e-4
+    while len({replace(run, steps=1) for run in rounded if run.mu is None}) > _MOST_PARTS:
+        ratio *= 1.5
+        if ratio > 1:
+            break
+        grid = math.log1p(ratio)
+        rounded = [run if run.mu is not None else _rounded(run, grid, more_private) for run in runs]
+    return rounded
+
+
+def _rounded(run: "SampledGaussian", grid: float, more_private: bool) -> "SampledGaussian":
+    down, up = (math.ceil, math.floor) if more_private else (math.floor, math.ceil)
+    worst, least = (max, min) if more_private else (min, max)
+    noise = math.exp(grid * down(math.log(run.noise_multiplier) / grid))
+    rate = math.exp(grid * up(math.log(run.sampling_rate) / grid))
+    if run.max_batch_size is not None:  # more is not always worse
+        rate = run.sampling_rate
+    return replace(
+        run,
+        noise_multiplier=worst(noise, run.noise_multiplier),
+        sampling_rate=min(1.0, least(rate, run.sampling_rate)),
+    )

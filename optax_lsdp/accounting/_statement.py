@@ -6,7 +6,7 @@ import textwrap
 from optax_lsdp.accounting._mechanism import SampledGaussian
 
 _DIFFERENCE = {
-    "add_remove": "whether any one example was in the data or not",
+    "add_remove": "whether any one example was in the data",
     "zero_out": "whether any one example was used or a blank in its place",
     "replace_one": "which of two values any one example had",
 }
@@ -16,8 +16,8 @@ _BATCHES = {
     "without_replacement": "every batch is a fresh uniform subset of a {rate} share of the data, "
     "of fixed size, independent of the other batches (a shuffled data loader does not do this)",
     "full": "every batch is the whole dataset, whose size is public",
-    "shuffled": "every example is in at most one of each {epoch} consecutive batches, in any "
-    "order; no benefit of the random order is claimed, as no tight analysis is known",
+    "shuffled": "every example is used at most once in each epoch of {epoch} batches, in any "
+    "order; no benefit of a random order is claimed, as no tight analysis is known",
 }
 
 
@@ -29,43 +29,50 @@ def statement(run: SampledGaussian, delta: float) -> str:
     ε = 2.386 at δ = 1e-05.
     """
     epsilon = run.epsilon(delta)
-    who = "any one example" if run.group_size == 1 else f"any {run.group_size} examples together"
-    difference = _DIFFERENCE[run.neighbouring].replace("any one example", who)
+    difference = _DIFFERENCE[run.neighbouring]
+    if run.group_size > 1:
+        difference += f", nor any {run.group_size} examples that change together"
     batches = _BATCHES[run.sampling].format(
         rate=f"{run.sampling_rate:.4g}", epoch=math.floor(1 / run.sampling_rate * (1 + 1e-12))
     )
+    bounded = run.sampling in ("without_replacement", "shuffled") or run.max_batch_size is not None
     if run.max_batch_size is not None:
         batches += f"; of more than {run.max_batch_size:,} that many are kept at random"
-    grows = math.exp(epsilon) if epsilon < 700 else math.inf
+    grows = show_epsilon(math.exp(epsilon)) if epsilon < 700 else "e^" + show_epsilon(epsilon)
     meaning = (
         "Whoever sees all that training releases, the model after every step and all settings, "
         f"cannot tell {difference}: nothing that they could conclude becomes more than "
-        f"{grows:.4g} times as probable, but for a probability of {delta:g}."
+        f"{grows} times as probable, but for a probability of {delta:g}."
     )
     assumed = [
         f"{run.steps:,} steps; {batches};",
         "the contribution of each example to a step's sum is clipped to a norm of C;",
         f"Gaussian noise of standard deviation {run.noise_multiplier:.6g}·C is added to the sum, "
         "fresh in every step;",
-        "the mean divides by the expected batch size, not by the realised one;",
+        "a mean divides by the expected batch size, not by the realised one;",
         "no setting was chosen by looking at these data;",
         "arithmetic is exact.",
     ]
-    lines = [f"ε = {show_epsilon(epsilon)} at δ = {delta:g}.", "", *textwrap.wrap(meaning, 88)]
+    at_most = " at most (an upper bound; the exact value is not known)" if bounded else ""
+    lines = [
+        f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}.",
+        "",
+        *textwrap.wrap(meaning, 88),
+    ]
     lines += ["", "Assumed:"]
     for one in assumed:
         lines += textwrap.wrap(one, 88, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)
 
 
-def show_epsilon(epsilon: float) -> str:
-    """Return four digits of a number, rounded up.
+def show_epsilon(epsilon: float, digits: int = 4) -> str:
+    """Return a few digits of a number, rounded up.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')
     """
     if not 0 < epsilon < math.inf:
         return f"{epsilon:g}"
-    digits = 3 - math.floor(math.log10(epsilon))
+    digits = digits - 1 - math.floor(math.log10(epsilon))
     rounded = math.ceil(epsilon * 10.0**digits * (1 - 1e-12)) / 10.0**digits
     return f"{rounded:.{max(digits, 0)}f}"

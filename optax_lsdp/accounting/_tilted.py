@@ -69,7 +69,7 @@ class Tilted(NamedTuple):
         value, error, weight, wrapped, growth = self._sums(epsilon - self.slack)
         with np.errstate(over="ignore", invalid="ignore"):
             bound = np.exp(growth) * weight * (value + error + wrapped) + self.infinite
-        return np.where(weight < math.inf, np.minimum(bound, 1.0), 1.0)
+        return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def below(self, epsilon: np.ndarray) -> np.ndarray:
         """Return lower bounds on δ(ε) of the losses on the lattice, one ε for each row."""
@@ -92,6 +92,7 @@ class Tilted(NamedTuple):
         add weight times their tilted mass at most, which Chernoff bounds. Losses below it, read
         too high, add Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)).
         """
+        epsilon = np.minimum(epsilon, 1e15 * self.mesh)  # δ only falls beyond
         first = np.floor(epsilon / self.mesh).astype(np.int64) + 1
         start = first * self.mesh
         window = self.size * self.mesh
@@ -124,7 +125,7 @@ def convolve(lattices: Sequence[Lattice], counts: np.ndarray, plan: Plan) -> Til
     logs = np.array([log for _, log in parts])
     moved = np.array([_tilted_masses(one, mesh, tilt + plan.further)[1] for one in lattices])
     reach = np.array([tilt * mesh * np.max(np.abs(lattice.positions)) for lattice in lattices])
-    growth = counts @ (_EPS * (reach + np.abs(logs) + 300.0))
+    growth = counts @ (_EPS * (reach + np.abs(logs) + 750.0))
     spectra = [
         rfft(np.bincount(lattice.positions % size, masses, size))
         for lattice, (masses, _) in zip(lattices, parts, strict=True)
@@ -143,7 +144,7 @@ def convolve(lattices: Sequence[Lattice], counts: np.ndarray, plan: Plan) -> Til
     end = 1 / -np.expm1(-(tilt + 1) * mesh + angles)
     gap = np.exp(-tilt * mesh + angles) * math.expm1(-mesh) / np.expm1(-tilt * mesh + angles) * end
     weights = np.abs(gap) + mesh * np.abs(end)
-    errors = np.exp(np.minimum(counts @ np.log(bounds), 0.0))
+    errors = np.exp(counts @ np.log(bounds))
     errors = errors * (counts @ (eta / bounds) + _EPS * (counts @ np.abs(log_spectrum) + 16))
     powers = np.exp(counts @ log_spectrum) * sides
     return Tilted(

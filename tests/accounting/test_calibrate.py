@@ -70,6 +70,18 @@ def test_calibrated_batches_meet_the_budget_and_no_more(kind):
     assert SampledGaussian(4, (most + 1) / 5000, 500, **kind).epsilon(1e-6) > 2
 
 
+@pytest.mark.parametrize(
+    ("epsilon", "delta", "rate", "steps", "size"),
+    [(100, 1e-5, 0.01, 10, 1), (1, 0.5, 0.01, 10, 1), (1, 1e-5, 0.001, 100, 13)],
+)
+def test_generous_targets_and_groups_are_met(epsilon, delta, rate, steps, size):
+    noise = calibrate_noise_multiplier(
+        epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, group_size=size
+    )
+    assert SampledGaussian(noise, rate, steps, group_size=size).epsilon(delta) <= epsilon
+    assert noise < 3
+
+
 def test_a_budget_that_is_never_reached_allows_everything():
     options = dict(epsilon=50, delta=1e-6, noise_multiplier=10, dataset_size=100, steps=5)
     assert calibrate_batch_size(**options) == 100

@@ -113,7 +113,9 @@ def altered(**changes):
     ("call", "message"),
     [
         (lambda: Ledger.from_json(altered(optax_lsdp_ledger=2)), "of version 1, got version 2"),
-        (lambda: Ledger.from_json(altered(extra=1)), "of version 1, .*'extra'"),
+        (lambda: Ledger.from_json(altered(extra=1)), "a version and runs alone, .*'extra'"),
+        (lambda: Ledger.from_json(altered(optax_lsdp_ledger=True)), "got version True"),
+        (lambda: Ledger.from_json(None), "`text` must be what to_json wrote, got 'None'"),
         (lambda: Ledger.from_json("{}"), "`text` must be what to_json wrote, got '{}'"),
         (lambda: Ledger.from_json("no"), "`text` must be what to_json wrote, got 'no'"),
         (lambda: Ledger.from_json("[]"), "`text` must be what to_json wrote"),

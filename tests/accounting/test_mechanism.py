@@ -3,6 +3,7 @@
 import math
 import warnings
 
+import mpmath
 import numpy as np
 import pytest
 
@@ -125,6 +126,67 @@ def test_a_schedule_of_noise_is_composed_and_long_ones_are_rounded_up():
     assert fewer.epsilon(1e-5) < many.epsilon(1e-5) < few.epsilon(1e-5)
 
 
+@pytest.mark.parametrize("count", [17, 20, 140])
+def test_many_different_steps_are_bounded_from_both_sides(count):
+    steps = 2000 // count
+    run = Composition(tuple(SampledGaussian(1 + i / count, 0.005, steps) for i in range(count)))
+    low, high = run.epsilon_bounds(1e-5)
+    exact = Composition(tuple(SampledGaussian(1 + i / 8, 0.005, 250) for i in range(8)))
+    assert low <= high <= 1.06 * low
+    assert high < exact.epsilon(1e-5)  # eighths of the schedule at their least noise
+
+
+@pytest.mark.parametrize(
+    ("run", "least"),
+    [
+        # All of q = 1, cut: the example takes the place of another.
+        (SampledGaussian(1.0, 1.0, 1, dataset_size=100, max_batch_size=99), 9.9),
+        (SampledGaussian(10.0, 1.0, 1000, dataset_size=1000, max_batch_size=900), 39.81),
+        # Groups that δ in doubles cannot follow.
+        (SampledGaussian(1.0, 1.0, 1, neighbouring="replace_one").group(50), 5425.5),
+        (build(0.05, 0.99, 1, ("without_replacement", "replace_one")).group(10), 78_000),
+        # Steps that are counted in a narrow type.
+        (
+            SampledGaussian(1.0, 0.01, np.uint8(200)) + SampledGaussian(1.0, 0.01, np.uint8(200)),
+            1.2,
+        ),
+    ],
+)
+def test_what_once_was_reported_too_low_is_not(run, least):
+    assert run.epsilon(1e-5) >= least
+
+
+@pytest.mark.parametrize("noise", [1e5, 1e7])
+def test_the_closed_form_is_bounded_from_both_sides(noise):
+    low, high = SampledGaussian(noise, 1, 1).epsilon_bounds(1e-15)
+    with mpmath.workdps(60):
+        mu = 1 / mpmath.mpf(noise)
+
+        def delta(epsilon):
+            e = mpmath.mpf(epsilon)
+            return mpmath.ncdf(mu / 2 - e / mu) - mpmath.exp(e) * mpmath.ncdf(-mu / 2 - e / mu)
+
+        assert delta(high) <= mpmath.mpf(1e-15) <= delta(low)
+    assert high <= 1.0001 * low
+
+
+@pytest.mark.parametrize(
+    ("run", "delta"),
+    [
+        (SampledGaussian(1.0, 0.01, 1000), 0.161),
+        (SampledGaussian(0.3, 1e-7, 2), 1e-3),
+        (SampledGaussian(0.3, 1e-7, 2), 1e-8),
+        (SampledGaussian(50.0, 1e-4, 1000).group(1000), 1e-5),
+        (SampledGaussian(1.0, 1, 1000, sampling="full") + SampledGaussian(1.0, 0.01, 10), 1e-5),
+        (SampledGaussian(1e300, 0.1, 10), 1e-5),
+    ],
+)
+def test_strange_questions_are_answered(run, delta):
+    low, high = run.epsilon_bounds(delta)
+    assert 0 <= low <= high < math.inf
+    assert run.delta(high) <= delta
+
+
 def test_different_kinds_are_composed():
     sampled, full = SampledGaussian(1.0, 0.01, 100), SampledGaussian(20.0, 1, 50, sampling="full")
     both = sampled + full
@@ -150,15 +212,15 @@ BAD = {
     "relation": (lambda: build(1.0, 0.1, 1, ("poisson", "swap")), "`neighbouring` .* got 'swap'"),
     "no relation": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", None)),
-        "`neighbouring` must be one of 'replace_one', got None",
+        "must be 'replace_one' with sampling='without_replacement', got None; there is no default",
     ),
     "no relation, shuffled": (
         lambda: build(1.0, 0.1, 1, ("shuffled", None)),
-        "`neighbouring` must be one of 'zero_out', 'replace_one', got None",
+        "must be 'zero_out' or 'replace_one' with sampling='shuffled', got None; there is no",
     ),
     "no analysis": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", "add_remove")),
-        "must be 'replace_one' with sampling='without_replacement', got 'add_remove'; no other",
+        "must be 'replace_one' with sampling='without_replacement', got 'add_remove'; nothing else",
     ),
     "shuffled, adding": (
         lambda: build(1.0, 0.1, 1, ("shuffled", "add_remove")),
