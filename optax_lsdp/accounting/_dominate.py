@@ -20,7 +20,7 @@ from optax_lsdp.accounting._pairs import (
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian as Run
 
-_LARGEST_SHIFT = 20.0  # in standard deviations of the noise; beyond it sampling is not counted
+_LARGEST_SHIFT = 12.0  # in standard deviations of the noise; beyond it sampling is not counted
 _ROUNDING = 1e-5  # bounds the relative error of bdtrc with room to spare
 _MOST_NOISE, _LEAST_RATE = 1e7, 1e-12  # beyond them nothing is gained
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms

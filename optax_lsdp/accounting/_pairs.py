@@ -51,6 +51,19 @@ class Pair(NamedTuple):
         near = (scaled @ self.change) / np.maximum(scaled @ self.base, 1e-300)
         return np.where(np.abs(far) < 1, np.log1p(np.clip(near, -0.9, 9.0)), far)
 
+    def slope(self, x: np.ndarray) -> np.ndarray:
+        """Return the derivative of the loss at x."""
+        exponents = np.multiply.outer(x, self.centres) - self.centres**2 / 2
+        at_p, at_q = (_mean(exponents, w, self.centres) for w in (self.weights, self.base))
+        return at_p - at_q
+
+
+def _mean(exponents: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the mean of values with weights w·e^x, over the last axis."""
+    held = weights > 0
+    scaled = np.exp(exponents[..., held] - exponents[..., held].max(axis=-1, keepdims=True))
+    return (scaled @ (weights[held] * values[held])) / (scaled @ weights[held])
+
 
 def _log_sum(exponents: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return log Σ w·e^x over the last axis, without overflow."""
@@ -140,14 +153,21 @@ def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False
         lost = float(bdtrc(members[-1], size, rate)) * (1 + 1e-5)
 
     def point(losses: np.ndarray) -> np.ndarray:
-        low = np.full(len(losses), -_FAR)
-        high = np.full(len(losses), _FAR + members[-1] * shift)
-        unknown = pair.loss(low) > losses
-        for _ in range(60):
-            middle = (low + high) / 2
-            over = pair.loss(middle) > losses
-            low, high = np.where(over, low, middle), np.where(over, middle, high)
-        return np.where(unknown, -math.inf, low)
+        table = np.linspace(-_FAR, _FAR + members[-1] * shift, 4000)
+        known = pair.loss(table)
+        low = np.clip(np.searchsorted(known, losses) - 1, 0, len(table) - 2)
+        low, high = table[low], table[low + 1]
+        x = (low + high) / 2
+        for _ in range(60):  # Newton, within a bracket
+            gap = pair.loss(x) - losses
+            low, high = np.where(gap > 0, low, x), np.where(gap > 0, x, high)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                nearer = x - gap / pair.slope(x)
+            inside = (nearer > low) & (nearer < high)
+            before, x = x, np.where(inside, nearer, (low + high) / 2)
+            if np.all(np.abs(x - before) <= 4e-16 * (1 + np.abs(x))):
+                break
+        return np.where(known[0] > losses, -math.inf, x)
 
     pair = Pair(shift * members, base, change, point, lost=lost)
     return pair

@@ -172,7 +172,8 @@ def _plan(
 
     squares = sum(float(w @ size**2) for w, size in tilted)
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
-    mesh = min(mesh, 0.5 / tilt, scale / 300)
+    least = 0.2 * math.sqrt(_cumulants(parts, 0.0).variance)
+    mesh = min(mesh, 0.5 / tilt, max(scale, least) / 300)
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
     further, window = _window(parts, tilt, tail, log_delta, scale)
     return Plan(
