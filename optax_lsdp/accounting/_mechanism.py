@@ -37,7 +37,8 @@ class SampledGaussian(Mechanism):
         dataset_size: n, needed with `max_batch_size`.
         group_size: how many examples one person contributes; see `group`.
 
-    Every number that is reported errs towards a larger ε.
+    Every number that is reported errs towards a larger ε. Where one example can move the sum by
+    more than 12 standard deviations of the noise, sampling is not counted.
 
     >>> run = SampledGaussian(noise_multiplier=1.1, sampling_rate=256 / 60_000, steps=14_100)
     >>> round(run.epsilon(delta=1e-5), 3)

@@ -34,8 +34,9 @@ class Mechanism:
     def group(self, size: int) -> "Mechanism":
         """Return the same, accounted for groups of `size` examples that change together.
 
-        Exact for Poisson batches with "add_remove" and "zero_out", as long as the group's noise
-        multiplier, z/size, is above 1/20, and for full batches; a general bound otherwise.
+        Tight for Poisson batches with "add_remove" and "zero_out", as long as no more members than
+        move the sum by 20 standard deviations of the noise are likely in a batch, and exact for
+        full batches; otherwise a general bound, which may be far above the truth.
         """
         check_whole("size", size)
         return Composition(tuple(run.group(size) for run in self.runs))
@@ -61,8 +62,9 @@ class Mechanism:
         """Return certified bounds, from below and from above, on the smallest ε.
 
         The lower bound is what two particular datasets reveal. It is 0 for shuffled batches, where
-        no good pair is known, that of one example for groups by the general bound, and far below
-        at noise multipliers under ½ with rates near one over the steps.
+        no good pair is known; that of one example for groups by the general bound; and it may be
+        far below, or 0, where losses are rare and large: at noise multipliers under 1 with rates
+        near one over the steps.
         """
         check_delta("delta", delta)
         composed = compose(self.parts)
