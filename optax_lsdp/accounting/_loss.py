@@ -117,7 +117,7 @@ def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         tails = ndtr(gaps)
         weights = pair.change - np.expm1(epsilon)[:, None] * pair.base
         value += share * np.maximum(np.sum(weights * tails, axis=1), 0.0)
-        rounding = _EPS * (16 + np.clip(gaps, -40.0, 0.0) ** 2)
+        rounding = 4 * _EPS * (4 + np.clip(gaps, -40.0, 0.0) ** 2)
         error += share * np.sum(np.abs(weights) * tails * rounding, axis=1)
         error += share * pair.lost
     return value, error
@@ -204,10 +204,11 @@ def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
 def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return Φ(b) − Φ(a) between consecutive rows, from the nearer tail, and bounds on errors.
 
-    The relative error of `ndtr` grows with that of its exponent, x²/2.
+    The relative error of `ndtr` grows with that of its exponent, x²/2; measured against mpmath, it
+    is 1.05·ε·(4 + x²) at most, and two of them meet in a difference.
     """
     left, right = ends[:-1], ends[1:]
     far = np.where(left > 0, -left, right)
     high, low = ndtr(far), ndtr(np.where(left > 0, -right, left))
-    errors = _EPS * high * (4 + np.clip(far, -40.0, 0.0) ** 2)
+    errors = 4 * _EPS * high * (4 + np.clip(far, -40.0, 0.0) ** 2)
     return np.maximum(high - low, 0.0), errors

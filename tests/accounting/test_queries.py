@@ -22,7 +22,7 @@ kinds = st.sampled_from(
         ("without_replacement", "replace_one"),
     ]
 )
-few = settings(max_examples=12)
+few = settings(max_examples=8)
 
 
 def build(noise, rate, steps, kind=("poisson", "add_remove"), **options):
@@ -32,7 +32,7 @@ def build(noise, rate, steps, kind=("poisson", "add_remove"), **options):
     )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(noise=noises, rate=rates, steps=counts, delta=deltas, kind=kinds)
 def test_delta_of_epsilon_is_no_more_than_delta(noise, rate, steps, delta, kind):
     run = build(noise, rate, steps, kind)
