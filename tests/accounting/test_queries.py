@@ -118,7 +118,7 @@ def test_a_group_costs_less_than_its_members_one_by_one(noise, rate, steps, size
 
 
 @few
-@given(noise=noises, rate=rates, steps=counts)
+@given(noise=st.floats(1, 20), rate=st.floats(1e-3, 0.3), steps=st.integers(20, 5000))
 def test_a_trade_off_is_convex_and_falls_and_agrees_with_delta(noise, rate, steps):
     run = build(noise, rate, steps)
     alphas = np.linspace(0, 1, 41)
