@@ -12,7 +12,7 @@ from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.accounting import Ledger, SampledGaussian, calibrate_noise_multiplier, statement
 from optax_lsdp.accounting import show_epsilon as show
 
-_KINDS = (
+_KINDS: tuple[tuple[str, Any, Any], ...] = (
     ("Poisson, one example added or removed", "poisson", "add_remove"),
     ("Poisson, one example replaced", "poisson", "replace_one"),
     ("fixed size without replacement, one example replaced", "without_replacement", "replace_one"),
@@ -165,8 +165,8 @@ def _others(
                 run.noise_multiplier,
                 _rate(sampling, batch, size),
                 run.steps,
-                sampling=sampling,  # type: ignore[arg-type]  # it is from the table above
-                neighbouring=relation,  # type: ignore[arg-type]
+                sampling=sampling,
+                neighbouring=relation,
             ).epsilon(delta),
         )
         for words, sampling, relation in kinds

@@ -26,7 +26,7 @@ def epsilon_above(steps: Steps, delta: float) -> float:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
     if _union(steps) <= delta:
         return 0.0
-    counts = np.array([[count for _, count in steps]], float)
+    counts = _row(steps)
     epsilon = float(epsilons_above([step for step, _ in steps], counts, delta)[0])
     more = 1e-5
     while epsilon < math.inf and (found := delta_above(steps, epsilon)) > delta:
@@ -72,7 +72,7 @@ def delta_above(steps: Steps, epsilon: float) -> float:
     """Return an upper bound on δ(ε)."""
     if (single := _single(steps)) is not None:
         return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
-    counts = np.array([[count for _, count in steps]], float)
+    counts = _row(steps)
     delta, plan = min(1.0, _union(steps)), plan_delta(steps, epsilon, -30.0)
     for turn in range(4):
         tilted = _compose([step for step, _ in steps], counts, plan)
@@ -90,7 +90,7 @@ def delta_above(steps: Steps, epsilon: float) -> float:
 
 def profile_above(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
     """Return upper bounds on δ at many ε: of a few plans, the one that is best at each."""
-    counts = np.array([[count for _, count in steps]], float)
+    counts = _row(steps)
     kinds = [step for step, _ in steps]
     tilted = (_compose(kinds, counts, plan_epsilon(steps, delta)) for delta in _LEVELS)
     return np.min([one.above(epsilons) for one in tilted], axis=0)
@@ -114,7 +114,7 @@ def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
             )[0]
         )
     plan = plan_epsilon(steps, delta, upper or None)
-    counts = np.array([[count for _, count in pairs]], float)
+    counts = _row(steps)
     highest = 0.0
     for finer in (1, 4, 16, 64):
         mesh = plan.mesh / finer
@@ -134,6 +134,11 @@ def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
 def _single(steps: Steps) -> Step | None:
     """Return the step if there is but one, which needs no composition."""
     return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
+
+
+def _row(steps: Steps) -> np.ndarray:
+    """Return how many steps there are of each kind, as the only row."""
+    return np.array([[count for _, count in steps]], float)
 
 
 def _compose(steps: Sequence[Step], counts: np.ndarray, plan: Plan) -> Tilted:

@@ -27,7 +27,7 @@ def calibrate_noise_multiplier(
     sampling_rate: float,
     steps: int,
     sampling: Sampling = "poisson",
-    neighbouring: Neighbouring = None,  # type: ignore[assignment]  # as there
+    neighbouring: Neighbouring = None,  # type: ignore[assignment]  # filled in by the run
     max_batch_size: int | None = None,
     dataset_size: int | None = None,
     group_size: int = 1,

@@ -60,7 +60,7 @@ class Ledger(Mechanism):
         self._last = run if run.sampling != "shuffled" else None
 
     @property
-    def runs(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # it grows
+    def runs(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # a property serves
         """All steps in the order in which they were taken."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
@@ -121,7 +121,7 @@ class Ledger(Mechanism):
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.runs == other.runs
 
-    __hash__ = None  # type: ignore[assignment]  # it grows
+    __hash__ = None  # type: ignore[assignment]  # mutable, hence in no set
 
     def __repr__(self) -> str:
         return f"Ledger({list(self.runs)!r})"

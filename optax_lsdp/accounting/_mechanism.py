@@ -58,7 +58,7 @@ class SampledGaussian(Mechanism):
     steps: int
     _: KW_ONLY
     sampling: Sampling = "poisson"
-    neighbouring: Neighbouring = None  # type: ignore[assignment]  # until it is checked
+    neighbouring: Neighbouring = None  # type: ignore[assignment]  # None is filled in below
     max_batch_size: int | None = None
     dataset_size: int | None = None
     group_size: int = 1
@@ -99,7 +99,7 @@ class SampledGaussian(Mechanism):
                 object.__setattr__(self, field.name, kind(value))
 
     @property
-    def runs(self) -> tuple[Self, ...]:  # type: ignore[override]  # of itself alone
+    def runs(self) -> tuple[Self, ...]:  # type: ignore[override]  # a property serves
         """The runs that this one consists of: itself."""
         return (self,)
 

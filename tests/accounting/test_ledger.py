@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optax_lsdp.accounting import Ledger, SampledGaussian
+from optax_lsdp.accounting import Ledger, SampledGaussian, _curve
 
 STEP = SampledGaussian(1.1, 256 / 60_000, 1)
 OTHER = SampledGaussian(2.0, 0.01, 1)
@@ -82,6 +82,14 @@ def test_the_curve_is_the_answer_after_every_step(runs):
             rest -= min(rest, run.steps)
         low, high = prefix.epsilon_bounds(1e-6)
         assert low * (1 - 1e-9) <= curve[taken - 1] <= high * 1.002 + 1e-12
+
+
+def test_between_two_answers_the_next_one_counts(monkeypatch):
+    monkeypatch.setattr(_curve, "_RATIO", 0.5)
+    curve = Ledger([SampledGaussian(3.0, 0.02, 100)]).epsilons(1e-6)
+    assert len(set(curve)) < 20  # few are answered
+    for taken in (5, 17, 50, 99):
+        assert curve[taken - 1] >= SampledGaussian(3.0, 0.02, taken).epsilon_bounds(1e-6)[0]
 
 
 def test_remaining_steps_use_up_the_budget_and_no_more():

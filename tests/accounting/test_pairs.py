@@ -144,8 +144,9 @@ def test_losses_that_no_point_has_are_at_infinity():
     assert add(rate, 1.0).point(np.array([-least + 0.01]))[0] == np.inf
 
 
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_both_sides_are_probabilities(pair):
-    np.testing.assert_allclose(pair.base.sum(), 1, rtol=1e-9)
-    np.testing.assert_allclose(pair.change.sum(), 0, atol=1e-9)
+@pytest.mark.parametrize("name", PAIRS)
+def test_both_sides_are_probabilities(name):
+    pair, rounding = PAIRS[name], 1e-9 if "three" in name else 4e-16  # groups are rounded up
+    np.testing.assert_allclose(pair.base.sum(), 1, rtol=rounding)
+    np.testing.assert_allclose(pair.change.sum(), 0, atol=rounding)
     assert np.all(pair.weights >= -1e-16)
