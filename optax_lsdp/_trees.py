@@ -65,6 +65,12 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     return jnp.where(largest > 0, norms, largest)
 
 
+def sums_of_squares(rows: jax.Array) -> tuple[jax.Array, int]:
+    """Return ‖row i‖² for rows (n, …), and how often it is rounded; squares may overflow."""
+    flat = rows.astype(wide_dtype(rows)).reshape(rows.shape[0], math.prod(rows.shape[1:]))
+    return _sum_in_blocks(flat, jnp.square), _roundings(flat.shape[1]) + 1
+
+
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
     """Return r such that the true norm of a row is at most 1 + r times its `row_norms`.
 
@@ -96,7 +102,8 @@ def _sum_in_blocks(
     """Return Σⱼ term(rowsᵢⱼ) for rows: (n, d), block by block; term must map 0 to 0."""
     n, size = rows.shape
     block = _block_size(size)
-    blocks = jnp.pad(rows, ((0, 0), (0, -size % block))).reshape(n, -1, block)
+    blocks = jnp.pad(rows, ((0, 0), (0, -size % block)))
+    blocks = blocks.reshape(n, -(-size // block), block)
     # The barrier keeps XLA from merging the levels into one reduction of unknown order.
     sums = jnp.sum(term(jax.lax.optimization_barrier(blocks)), axis=2)
     return sums[:, 0] if sums.shape[1] == 1 else _sum_in_blocks(sums)

@@ -24,9 +24,10 @@ from optax_lsdp.clipping._factors import (
 from optax_lsdp.clipping._mark import mark
 from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._vmap import clip_by_vmap
+from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
-_ENGINES = {"vmap": clip_by_vmap}
-_DEFAULT_ENGINE = "vmap"
+_ENGINES = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
+_DEFAULT_ENGINE = "bookkeeping"
 
 
 class PerExample(NamedTuple):
@@ -50,7 +51,7 @@ def clipped_grad(
     *,
     clip_norm: ClipNorm,
     clip_style: ClipStyle = "threshold",
-    engine: Literal["auto", "vmap"] = "auto",
+    engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
 ) -> Callable[..., optax.Updates]:
@@ -105,7 +106,7 @@ def value_and_clipped_grad(
     *,
     clip_norm: ClipNorm,
     clip_style: ClipStyle = "threshold",
-    engine: Literal["auto", "vmap"] = "auto",
+    engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     has_aux: bool = False,

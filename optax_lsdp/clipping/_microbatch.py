@@ -33,7 +33,7 @@ def in_microbatches(
         def window(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        fresh = start + jnp.arange(size) >= index * size
+        fresh = start + jnp.arange(size, dtype=jnp.int32) >= index * size
         return run(jax.tree.map(window, batch), window(known) & fresh)
 
     def accumulate(carry: Any, index: jax.Array) -> tuple[Any, Any]:
@@ -47,5 +47,5 @@ def in_microbatches(
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     zeros = vary(zeros, varying_axes((batch, known)))  # inside shard_map, like the sums
-    sums, stacked = jax.lax.scan(accumulate, zeros, jnp.arange(count))
+    sums, stacked = jax.lax.scan(accumulate, zeros, jnp.arange(count, dtype=jnp.int32))
     return *jax.tree.map(unstack, stacked), sums

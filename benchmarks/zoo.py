@@ -1,0 +1,232 @@
+"""The zoo: small models of every kind, each a loss for one example, its parameters and a batch."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+VOCABULARY = 8_000
+
+
+class Model(NamedTuple):
+    """A model as users have it.
+
+    Attributes:
+        loss: (params, example) → scalar, for one example without batch axis.
+        params: its parameters.
+        batch: (inputs, labels), with a leading axis of examples.
+    """
+
+    loss: Callable[[Any, Any], jax.Array]
+    params: Any
+    batch: Any
+
+
+class Dense(nn.Module):
+    """Dense layers of the given widths, with ReLU between them."""
+
+    widths: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one example."""
+        x = x.reshape(-1)
+        for width in self.widths[:-1]:
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(self.widths[-1])(x)
+
+
+def max_pool_by_slices(x: jax.Array, size: int, stride: int) -> jax.Array:
+    """Return the maximum over windows, whose gradient XLA's CPU backend computes fast."""
+    height, width = ((side - size) // stride + 1 for side in x.shape[:2])
+    windows = [
+        x[i : i + stride * height : stride, j : j + stride * width : stride][:height, :width]
+        for i in range(size)
+        for j in range(size)
+    ]
+    return jax.tree.reduce(jnp.maximum, windows)
+
+
+def max_pool(x: jax.Array, size: int, stride: int) -> jax.Array:
+    """Return the maximum over windows, by `reduce_window`."""
+    return nn.max_pool(x, (size, size), strides=(stride, stride))
+
+
+class MnistCNN(nn.Module):
+    """The paper's network for MNIST."""
+
+    pool: Callable[[jax.Array, int, int], jax.Array] = max_pool
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one image."""
+        x = nn.relu(nn.Conv(16, (8, 8), strides=2, padding="SAME")(x))
+        x = self.pool(x, 2, 1)
+        x = nn.relu(nn.Conv(32, (4, 4), strides=2, padding="VALID")(x))
+        x = self.pool(x, 2, 1)
+        return Dense((32, 10))(x)
+
+
+class CifarCNN(nn.Module):
+    """The network of TensorFlow's CIFAR-10 tutorial, on crops of 24 × 24 pixels."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one image."""
+        for _ in range(2):
+            x = nn.relu(nn.Conv(64, (5, 5))(x))
+            x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        return Dense((384, 192, 10))(x)
+
+
+class ResNet(nn.Module):
+    """A residual network with group normalisation."""
+
+    widths: tuple[int, ...] = (32, 64, 128)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one image."""
+        conv = partial(nn.Conv, kernel_size=(3, 3), use_bias=False)
+        x = conv(self.widths[0])(x)
+        for i, width in enumerate(self.widths):
+            stride = 1 if i == 0 else 2
+            y = nn.relu(nn.GroupNorm(8)(x))
+            skip = x if stride == 1 else nn.Conv(width, (1, 1), strides=stride)(y)
+            y = conv(width, strides=stride)(y)
+            y = conv(width)(nn.relu(nn.GroupNorm(8)(y)))
+            x = skip + y
+        return nn.Dense(10)(nn.relu(nn.GroupNorm(8)(x)).mean(axis=(0, 1)))
+
+
+class SeparableCNN(nn.Module):
+    """Depthwise convolutions, each followed by a pointwise one."""
+
+    widths: tuple[int, ...] = (64, 128, 128, 256)
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one image."""
+        x = nn.relu(nn.Conv(32, (3, 3))(x))
+        for i, width in enumerate(self.widths):
+            features, stride = x.shape[-1], 1 + i % 2
+            x = nn.Conv(features, (3, 3), strides=stride, feature_group_count=features)(x)
+            x = nn.relu(nn.GroupNorm(8)(x))
+            x = nn.relu(nn.GroupNorm(8)(nn.Conv(width, (1, 1))(x)))
+        return nn.Dense(10)(x.mean(axis=(0, 1)))
+
+
+class Block(nn.Module):
+    """One layer of a transformer."""
+
+    width: int = 256
+    causal: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return as many vectors as came in."""
+        mask = nn.make_causal_mask(x[:, 0]) if self.causal else None
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(4)(y, mask=mask)
+        y = nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x)))
+        return x + nn.Dense(self.width)(y)
+
+
+class Encoder(nn.Module):
+    """A transformer that classifies a text."""
+
+    layers: int = 4
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the logits of one text."""
+        x = nn.Embed(VOCABULARY, 256)(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (len(tokens), 256))
+        for _ in range(self.layers):
+            x = Block()(x)
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(axis=0))
+
+
+class Decoder(nn.Module):
+    """A transformer that predicts the next token, with tied embeddings."""
+
+    layers: int = 4
+    scanned: bool = False
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Return the logits of every next token."""
+        table = nn.Embed(VOCABULARY, 256)
+        x = table(tokens)
+        x = x + self.param("positions", nn.initializers.normal(0.02), (len(tokens), 256))
+        if self.scanned:
+            stack = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=self.layers,
+            )
+            x, _ = stack(Block(causal=True), x, None)
+        else:
+            for _ in range(self.layers):
+                x = Block(causal=True)(x)
+        return table.attend(nn.LayerNorm()(x))
+
+
+class LSTM(nn.Module):
+    """A recurrent network that classifies a sequence by its last state."""
+
+    hidden: int = 256
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one sequence."""
+        states = nn.RNN(nn.OptimizedLSTMCell(self.hidden))(x)
+        return nn.Dense(10)(states[-1])
+
+
+def _classifier(module: nn.Module, inputs: jax.Array) -> Model:
+    def loss(params: Any, example: Any) -> jax.Array:
+        x, label = example
+        return optax.softmax_cross_entropy_with_integer_labels(module.apply(params, x), label)
+
+    labels = jnp.arange(len(inputs), dtype=jnp.int32) % 10
+    return Model(loss, module.init(jax.random.key(0), inputs[0]), (inputs, labels))
+
+
+def _language_model(module: nn.Module, tokens: jax.Array) -> Model:
+    def loss(params: Any, example: Any) -> jax.Array:
+        x, following = example
+        logits = module.apply(params, x)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
+
+    inputs, following = tokens[:, :-1], tokens[:, 1:]
+    return Model(loss, module.init(jax.random.key(0), inputs[0]), (inputs, following))
+
+
+def _images(size: int, side: int, channels: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(1), (size, side, side, channels))
+
+
+def _tokens(size: int, length: int) -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (size, length), 0, VOCABULARY)
+
+
+ZOO: dict[str, Callable[[int | None], Model]] = {
+    "softmax regression": lambda n: _classifier(Dense((10,)), _images(n or 128, 28, 1)),
+    "MLP": lambda n: _classifier(Dense((1024, 1024, 10)), _images(n or 256, 28, 1)),
+    "MNIST CNN": lambda n: _classifier(MnistCNN(), _images(n or 256, 28, 1)),
+    "CIFAR-10 CNN": lambda n: _classifier(CifarCNN(), _images(n or 64, 24, 3)),
+    "ResNet": lambda n: _classifier(ResNet(), _images(n or 32, 32, 3)),
+    "separable CNN": lambda n: _classifier(SeparableCNN(), _images(n or 32, 32, 3)),
+    "encoder": lambda n: _classifier(Encoder(), _tokens(n or 32, 64)),
+    "decoder": lambda n: _language_model(Decoder(), _tokens(n or 16, 129)),
+    "decoder, scanned": lambda n: _language_model(Decoder(scanned=True), _tokens(n or 16, 129)),
+    "LSTM": lambda n: _classifier(
+        LSTM(), jax.random.normal(jax.random.key(1), (n or 32, 64, 256))
+    ),
+}

@@ -1,0 +1,5 @@
+"""The engine that never forms a per-example gradient, where that is cheaper."""
+
+from optax_lsdp.clipping.bookkeeping._engine import clip_by_bookkeeping
+
+__all__ = ["clip_by_bookkeeping"]

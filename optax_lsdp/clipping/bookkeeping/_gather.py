@@ -1,0 +1,52 @@
+"""The rule for embeddings: a gather of whole rows of a table."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
+
+from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
+from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, aval_shape, other_place
+
+
+def _table_axis(equation: Equation) -> int | None:
+    """Return the axis along which whole slices are taken by one index each, if that is what it is."""
+    numbers = equation.params["dimension_numbers"]
+    shape, sizes = aval_shape(equation.invars[0]), equation.params["slice_sizes"]
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    axis = numbers.start_index_map[0]
+    wanted = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    if tuple(sizes) != wanted or tuple(numbers.collapsed_slice_dims) != (axis,):
+        return None
+    return axis
+
+
+def _matrix(equation: Equation, place: int) -> Matrix | None:
+    axis = _table_axis(equation) if place == 0 else None
+    if axis is None:
+        return None
+    shape = aval_shape(equation.invars[0])
+    rest = [i for i in range(len(shape)) if i != axis]
+    return Matrix(shape, (axis, *rest), (0, 1, len(rest)))
+
+
+def _rows(
+    equation: Equation, place: int, indices: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the index of each row, (1, rows), and g: (1, rows, outputs)."""
+    size = aval_shape(equation.invars[place])[_table_axis(equation) or 0]
+    offsets = equation.params["dimension_numbers"].offset_dims
+    kept = [i for i in range(cotangent.ndim) if i not in offsets]
+    g = cotangent.transpose([*kept, *offsets])
+    ids = indices.reshape(1, -1).astype(jnp.int32)
+    inside = (ids >= 0) & (ids < size)
+    if equation.params["mode"] == GatherScatterMode.CLIP:
+        ids = jnp.clip(ids, 0, size - 1)
+    else:  # what lies outside of the table was filled in, and moves nothing
+        ids = jnp.where(inside, ids, -1)
+    return ids, g.reshape(1, ids.shape[1], -1)
+
+
+gather = Rule(_matrix, other_place, _rows)

@@ -1,0 +1,74 @@
+"""Rules: an equation that uses a parameter as a matrix goes in, the factors of its gradient come out.
+
+The gradient of such a use is Σ_t a_t ⊗ g_t for each of several blocks: rows a: (blocks, rows, inputs)
+made of the other operand, and g: (blocks, rows, outputs) made of the cotangent of the output.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
+from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
+
+
+class Matrix(NamedTuple):
+    """How a parameter is laid out as (blocks, inputs, outputs): split, transpose, merge."""
+
+    split: tuple[int, ...]
+    order: tuple[int, ...]
+    counts: tuple[int, int, int]  # how many axes of `order` each of the three has
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Return the axes of `split` that become blocks, inputs and outputs."""
+        blocks, inputs, _ = self.counts
+        cuts = (0, blocks, blocks + inputs, len(self.order))
+        return [self.order[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return (blocks, inputs, outputs)."""
+        return tuple(math.prod(self.split[axis] for axis in group) for group in self.groups)
+
+    def unpack(self, gradient: jax.Array) -> jax.Array:
+        """Return a gradient of shape (blocks, inputs, outputs) in the axes of `split`."""
+        moved = gradient.reshape([self.split[axis] for axis in self.order])
+        return moved.transpose([self.order.index(axis) for axis in range(len(self.split))])
+
+    def view(self, weight: View) -> list[View] | None:
+        """Return which entries blocks, inputs and outputs walk through, or None if unknown."""
+        parts = reshaped(weight, self.split)
+        if parts is None:
+            return None
+        return [transposed(parts, group) for group in self.groups]
+
+
+class Rule(NamedTuple):
+    """What is known of a primitive.
+
+    Attributes:
+        matrix: (equation, place of the parameter) → its `Matrix`, or None if the rule does not fit.
+        kept: (equation, place) → the place of the operand that the factors are made of.
+        rows: (equation, place, operand, cotangent) → a and g. Where the rows of a are unit
+            vectors, a is (blocks, rows) of integers instead: which entry is one, or −1 for none.
+    """
+
+    matrix: Callable[[Equation, int], Matrix | None]
+    kept: Callable[[Equation, int], int]
+    rows: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+
+
+def other_place(equation: Equation, place: int) -> int:
+    """Return the place of the other one of two operands."""
+    del equation
+    return 1 - place
+
+
+def aval_shape(atom: Any) -> tuple[int, ...]:
+    """Return the shape of a variable."""
+    return atom.aval.shape
