@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +14,14 @@ import optax
 
 from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
-from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients
+from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
 from optax_lsdp.clipping.bookkeeping._jaxpr import trace
-from optax_lsdp.clipping.bookkeeping._plan import LeafPlan, plan_leaves
+from optax_lsdp.clipping.bookkeeping._plan import LeafPlan, Use, piece_size, plan_leaves
 from optax_lsdp.clipping.bookkeeping._replay import Value, replay
-from optax_lsdp.clipping.bookkeeping._rules import aval_shape
-from optax_lsdp.clipping.bookkeeping._sites import Path, Site, find_uses
+from optax_lsdp.clipping.bookkeeping._rules import Matrix
+from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, find_uses
+
+_CACHE_FLOATS = 2**20  # factors that are made at a time: 4 MiB, which stay in a CPU's cache
 
 Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
@@ -89,64 +92,130 @@ def _tap(site: Site) -> jax.Array:
     return jnp.zeros((*(loop.length for loop in site.loops), *output.shape), output.dtype)
 
 
-def factors_of(site: Site, operand: jax.Array, cotangent: jax.Array) -> Factors:
-    """Return the factors of a site; scans that slice the weight make blocks, the others rows."""
-    rows: Callable[..., Any] = partial(site.rule.rows, site.equation, site.place)
+def use_factors(book: Book, scheme: Scheme, use: Use) -> Factors:
+    """Return the factors of one use of a leaf, for each example."""
+    site = scheme.sites[use.path]
+    entry = book.operands[use.path], book.cotangents[use.path]
+    return _factors(site, site.pieces[use.piece], *entry)
+
+
+def leaf_factors(book: Book, scheme: Scheme, index: int) -> list[list[Factors]]:
+    """Return the factors of a leaf, for each of its disjoint parts, all laid out alike."""
+    parts = []
+    for part in scheme.plans[index].parts:
+        pairs = [use_factors(book, scheme, use) for use in part]
+        turned = zip(pairs, part, strict=True)
+        parts.append([Factors(p.g, p.a) if use.swapped else p for p, use in turned])
+    return parts
+
+
+def _factors(site: Site, piece: Piece, operand: jax.Array, cotangent: jax.Array) -> Factors:
+    """Return a and g; scans that slice the weight make blocks, the others make rows."""
+
+    def rows(operand: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pair = site.rule.rows(site.equation, site.place, operand, cotangent)
+        return pair if piece.start is None else _cut(site.matrix, piece, *pair)
+
     for _ in range(len(site.loops) + 1):  # and the examples
         rows = jax.vmap(rows)
-    depths = {depth for depth, _ in site.weight.sliced}
+    depths = {depth for depth, _ in piece.weight.sliced}
     sliced = [1 + i for i, loop in enumerate(site.loops) if loop.depth in depths]
     shared = [1 + i for i, loop in enumerate(site.loops) if loop.depth not in depths]
-    block = 1 + len(site.loops)
+    block, cut = 1 + len(site.loops), 2 + len(sliced)
 
     def merge(x: jax.Array) -> jax.Array:
-        rest = range(block + 2, x.ndim)
-        x = x.transpose([0, *sliced, block, *shared, block + 1, *rest])
-        sizes = x.shape
-        cut = 2 + len(sliced)
-        return x.reshape(
-            sizes[0], math.prod(sizes[1:cut]), math.prod(sizes[cut : block + 2]), *sizes[block + 2 :]
-        )
+        x = x.transpose([0, *sliced, block, *shared, block + 1, *range(block + 2, x.ndim)])
+        blocks, height = math.prod(x.shape[1:cut]), math.prod(x.shape[cut : block + 2])
+        return x.reshape(x.shape[0], blocks, height, *x.shape[block + 2 :])
 
     a, g = rows(operand, cotangent)
     return Factors(merge(a), merge(g))
 
 
-def to_leaf(site: Site, index: int, gradient: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return what a gradient of the weight, (blocks, inputs, outputs), is for leaf `index`."""
-    weight, matrix = site.weight, site.matrix
+def _cut(
+    whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return what concerns one of several concatenated weights: some blocks, inputs or outputs."""
+    blocks, inputs, outputs = whole.groups
+    size = piece.matrix.split[piece.axis]
+
+    def cut(x: jax.Array, axis: int, group: Sequence[int]) -> jax.Array:
+        if piece.axis not in group:
+            return x
+        split = x.reshape(*x.shape[:axis], *(whole.split[i] for i in group), *x.shape[axis + 1 :])
+        place = axis + list(group).index(piece.axis)
+        part = jax.lax.slice_in_dim(split, piece.start, piece.start + size, axis=place)
+        return part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)
+
+
+def _to_leaf(
+    scheme: Scheme, use: Use, index: int, gradient: jax.Array
+) -> jax.Array:
+    """Return what a gradient of a weight, (blocks, inputs, outputs), is for leaf `index`."""
+    site, leaves = scheme.sites[use.path], scheme.leaves
+    weight, matrix, *_ = site.pieces[use.piece]
     stack = [size for _, (size, _) in weight.sliced]
-    ordered = [matrix.split[axis] for axis in matrix.order]
-    lead = len(stack)
-    back = [lead + matrix.order.index(axis) for axis in range(len(matrix.split))]
-    moved = gradient.reshape(*stack, *ordered).transpose([*range(lead), *back])
-    moved = moved.reshape(*stack, *aval_shape(site.equation.invars[site.place]))
-    leaf = widen(leaves[index])
+    sizes = [matrix.split[axis] for axis in matrix.order]
+    back = [len(stack) + matrix.order.index(axis) for axis in range(len(matrix.split))]
+    moved = gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
     if weight.view is not None:
-        (result,) = jax.linear_transpose(weight.show, leaf)(moved)
+        shape = (*stack, *(size for size, _ in weight.view.axes))
+        (result,) = jax.linear_transpose(weight.show, widen(leaves[index]))(moved.reshape(shape))
         return result
 
     def build(leaf: jax.Array) -> jax.Array:
         return weight.value([*leaves[:index], leaf, *leaves[index + 1 :]])
 
     value, pull = jax.vjp(build, leaves[index])
-    return widen(pull(moved.astype(value.dtype))[0])
+    return widen(pull(moved.reshape(value.shape).astype(value.dtype))[0])
+
+
+def leaf_sum(book: Book, scheme: Scheme, index: int, factors: jax.Array) -> jax.Array:
+    """Return Σᵢ cᵢ gᵢ of a leaf, from factors alone."""
+    leaf = scheme.leaves[index]
+    total = jnp.zeros(leaf.shape, wide_dtype(leaf))
+    for use in chain.from_iterable(scheme.plans[index].parts):
+        inputs = scheme.sites[use.path].pieces[use.piece].matrix.shape[1]
+        weighted = weighted_sum(use_factors(book, scheme, use), factors, inputs)
+        total = total + _to_leaf(scheme, use, index, weighted)
+    return total
 
 
 def leaf_gradients(book: Book, scheme: Scheme, index: int) -> jax.Array:
     """Return every example's gradient of a leaf: (n, *shape), float32 at least."""
-    total = None
-    if index in book.gradients:
-        total = widen(book.gradients[index])
-    for part in scheme.plans[index].parts:
-        for use in part:
-            site = scheme.sites[use.path]
-            factors = factors_of(site, book.operands[use.path], book.cotangents[use.path])
-            formed = gradients(factors, site.matrix.shape[1])
-            pull = partial(to_leaf, site, index, leaves=scheme.leaves)
-            pulled = jax.vmap(pull)(formed)
-            total = pulled if total is None else total + pulled
-    if total is None:
-        size = jax.tree.leaves(book)[0].shape[0]
-        total = jnp.zeros((size, *scheme.leaves[index].shape), wide_dtype(scheme.leaves[index]))
-    return total
+    parts = [widen(book.gradients[index])] if index in book.gradients else []
+    for use in chain.from_iterable(scheme.plans[index].parts):
+        site = scheme.sites[use.path]
+        entry = book.operands[use.path], book.cotangents[use.path]
+        parts.append(_form(partial(_use_gradients, scheme, use, index), site, entry))
+    return sum(parts[1:], parts[0])
+
+
+def _use_gradients(
+    scheme: Scheme, use: Use, index: int, operand: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+    """Return what one use of a leaf gives to every example's gradient."""
+    site = scheme.sites[use.path]
+    piece = site.pieces[use.piece]
+    formed = gradients(_factors(site, piece, operand, cotangent), piece.matrix.shape[1])
+    return jax.vmap(partial(_to_leaf, scheme, use, index))(formed)
+
+
+def _form(form: Callable[..., jax.Array], site: Site, entry: tuple[jax.Array, ...]) -> jax.Array:
+    """Form gradients; where factors are large, on a CPU, of a few examples at a time."""
+    blocks, rows, inputs, outputs = piece_size(site, site.pieces[0])
+    n, floats = len(entry[0]), blocks * rows * (inputs + outputs)
+    most = max(1, _CACHE_FLOATS // max(floats, 1))
+    if not site.rule.expands or n <= most:
+        return form(*entry)
+    few = next((size for size in range(most, most // 2, -1) if n % size == 0), most)
+
+    def form_one(pair: tuple[jax.Array, ...]) -> jax.Array:
+        return form(*(x[None] for x in pair))[0]
+
+    def form_few(*entry: jax.Array) -> jax.Array:
+        return jax.lax.map(form_one, entry, batch_size=few)
+
+    return jax.lax.platform_dependent(*entry, cpu=form_few, default=form)

@@ -71,4 +71,4 @@ def patches(equation: Equation, image: jax.Array) -> jax.Array:
     return image
 
 
-convolution = Rule(_matrix, other_place, _rows)
+convolution = Rule(_matrix, other_place, _rows, expands=True)

@@ -116,9 +116,9 @@ def gradients(part: Factors, inputs: int) -> jax.Array:
     if _is_units(a):
         return jax.vmap(lambda a, g: _scatter(a, g.astype(dtype), inputs))(a, g)
     if inputs > g.shape[-1]:  # XLA's CPU backend is fastest with the longer side last
-        swapped = _product("nbtp,nbtq->nbqp", a, g)
+        swapped = product("nbtp,nbtq->nbqp", a, g)
         return swapped.swapaxes(-1, -2)
-    return _product("nbtp,nbtq->nbpq", a, g)
+    return product("nbtp,nbtq->nbpq", a, g)
 
 
 def weighted_sum(part: Factors, weights: jax.Array, inputs: int) -> jax.Array:
@@ -134,10 +134,11 @@ def weighted_sum(part: Factors, weights: jax.Array, inputs: int) -> jax.Array:
         a = column * a.astype(dtype)
     else:
         g = column * g.astype(dtype)
-    return _product("nbtp,nbtq->bpq", a, g)
+    return product("nbtp,nbtq->bpq", a, g)
 
 
-def _product(subscripts: str, a: jax.Array, g: jax.Array) -> jax.Array:
+def product(subscripts: str, a: jax.Array, g: jax.Array) -> jax.Array:
+    """Return an einsum, float32 at least and not rounded further than that."""
     dtype = wide_dtype(a, g)
     if a.dtype != g.dtype:
         a, g = a.astype(dtype), g.astype(dtype)

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from optax_lsdp.clipping.bookkeeping._rules import aval_shape
-from optax_lsdp.clipping.bookkeeping._sites import Path, Site, Uses
+from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, Uses
 from optax_lsdp.clipping.bookkeeping._views import View, are_disjoint, merged
 
 Kind = Literal["outer product", "Gram", "materialised", "automatic", "unused"]
-_FLOAT_COST = 12  # products that take as long as to write and read a float; measured on a CPU
+_FLOAT_COST = 100  # products in the time in which a float is written and read twice, on a CPU
 
 
 class Use(NamedTuple):
-    """A site as part of a leaf: where it is, and whether inputs and outputs change places."""
+    """A piece of a site as part of a leaf, and whether inputs and outputs change places there."""
 
     path: Path
+    piece: int = 0
     swapped: bool = False
 
 
@@ -65,12 +66,13 @@ class Size(NamedTuple):
     outputs: int
 
 
-def site_size(site: Site) -> Size:
-    """Return how large the factors of a site are for one example."""
-    blocks, inputs, outputs = site.matrix.shape
-    sliced = {depth for depth, _ in site.weight.sliced}
+def piece_size(site: Site, piece: Piece) -> Size:
+    """Return how large the factors of a piece of a site are for one example."""
+    blocks, inputs, outputs = piece.matrix.shape
+    whole_blocks, _, whole_outputs = site.matrix.shape
     entries = math.prod(aval_shape(site.equation.outvars[0]))
-    rows = entries // max(blocks * outputs, 1)
+    rows = entries // max(whole_blocks * whole_outputs, 1)
+    sliced = {depth for depth, _ in piece.weight.sliced}
     for loop in site.loops:
         if loop.depth in sliced:
             blocks *= loop.length
@@ -85,28 +87,33 @@ def plan_leaves(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> list[LeafPlan]
 
 
 def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
-    sites = {path: site for path, site in uses.sites.items() if index in site.weight.leaves}
+    pieces = {
+        Use(path, number): (site, piece)
+        for path, site in uses.sites.items()
+        for number, piece in enumerate(site.pieces)
+        if index in piece.weight.leaves
+    }
     escapes = sorted(uses.escaped.get(index, ()))
-    names = tuple(dict.fromkeys([s.equation.primitive.name for s in sites.values()] + escapes))
-    sizes = [site_size(site) for site in sites.values()]
-    formed = sum(b * t * p * q for b, t, p, q in sizes)
+    names = tuple(dict.fromkeys([site.name for site, _ in pieces.values()] + escapes))
+    sizes = {use: piece_size(*piece) for use, piece in pieces.items()}
     floats = math.prod(shape)
-    singles = tuple((Use(path),) for path in sites)
+    singles = tuple((use,) for use in pieces)
     if escapes:
+        formed = sum(math.prod(size) for size in sizes.values())
         return LeafPlan("automatic", singles, names, formed, floats)
-    if not sites:
+    if not pieces:
         return LeafPlan("unused", (), (), 0, 0)
-    parts = _disjoint_parts(sites)
+    parts = _disjoint_parts(pieces)
     if parts is not None:
-        rows = [sum(site_size(sites[use.path]).rows for use in part) for part in parts]
+        heights = [sum(sizes[use._replace(swapped=False)].rows for use in part) for part in parts]
         gram = sum(
-            _gram_products(site_size(sites[part[0].path]), count)
-            for part, count in zip(parts, rows, strict=True)
+            _gram_products(sizes[part[0]], height)
+            for part, height in zip(parts, heights, strict=True)
         )
+        held = sum(b * t * (p + q) for b, t, p, q in sizes.values())
         # What is formed for the norm serves the sum as well, but it has to be stored and read.
-        held = sum(b * t * (p + q) for b, t, p, q in sizes)
-        if gram <= 2 * _FLOAT_COST * floats and floats > held:
-            kind: Kind = "outer product" if max(rows) == 1 else "Gram"
+        if gram <= _FLOAT_COST * floats and floats > held:
+            kind: Kind = "outer product" if max(heights) == 1 else "Gram"
             return LeafPlan(kind, parts, names, gram, 0)
     return LeafPlan("materialised", singles, names, 0, floats)
 
@@ -116,15 +123,17 @@ def _gram_products(size: Size, rows: int) -> int:
     return size.blocks * (size.inputs + size.outputs) * (rows * rows if rows > 1 else 1)
 
 
-def _disjoint_parts(sites: dict[Path, Site]) -> tuple[tuple[Use, ...], ...] | None:
-    """Group the sites of a leaf into parts that share no entry, or None if that cannot be done.
+def _disjoint_parts(
+    pieces: dict[Use, tuple[Site, Piece]],
+) -> tuple[tuple[Use, ...], ...] | None:
+    """Group the uses of a leaf into parts that share no entry, or None if that cannot be done.
 
     Within a part all gradients are matrices over the same entries, perhaps transposed.
     """
     parts: list[tuple[View, list[list[tuple[int, int]]], list[Use]]] = []
-    for path, site in sites.items():
-        weight = site.weight
-        views = None if weight.view is None else site.matrix.view(weight.view)
+    for use, (_, piece) in pieces.items():
+        weight = piece.weight
+        views = None if weight.view is None else piece.matrix.view(weight.view)
         if weight.view is None or views is None:
             return None
         blocks, inputs, outputs = views
@@ -134,10 +143,10 @@ def _disjoint_parts(sites: dict[Path, Site]) -> tuple[tuple[Use, ...], ...] | No
         for other, other_frame, members in parts:
             swapped = [frame[0], frame[2], frame[1]]
             if entire.offset == other.offset and other_frame in (frame, swapped):
-                members.append(Use(path, other_frame != frame))
+                members.append(use._replace(swapped=other_frame != frame))
                 break
             if not are_disjoint(entire, other):
                 return None
         else:
-            parts.append((entire, frame, [Use(path)]))
+            parts.append((entire, frame, [use]))
     return tuple(tuple(members) for _, _, members in parts)

@@ -56,11 +56,13 @@ class Rule(NamedTuple):
         kept: (equation, place) → the place of the operand that the factors are made of.
         rows: (equation, place, operand, cotangent) → a and g. Where the rows of a are unit
             vectors, a is (blocks, rows) of integers instead: which entry is one, or −1 for none.
+        expands: whether a is larger than the operand, as the patches of an image are.
     """
 
     matrix: Callable[[Equation, int], Matrix | None]
     kept: Callable[[Equation, int], int]
     rows: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    expands: bool = False
 
 
 def other_place(equation: Equation, place: int) -> int:

@@ -31,20 +31,36 @@ RULES = {"dot_general": matmul, "conv_general_dilated": convolution, "gather": g
 Path = tuple[int, ...]  # the equation's number, after those of the calls that it is in
 
 
+class Piece(NamedTuple):
+    """One of the weights that were concatenated to the operand of a site, or the only one.
+
+    Attributes:
+        weight: the weight.
+        matrix: how it is laid out.
+        start: where it begins along `axis` of the operand; None if it is all of the operand.
+        axis: along which the weights were concatenated.
+    """
+
+    weight: Weight
+    matrix: Matrix
+    start: int | None = None
+    axis: int = 0
+
+
 class Site(NamedTuple):
     """One use of a weight by a primitive that has a rule."""
 
     equation: Equation
     place: int
-    weight: Weight
     rule: Rule
     matrix: Matrix
     loops: tuple[Loop, ...]
+    pieces: tuple[Piece, ...]
 
     @property
-    def kept(self) -> Any:
-        """Return the operand of which the factors are made."""
-        return self.equation.invars[self.rule.kept(self.equation, self.place)]
+    def name(self) -> str:
+        """Return the name of the primitive."""
+        return self.equation.primitive.name
 
 
 class Uses(NamedTuple):
@@ -165,11 +181,24 @@ def _site(
     if rule is None or len(places) != 1:
         return None
     place = places[0]
-    matrix = rule.matrix(equation, place)
-    weight = weights[place]
+    matrix, weight = rule.matrix(equation, place), weights[place]
     if matrix is None or weight is None:
         return None
-    return Site(equation, place, weight, rule, matrix, loops)
+    return Site(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule))
+
+
+def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
+    """Take a concatenated weight apart, where the rule's factors can be cut accordingly."""
+    if not weight.pieces or rule is not matmul:
+        return (Piece(weight, matrix),)
+    pieces, start = [], 0
+    for part in weight.pieces:
+        shape = tuple(size for size, _ in part.view.axes)  # type: ignore[union-attr]  # all are views
+        cut = Matrix(shape, matrix.order, matrix.counts)
+        if part.leaves:
+            pieces.append(Piece(part, cut, start, weight.axis))
+        start += shape[weight.axis]
+    return tuple(pieces)
 
 
 def scan_parts(equation: Equation, items: Sequence[Any]) -> tuple[Any, Any, Any]:

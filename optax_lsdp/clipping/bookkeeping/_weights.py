@@ -32,6 +32,7 @@ class Weight(NamedTuple):
         view: which entries it shows of the only leaf it depends on, if it is a view.
         show: leaf → the view of it, whatever its dtype; only where `view` is known.
         sliced: the scans that slice it, by depth, each with the axis of the leaf that it walks along.
+        pieces: the views that were concatenated to make it, if so, along `axis`.
     """
 
     leaves: frozenset[int]
@@ -39,6 +40,8 @@ class Weight(NamedTuple):
     view: View | None = None
     show: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
     sliced: tuple[tuple[int, Axis], ...] = ()
+    pieces: tuple[Weight, ...] = ()
+    axis: int = 0
 
     def value(self, leaves: Sequence[jax.Array]) -> jax.Array:
         """Return the value for these leaves of the parameters."""
@@ -79,6 +82,10 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
         before = inputs[0].show
         show = lambda leaf: run(before(leaf))[0]  # noqa: E731
 
+    pieces: tuple[Weight, ...] = ()
+    if equation.primitive.name == "concatenate" and all(weight.view for weight in inputs):
+        pieces = tuple(inputs)
+
     def output(place: int, atom: Any) -> Weight:
         moves = jnp.issubdtype(atom.aval.dtype, jnp.floating)  # integers have no gradient
         return Weight(
@@ -87,6 +94,8 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
             view,
             show,
             tuple(loops),
+            pieces,
+            equation.params.get("dimension", 0),
         )
 
     return [output(place, atom) for place, atom in enumerate(equation.outvars)]
