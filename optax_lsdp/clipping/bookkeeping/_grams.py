@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._trees import sums_of_squares, wide_dtype
+from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, wide_dtype
 
 EXACT = jax.lax.Precision.HIGHEST  # accelerators round the operands of products otherwise
 _LONGEST = 1024  # entries that are summed by one product
@@ -24,6 +24,13 @@ class Factors(NamedTuple):
 
     a: jax.Array
     g: jax.Array
+
+
+class Lengths(NamedTuple):
+    """‖gradient‖ of each example, and how far below the truth it may be, relatively."""
+
+    values: jax.Array
+    rounding: float
 
 
 class Squares(NamedTuple):
@@ -66,44 +73,91 @@ def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
     return total, step + pieces
 
 
-def _lengths(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row‖² of every row, (n, blocks, rows), and how often its sums are rounded."""
+def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
+    """Return ‖row‖² of every row, (n, blocks, rows), and how often it is rounded."""
     if _is_units(rows):
         return (rows >= 0).astype(jnp.float32), 0
-    squares, rounding = sums_of_squares(rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1]))
-    return squares.reshape(rows.shape[:-1]), rounding
+    flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
+    squares, roundings = sums_of_squares(flat)
+    return squares.reshape(rows.shape[:-1]), roundings
 
 
-def squared_norms(parts: Sequence[Factors]) -> Squares:
-    """Return ‖Σ_parts Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ of each example.
+def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
+    """Return ‖a ⊗ g‖ = ‖a‖‖g‖ of each example, whatever the size of its entries.
+
+    There may be several disjoint parts, each with one row in each block.
+    """
+    lengths, rounding = [], 0.0
+    for (part,) in parts:
+        shape = part.g.shape[:2]
+        length, rounded = jnp.ones(shape, wide_dtype(part.g)), 0.0
+        for x in part:
+            if _is_units(x):
+                length = jnp.where(x[..., 0] >= 0, length, jnp.zeros_like(length))
+            else:
+                rows = x.reshape(math.prod(shape), x.shape[-1])
+                length = length * row_norms([rows]).reshape(shape).astype(length.dtype)
+                rounded += norm_rounding([rows])
+        lengths.append(length)
+        rounding = max(rounding, rounded)
+    eps = float(jnp.finfo(lengths[0].dtype).eps)
+    return Lengths(row_norms(lengths), rounding + norm_rounding(lengths) + eps)
+
+
+def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
+    """Return ‖a ⊗ g‖² = ‖a‖²‖g‖², as long as no square leaves the range of floats."""
+    squares = []
+    for (part,) in parts:
+        (a, rounded_a), (g, rounded_g) = (_squares(x) for x in part)
+        limits = jnp.finfo(g.dtype)
+        unit, tiny = float(limits.eps) / 2, float(limits.tiny)
+        values = jnp.sum(a.astype(g.dtype) * g, axis=(1, 2))
+        roundings = rounded_a + rounded_g + a.shape[1]
+        sizes = sum(x.shape[-1] for x in part)
+        vanished = 2 * tiny * sizes * (jnp.sum(a, axis=(1, 2)) + jnp.sum(g, axis=(1, 2)) + a.shape[1])
+        squares.append(Squares(values, 1.01 * roundings * unit * values + vanished.astype(g.dtype)))
+    return _added(squares)
+
+
+def squared_norms(parts: Sequence[Sequence[Factors]]) -> Squares:
+    """Return ‖Σ_t a_t ⊗ g_t‖² of each example, added up over disjoint parts."""
+    return _added([_squared_norms(part) for part in parts])
+
+
+def _added(squares: Sequence[Squares]) -> Squares:
+    """Return the sum over disjoint parts."""
+    values, slack = (sum(items[1:], items[0]) for items in zip(*squares, strict=True))
+    adding = (len(squares) - 1) * float(jnp.finfo(values.dtype).eps)
+    return Squares(values, slack + adding * jnp.abs(values))
+
+
+def _squared_norms(uses: Sequence[Factors]) -> Squares:
+    """Return ‖Σ_uses Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ of each example.
 
     To add up k numbers in any order is to be off by (k − 1)u relative to the sum of their
     magnitudes, u = ε/2. So ⟨a_t, a_s⟩ is off by p·u·‖a_t‖‖a_s‖ at most, and the whole by
-    (p + q + rows)·u·(Σ_t ‖a_t‖‖g_t‖)². What is smaller than the smallest normal number may
-    vanish from each product, too.
+    (p + q + 2·rows + blocks)·u·(Σ_t ‖a_t‖‖g_t‖)². What is smaller than the smallest normal number
+    may vanish from each product, too.
     """
-    dtype = wide_dtype(parts[0].g)
-    unit, tiny = float(jnp.finfo(dtype).eps) / 2, float(jnp.finfo(dtype).tiny)
-    total: jax.Array | float = 0.0
-    reach, reach_a, reach_g, roundings, rows, entries = 0.0, 0.0, 0.0, 0, 0, 0
-    for i, (a, g) in enumerate(parts):
-        (la, ra), (lg, rg) = _lengths(a), _lengths(g)
-        entries = max(entries, ra + rg)
-        length_a, length_g = jnp.sqrt(la.astype(dtype) + ra * tiny), jnp.sqrt(lg + rg * tiny)
+    dtype = wide_dtype(uses[0].g)
+    limits = jnp.finfo(dtype)
+    unit, tiny = float(limits.eps) / 2, float(limits.tiny)
+    blocks, rows = uses[0].g.shape[1], sum(use.g.shape[2] for use in uses)
+    total = reach = reach_a = reach_g = jnp.zeros(uses[0].g.shape[:2], dtype)
+    roundings, entries = 0, 0
+    for i, (a, g) in enumerate(uses):
+        length_a, length_g = (jnp.sqrt(_squares(x)[0].astype(dtype) + x.shape[-1] * tiny) for x in (a, g))
         reach += jnp.sum(length_a * length_g, axis=-1)
         reach_a += jnp.sum(length_a, axis=-1)
         reach_g += jnp.sum(length_g, axis=-1)
-        rows += g.shape[2]
-        if len(parts) == 1 and g.shape[2] == 1:
-            total, roundings = (la.astype(dtype) * lg)[..., 0], ra + rg
-            continue
-        for j in range(i, len(parts)):
-            (ka, ra), (kg, rg) = _inner(a, parts[j].a), _inner(g, parts[j].g)
-            roundings = max(roundings, ra + rg)
-            sums = jax.lax.optimization_barrier(jnp.sum(ka.astype(dtype) * kg, axis=-1))
+        entries = max(entries, a.shape[-1] + g.shape[-1])
+        for j in range(i, len(uses)):
+            (ka, ra), (kg, rg) = _inner(a, uses[j].a), _inner(g, uses[j].g)
+            roundings = max(roundings, ra + rg + 1)
+            # The barrier keeps XLA from merging both sums into one of rows² terms.
+            sums = jax.lax.optimization_barrier(jnp.sum(ka.astype(dtype) * kg.astype(dtype), axis=-1))
             total += jnp.sum(sums, axis=-1) * (1 if i == j else 2)
-    blocks = parts[0].g.shape[1]
-    relative = 1.01 * (roundings + 2 * rows + blocks - 2) * unit
+    relative = 1.05 * (roundings + 2 * rows + blocks + len(uses)) * unit
     vanished = 2 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
     slack = relative * jnp.square(reach) + vanished
     return Squares(jnp.sum(total, axis=-1), jnp.sum(slack, axis=-1))
