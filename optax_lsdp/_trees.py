@@ -101,6 +101,8 @@ def _sum_in_blocks(
 ) -> jax.Array:
     """Return Σⱼ term(rowsᵢⱼ) for rows: (n, d), block by block; term must map 0 to 0."""
     n, size = rows.shape
+    if size == 0:
+        return jnp.zeros(n, rows.dtype)
     block = _block_size(size)
     blocks = jnp.pad(rows, ((0, 0), (0, -size % block)))
     blocks = blocks.reshape(n, -(-size // block), block)
