@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -36,6 +36,19 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary_leaf, tree)
+
+
+def with_automatic_axes(function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
+    """Let XLA decide on shardings inside of `function`, if the mesh has axes that state them."""
+    explicit = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
+    if not explicit:
+        return function
+    return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings)
+
+
+def stated_sharding(array: Any, axes: int | None = None) -> jax.P:
+    """Return how the first `axes` axes of an array, or all, are stated to be sharded."""
+    return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 
 
 def _varying(kind: Any) -> frozenset[str]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_whole
-from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name
 from optax_lsdp.clipping._factors import (
     STYLES,
@@ -155,10 +155,16 @@ def value_and_clipped_grad(
         _check_mask(mask, size)
         params = vary(params, varying_axes((batch, mask)))
         now = _clip_norm_at(clip_norm, step)
-        run = partial(
-            clip, value_and_aux, params, groups=clip_groups(now, params), style=clip_style
-        )
-        (values, aux), norms, total = in_microbatches(run, batch, mask, microbatch_size or size)
+
+        def run(params: optax.Params, batch: Any, mask: Any, now: ClipNorm) -> Any:
+            groups = clip_groups(now, params)
+            engine = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
+            return in_microbatches(engine, batch, mask, microbatch_size or size)
+
+        by_example = stated_sharding(jax.tree.leaves(batch)[0], 1)
+        shardings = (by_example, by_example, jax.tree.map(stated_sharding, params))
+        run = with_automatic_axes(run, shardings)
+        (values, aux), norms, total = run(params, batch, mask, now)
         if is_schedule(clip_norm):
             total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
         if mask is not None:

@@ -1,16 +1,16 @@
 """The vmap engine: the plain reference, which forms every example's gradient."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
+from optax_lsdp.clipping._jaxpr import Loss, trace
 
 
 def clip_by_vmap(
-    loss_fn: Callable[[optax.Params, Any], tuple[jax.Array, Any]],
+    loss_fn: Loss,
     params: optax.Params,
     batch: Any,
     mask: jax.Array | None,
@@ -19,7 +19,11 @@ def clip_by_vmap(
     style: ClipStyle,
 ) -> tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum."""
-    per_example = jax.vmap(jax.value_and_grad(loss_fn, has_aux=True), in_axes=(None, 0))
-    outputs, grads = per_example(params, batch)
+
+    def one_example(example: Any) -> Any:
+        trace(loss_fn, params, example)  # which checks it
+        return jax.value_and_grad(loss_fn, has_aux=True)(params, example)
+
+    outputs, grads = jax.vmap(one_example)(batch)
     norms, total = clip_and_sum(grads, groups, style=style, mask=mask)
     return outputs, norms, total

@@ -14,16 +14,14 @@ import optax
 
 from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
+from optax_lsdp.clipping._jaxpr import Loss, Program, trace
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
-from optax_lsdp.clipping.bookkeeping._jaxpr import trace
 from optax_lsdp.clipping.bookkeeping._plan import LeafPlan, Use, piece_size, plan_leaves
 from optax_lsdp.clipping.bookkeeping._replay import Value, replay
 from optax_lsdp.clipping.bookkeeping._rules import Matrix
 from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, find_uses
 
 _CACHE_FLOATS = 2**20  # factors that are made at a time: 4 MiB, which stay in a CPU's cache
-
-Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
 
 class Book(NamedTuple):
@@ -48,7 +46,7 @@ class Scheme(NamedTuple):
     leaves: list[jax.Array]
 
 
-def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Any, Scheme]:
+def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Program, Scheme]:
     """Trace the loss of one example and plan what to do with each leaf."""
     leaves = jax.tree.leaves(params)
     program = trace(loss_fn, params, example)
@@ -68,7 +66,9 @@ def keep_book(
         program, scheme = make_scheme(loss_fn, params, example)
         found.append(scheme)
         taps = {path: _tap(site) for path, site in scheme.sites.items()}
-        left = {i: leaf for i, leaf in enumerate(scheme.leaves) if scheme.plans[i].is_automatic}
+        left = {
+            i: leaf for i, leaf in enumerate(scheme.leaves) if scheme.plans[i].is_differentiated
+        }
 
         def tapped(taps: Any, left: Any) -> tuple[jax.Array, Any]:
             values = [Value(left.get(i, leaf), leaf) for i, leaf in enumerate(scheme.leaves)]
@@ -132,9 +132,7 @@ def _factors(site: Site, piece: Piece, operand: jax.Array, cotangent: jax.Array)
     return Factors(merge(a), merge(g))
 
 
-def _cut(
-    whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what concerns one of several concatenated weights: some blocks, inputs or outputs."""
     blocks, inputs, outputs = whole.groups
     size = piece.matrix.split[piece.axis]
@@ -150,9 +148,7 @@ def _cut(
     return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)
 
 
-def _to_leaf(
-    scheme: Scheme, use: Use, index: int, gradient: jax.Array
-) -> jax.Array:
+def _to_leaf(scheme: Scheme, use: Use, index: int, gradient: jax.Array) -> jax.Array:
     """Return what a gradient of a weight, (blocks, inputs, outputs), is for leaf `index`."""
     site, leaves = scheme.sites[use.path], scheme.leaves
     weight, matrix, *_ = site.pieces[use.piece]

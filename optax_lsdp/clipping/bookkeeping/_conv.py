@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
-from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, aval_shape, other_place
+from optax_lsdp.clipping._jaxpr import Equation, shape_of
+from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, other_place
 
 
 def _matrix(equation: Equation, place: int) -> Matrix | None:
@@ -16,7 +16,7 @@ def _matrix(equation: Equation, place: int) -> Matrix | None:
     params = equation.params
     if place != 1 or params["batch_group_count"] != 1:
         return None
-    shape, groups = aval_shape(equation.invars[1]), params["feature_group_count"]
+    shape, groups = shape_of(equation.invars[1]), params["feature_group_count"]
     outputs, inputs, *window = params["dimension_numbers"].rhs_spec
 
     def after_split(axis: int) -> int:
@@ -30,7 +30,7 @@ def _matrix(equation: Equation, place: int) -> Matrix | None:
 def _rows(
     equation: Equation, place: int, image: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the patches a: (groups, positions, window × inputs) and g: (groups, positions, outputs)."""
+    """Return a: (groups, positions, window × inputs), the patches, and g, likewise with outputs."""
     del place
     groups = equation.params["feature_group_count"]
     numbers = equation.params["dimension_numbers"]
@@ -54,8 +54,8 @@ def patches(equation: Equation, image: jax.Array) -> jax.Array:
     edges = zip(params["padding"], params["lhs_dilation"], strict=True)
     padding = [(0, 0, 0), *((low, high, d - 1) for (low, high), d in edges), (0, 0, 0)]
     image = jax.lax.pad(image, jnp.zeros([], image.dtype), padding)
-    kernel = aval_shape(equation.invars[1])
-    out = aval_shape(equation.outvars[0])
+    kernel = shape_of(equation.invars[1])
+    out = shape_of(equation.outvars[0])
     rank = len(space)
     for i in range(rank):
         size = kernel[params["dimension_numbers"].rhs_spec[2 + i]]

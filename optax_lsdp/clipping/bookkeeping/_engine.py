@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.clipping._factors import ClipStyle, Group
-from optax_lsdp.clipping._microbatch import in_microbatches
+from optax_lsdp.clipping._jaxpr import Loss
 from optax_lsdp.clipping.bookkeeping._book import (
     Book,
-    Loss,
     keep_book,
     leaf_factors,
     leaf_gradients,
@@ -84,15 +86,15 @@ def clip_by_bookkeeping(
         lengths = {index: outer_norms(leaf_factors(book, scheme, index)) for index in outer}
         rounding = max((length.rounding for length in lengths.values()), default=0.0)
 
-        def clip(entry: Any, counted: Any) -> tuple[Any, Clipping, Sums]:
+        def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
             book, rows, lengths = entry
             formed = {index: leaf_gradients(book, scheme, index) for index in grams}
             clipping = clip_carefully(rows | formed, lengths, rounding, groups, style, counted)
             sums = {i: _weighted(x, clipping.factors[groups[i].path]) for i, x in formed.items()}
-            return (), clipping, sums
+            return clipping, sums
 
         entry = (book, rows, {index: length.values for index, length in lengths.items()})
-        return in_microbatches(clip, entry, counted, 1 if grams else len(counted))[1:]
+        return clip(entry, counted) if not grams else _one_by_one(clip, entry, counted)
 
     clipping, sums = jax.lax.cond(safe, quickly, carefully, book, rows)
     for index, group in enumerate(groups):
@@ -103,6 +105,29 @@ def clip_by_bookkeeping(
             sums[index] = leaf_sum(_selected(book, weights > 0), scheme, index, weights)
     total = [sums[index] for index in range(len(groups))]
     return outputs, clipping.norms, jax.tree.unflatten(jax.tree.structure(params), total)
+
+
+def _one_by_one(
+    clip: Callable[[Any, jax.Array], tuple[Clipping, Sums]], entry: Any, counted: jax.Array
+) -> tuple[Clipping, Sums]:
+    """Return `clip(entry, counted)`, made of runs over one example on each device.
+
+    The examples of a run are far apart, so that a batch that is sharded stays where it is.
+    """
+    at_once = math.gcd(len(counted), jax.device_count())
+
+    def split(x: jax.Array) -> jax.Array:
+        return x.reshape(at_once, len(x) // at_once, *x.shape[1:]).swapaxes(0, 1)
+
+    def accumulate(sums: Sums, examples: Any) -> tuple[Sums, Clipping]:
+        clipping, more = clip(*examples)
+        return jax.tree.map(jnp.add, sums, more), clipping
+
+    runs = jax.tree.map(split, (entry, counted))
+    shapes = jax.eval_shape(lambda: clip(*jax.tree.map(lambda x: x[0], runs))[1])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    sums, clipping = jax.lax.scan(accumulate, vary(zeros, varying_axes((entry, counted))), runs)
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(len(counted)), clipping), sums
 
 
 def _selected(tree: Any, keep: jax.Array) -> Any:

@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
-from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, aval_shape, other_place
+from optax_lsdp.clipping._jaxpr import Equation, shape_of
+from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, other_place
 
 
 def _table_axis(equation: Equation) -> int | None:
-    """Return the axis along which whole slices are taken by one index each, if that is what it is."""
+    """Return the axis of which whole slices are taken, by one index each, or None otherwise."""
     numbers = equation.params["dimension_numbers"]
-    shape, sizes = aval_shape(equation.invars[0]), equation.params["slice_sizes"]
+    shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
     if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
         return None
     axis = numbers.start_index_map[0]
@@ -27,7 +27,7 @@ def _matrix(equation: Equation, place: int) -> Matrix | None:
     axis = _table_axis(equation) if place == 0 else None
     if axis is None:
         return None
-    shape = aval_shape(equation.invars[0])
+    shape = shape_of(equation.invars[0])
     rest = [i for i in range(len(shape)) if i != axis]
     return Matrix(shape, (axis, *rest), (0, 1, len(rest)))
 
@@ -36,7 +36,7 @@ def _rows(
     equation: Equation, place: int, indices: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return the index of each row, (1, rows), and g: (1, rows, outputs)."""
-    size = aval_shape(equation.invars[place])[_table_axis(equation) or 0]
+    size = shape_of(equation.invars[place])[_table_axis(equation) or 0]
     offsets = equation.params["dimension_numbers"].offset_dims
     kept = [i for i in range(cotangent.ndim) if i not in offsets]
     g = cotangent.transpose([*kept, *offsets])

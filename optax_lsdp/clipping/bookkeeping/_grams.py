@@ -1,4 +1,4 @@
-"""Norms and sums of gradients Σ_t a_t ⊗ g_t, from their factors alone, with bounds on every rounding.
+"""Norms and sums of gradients Σ_t a_t ⊗ g_t, from their factors alone, every rounding bounded.
 
 Arrays are batched: a: (n, blocks, rows, inputs), or integers (n, blocks, rows) if its rows are unit
 vectors; g: (n, blocks, rows, outputs).
@@ -113,9 +113,9 @@ def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
         unit, tiny = float(limits.eps) / 2, float(limits.tiny)
         values = jnp.sum(a.astype(g.dtype) * g, axis=(1, 2))
         roundings = rounded_a + rounded_g + a.shape[1]
-        sizes = sum(x.shape[-1] for x in part)
-        vanished = 2 * tiny * sizes * (jnp.sum(a, axis=(1, 2)) + jnp.sum(g, axis=(1, 2)) + a.shape[1])
-        squares.append(Squares(values, 1.01 * roundings * unit * values + vanished.astype(g.dtype)))
+        each = 2 * tiny * sum(x.shape[-1] for x in part)
+        vanished = each * jnp.sum(a.astype(g.dtype) + g + 1, axis=(1, 2))
+        squares.append(Squares(values, 1.01 * roundings * unit * values + vanished))
     return _added(squares)
 
 
@@ -146,7 +146,9 @@ def _squared_norms(uses: Sequence[Factors]) -> Squares:
     total = reach = reach_a = reach_g = jnp.zeros(uses[0].g.shape[:2], dtype)
     roundings, entries = 0, 0
     for i, (a, g) in enumerate(uses):
-        length_a, length_g = (jnp.sqrt(_squares(x)[0].astype(dtype) + x.shape[-1] * tiny) for x in (a, g))
+        length_a, length_g = (
+            jnp.sqrt(_squares(x)[0].astype(dtype) + x.shape[-1] * tiny) for x in (a, g)
+        )
         reach += jnp.sum(length_a * length_g, axis=-1)
         reach_a += jnp.sum(length_a, axis=-1)
         reach_g += jnp.sum(length_g, axis=-1)
@@ -155,8 +157,9 @@ def _squared_norms(uses: Sequence[Factors]) -> Squares:
             (ka, ra), (kg, rg) = _inner(a, uses[j].a), _inner(g, uses[j].g)
             roundings = max(roundings, ra + rg + 1)
             # The barrier keeps XLA from merging both sums into one of rows² terms.
-            sums = jax.lax.optimization_barrier(jnp.sum(ka.astype(dtype) * kg.astype(dtype), axis=-1))
-            total += jnp.sum(sums, axis=-1) * (1 if i == j else 2)
+            sums = jnp.sum(ka.astype(dtype) * kg.astype(dtype), axis=-1)
+            sums = jnp.sum(jax.lax.optimization_barrier(sums), axis=-1)
+            total += sums * (1 if i == j else 2)
     relative = 1.05 * (roundings + 2 * rows + blocks + len(uses)) * unit
     vanished = 2 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
     slack = relative * jnp.square(reach) + vanished

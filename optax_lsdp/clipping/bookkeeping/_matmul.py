@@ -6,21 +6,21 @@ import math
 
 import jax
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
-from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, aval_shape, other_place
+from optax_lsdp.clipping._jaxpr import Equation, shape_of
+from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, other_place
 
 
 def _axes(equation: Equation, place: int) -> tuple[list[int], list[int], list[int]]:
     """Return the batch, contracting and free axes of an operand."""
     contracting, batch = equation.params["dimension_numbers"]
     used = (*batch[place], *contracting[place])
-    free = [i for i in range(len(aval_shape(equation.invars[place]))) if i not in used]
+    free = [i for i in range(len(shape_of(equation.invars[place]))) if i not in used]
     return list(batch[place]), list(contracting[place]), free
 
 
 def _matrix(equation: Equation, place: int) -> Matrix:
     batch, contracting, free = _axes(equation, place)
-    shape = aval_shape(equation.invars[place])
+    shape = shape_of(equation.invars[place])
     order = (*batch, *contracting, *free)
     return Matrix(shape, order, (len(batch), len(contracting), len(free)))
 

@@ -1,7 +1,7 @@
 """Norms: what is known of each leaf goes in, each example's norms and clip factors come out.
 
-Twice: quickly, from squares whose rounding is bounded, which may turn out too coarse; and carefully,
-from the gradients themselves, whatever the size of their entries.
+Twice: quickly, from squares whose rounding is bounded, which may turn out too coarse; and
+carefully, from the gradients themselves, whatever the size of their entries.
 """
 
 from __future__ import annotations
@@ -116,10 +116,9 @@ def clip_carefully(
     for path, members in _members(groups).items():
         parts = [columns[index].astype(dtype) for index in members if index in columns]
         vectors = jnp.concatenate([jnp.zeros((len(counted), 1), dtype), *parts], axis=1)
-        norms[path] = row_norms([vectors])
-        factors[path] = clip_factors(
-            norms[path], dict(groups)[path], style=style, rounding=norm_rounding([vectors]) + rounding
-        )
+        norms[path], limit = row_norms([vectors]), dict(groups)[path]
+        rounded = norm_rounding([vectors]) + rounding
+        factors[path] = clip_factors(norms[path], limit, style=style, rounding=rounded)
     alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0) & counted
     chosen = {path: jnp.where(alive, f, jnp.zeros_like(f)) for path, f in factors.items()}
     return Clipping(norms, chosen)

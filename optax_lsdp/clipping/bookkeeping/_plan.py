@@ -1,4 +1,4 @@
-"""The plan: every use of every parameter goes in, how each leaf's norm and sum are made comes out."""
+"""The plan: every use of every parameter goes in, how each leaf is handled comes out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from optax_lsdp.clipping.bookkeeping._rules import aval_shape
+from optax_lsdp.clipping._jaxpr import shape_of
 from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, Uses
 from optax_lsdp.clipping.bookkeeping._views import View, are_disjoint, merged
 
-Kind = Literal["outer product", "Gram", "materialised", "automatic", "unused"]
+Kind = Literal["outer product", "Gram", "materialised", "fallback", "unused"]
 _FLOAT_COST = 100  # products in the time in which a float is written and read twice, on a CPU
+_BY_ENTRY = {"add", "add_any", "sub", "mul", "div"}  # biases, scales, positions
 
 
 class Use(NamedTuple):
@@ -26,35 +27,27 @@ class LeafPlan(NamedTuple):
     """How one leaf is handled.
 
     Attributes:
-        kind: "outer product" or "Gram" if only factors are needed; "materialised" if each
-            example's gradient is formed from factors; "automatic" if also, or only, by
-            differentiation of the leaf itself.
-        parts: sites whose gradients overlap entirely, for each of the disjoint parts of the leaf.
+        kind: "outer product" or "Gram" if factors are enough; "materialised" if each example's
+            gradient is formed, of factors, or of entries that are used one by one; "fallback" if
+            it is formed because no rule is known for some use; "unused".
+        parts: uses whose gradients overlap entirely, for each of the disjoint parts of the leaf.
+        is_differentiated: whether the leaf itself is differentiated, for uses without a rule.
         primitives: what the leaf is used by.
-        products: multiplications for one example, beyond those of ordinary training.
-        floats: entries stored for one example, beyond operands and cotangents.
+        products: multiplications for the norm of one example.
+        floats: numbers stored for the norm of one example.
     """
 
     kind: Kind
     parts: tuple[tuple[Use, ...], ...]
+    is_differentiated: bool
     primitives: tuple[str, ...]
     products: int
     floats: int
 
     @property
-    def is_factored(self) -> bool:
-        """Tell whether no gradient of a single example is formed."""
-        return self.kind in ("outer product", "Gram")
-
-    @property
-    def is_automatic(self) -> bool:
-        """Tell whether the leaf itself is differentiated."""
-        return self.kind == "automatic"
-
-    @property
     def is_formed(self) -> bool:
         """Tell whether each example's gradient is formed."""
-        return self.kind in ("automatic", "materialised")
+        return self.kind in ("materialised", "fallback")
 
 
 class Size(NamedTuple):
@@ -70,7 +63,7 @@ def piece_size(site: Site, piece: Piece) -> Size:
     """Return how large the factors of a piece of a site are for one example."""
     blocks, inputs, outputs = piece.matrix.shape
     whole_blocks, _, whole_outputs = site.matrix.shape
-    entries = math.prod(aval_shape(site.equation.outvars[0]))
+    entries = math.prod(shape_of(site.equation.outvars[0]))
     rows = entries // max(whole_blocks * whole_outputs, 1)
     sliced = {depth for depth, _ in piece.weight.sliced}
     for loop in site.loops:
@@ -93,29 +86,27 @@ def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
         for number, piece in enumerate(site.pieces)
         if index in piece.weight.leaves
     }
-    escapes = sorted(uses.escaped.get(index, ()))
-    names = tuple(dict.fromkeys([site.name for site, _ in pieces.values()] + escapes))
+    escapes = uses.escaped.get(index, set())
+    names = tuple(dict.fromkeys([site.name for site, _ in pieces.values()] + sorted(escapes)))
     sizes = {use: piece_size(*piece) for use, piece in pieces.items()}
-    floats = math.prod(shape)
-    singles = tuple((use,) for use in pieces)
-    if escapes:
-        formed = sum(math.prod(size) for size in sizes.values())
-        return LeafPlan("automatic", singles, names, formed, floats)
-    if not pieces:
-        return LeafPlan("unused", (), (), 0, 0)
-    parts = _disjoint_parts(pieces)
+    floats, formed = math.prod(shape), sum(math.prod(size) for size in sizes.values())
+    if not names:
+        return LeafPlan("unused", (), False, names, 0, 0)
+    parts = None if escapes else _disjoint_parts(pieces)
     if parts is not None:
         heights = [sum(sizes[use._replace(swapped=False)].rows for use in part) for part in parts]
-        gram = sum(
-            _gram_products(sizes[part[0]], height)
-            for part, height in zip(parts, heights, strict=True)
-        )
+        first = [sizes[part[0]] for part in parts]
+        products = sum(map(_gram_products, first, heights))
         held = sum(b * t * (p + q) for b, t, p, q in sizes.values())
         # What is formed for the norm serves the sum as well, but it has to be stored and read.
-        if gram <= _FLOAT_COST * floats and floats > held:
-            kind: Kind = "outer product" if max(heights) == 1 else "Gram"
-            return LeafPlan(kind, parts, names, gram, 0)
-    return LeafPlan("materialised", singles, names, 0, floats)
+        if products <= _FLOAT_COST * floats and floats > held:
+            if max(heights) == 1:
+                return LeafPlan("outer product", parts, False, names, products, 0)
+            stored = sum(2 * size.blocks * t * t for size, t in zip(first, heights, strict=True))
+            return LeafPlan("Gram", parts, False, names, products, stored)
+    kind: Kind = "materialised" if escapes <= _BY_ENTRY else "fallback"
+    singles = tuple((use,) for use in pieces)
+    return LeafPlan(kind, singles, bool(escapes), names, formed or floats, floats)
 
 
 def _gram_products(size: Size, rows: int) -> int:

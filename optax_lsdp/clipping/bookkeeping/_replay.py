@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import ClosedJaxpr, Equation, evaluate, is_literal
+from optax_lsdp.clipping._jaxpr import ClosedJaxpr, Equation, evaluate, is_literal
 from optax_lsdp.clipping.bookkeeping._sites import (
     REMATERIALISED,
     Path,
@@ -141,9 +141,7 @@ def _replay_scan(
     return _carry_weights(equation, operands, list(map(Value, [*last, *stacked]))), kept
 
 
-def _carry_weights(
-    equation: Equation, operands: list[Value], results: list[Value]
-) -> list[Value]:
+def _carry_weights(equation: Equation, operands: list[Value], results: list[Value]) -> list[Value]:
     """Let a weight that a scan only hands on remain a weight."""
     _, carry, _ = scan_parts(equation, operands)
     for place, unchanged in enumerate(carried_unchanged(equation)):

@@ -1,18 +1,19 @@
-"""Rules: an equation that uses a parameter as a matrix goes in, the factors of its gradient come out.
+"""Rules: an equation that uses a parameter as a matrix goes in, the gradient's factors come out.
 
-The gradient of such a use is Σ_t a_t ⊗ g_t for each of several blocks: rows a: (blocks, rows, inputs)
-made of the other operand, and g: (blocks, rows, outputs) made of the cotangent of the output.
+The gradient of such a use is Σ_t a_t ⊗ g_t for each of several blocks: a: (blocks, rows, inputs),
+made of the other operand, and g: (blocks, rows, outputs), made of the cotangent of the output.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import NamedTuple
 
 import jax
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import Equation
+from optax_lsdp.clipping._jaxpr import Equation
 from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
 
 
@@ -28,17 +29,12 @@ class Matrix(NamedTuple):
         """Return the axes of `split` that become blocks, inputs and outputs."""
         blocks, inputs, _ = self.counts
         cuts = (0, blocks, blocks + inputs, len(self.order))
-        return [self.order[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        return [self.order[start:stop] for start, stop in pairwise(cuts)]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return (blocks, inputs, outputs)."""
         return tuple(math.prod(self.split[axis] for axis in group) for group in self.groups)
-
-    def unpack(self, gradient: jax.Array) -> jax.Array:
-        """Return a gradient of shape (blocks, inputs, outputs) in the axes of `split`."""
-        moved = gradient.reshape([self.split[axis] for axis in self.order])
-        return moved.transpose([self.order.index(axis) for axis in range(len(self.split))])
 
     def view(self, weight: View) -> list[View] | None:
         """Return which entries blocks, inputs and outputs walk through, or None if unknown."""
@@ -69,8 +65,3 @@ def other_place(equation: Equation, place: int) -> int:
     """Return the place of the other one of two operands."""
     del equation
     return 1 - place
-
-
-def aval_shape(atom: Any) -> tuple[int, ...]:
-    """Return the shape of a variable."""
-    return atom.aval.shape

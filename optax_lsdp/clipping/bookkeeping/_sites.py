@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from optax_lsdp.clipping._jaxpr import ClosedJaxpr, Equation, is_literal, shape_of
 from optax_lsdp.clipping.bookkeeping._conv import convolution
 from optax_lsdp.clipping.bookkeeping._gather import gather
-from optax_lsdp.clipping.bookkeeping._jaxpr import ClosedJaxpr, Equation, Jaxpr, is_literal
 from optax_lsdp.clipping.bookkeeping._matmul import matmul
-from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, aval_shape
+from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule
 from optax_lsdp.clipping.bookkeeping._views import whole
 from optax_lsdp.clipping.bookkeeping._weights import (
     Loop,
@@ -75,7 +75,7 @@ def find_uses(closed: ClosedJaxpr, leaves: int) -> Uses:
     uses = Uses({}, {})
     known: list[Weight | None] = [None] * len(closed.jaxpr.invars)
     for index, variable in enumerate(closed.jaxpr.invars[:leaves]):
-        known[index] = parameter(index, whole(aval_shape(variable)))
+        known[index] = parameter(index, whole(shape_of(variable)))
     results = _walk(closed, known, (), (), uses)
     for result in results:
         _escape(result, "output", uses)
@@ -94,8 +94,8 @@ def _walk(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Find the uses in a program, given which of its inputs are weights; return which outputs are."""
-    jaxpr: Jaxpr = closed.jaxpr
+    """Find the uses in a program, some of whose inputs are weights; return which outputs are."""
+    jaxpr = closed.jaxpr
     known: dict[Any, Weight] = {
         variable: constant(value)
         for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
@@ -163,9 +163,7 @@ def _data(equation: Equation) -> list[Weight | None]:
     return [None] * len(equation.outvars)
 
 
-def _as_data(
-    results: Sequence[Weight | None], name: str, uses: Uses
-) -> list[Weight | None]:
+def _as_data(results: Sequence[Weight | None], name: str, uses: Uses) -> list[Weight | None]:
     """Let every weight among the results escape: what leaves here is taken for data."""
     for result in results:
         _escape(result, name, uses)

@@ -1,4 +1,4 @@
-"""Views: which entries of a parameter an array shows, as sizes and strides, or None if it is no view."""
+"""Views: which entries of a parameter an array shows, as sizes and strides, if it shows any."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping.bookkeeping._jaxpr import Equation, evaluate
+from optax_lsdp.clipping._jaxpr import Equation, evaluate
 from optax_lsdp.clipping.bookkeeping._views import Axis, View, viewed
 
 Builder = Callable[[Sequence[jax.Array], dict[int, Any]], Any]
@@ -31,7 +31,7 @@ class Weight(NamedTuple):
             slices it, outermost first.
         view: which entries it shows of the only leaf it depends on, if it is a view.
         show: leaf → the view of it, whatever its dtype; only where `view` is known.
-        sliced: the scans that slice it, by depth, each with the axis of the leaf that it walks along.
+        sliced: the scans that slice it, by depth, each with the axis of the leaf that it walks.
         pieces: the views that were concatenated to make it, if so, along `axis`.
     """
 

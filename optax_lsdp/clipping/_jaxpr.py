@@ -1,0 +1,82 @@
+"""The only door to jax.extend: a loss goes in, a program of equations to be walked comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import optax
+from jax.extend import core
+
+from optax_lsdp._shards import are_shards_tracked, manual_axes, varying_axes
+
+Equation = core.JaxprEqn
+ClosedJaxpr = core.ClosedJaxpr
+
+Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
+
+_OUTWARD = ("debug_print", "custom_vmap_call")  # and all callbacks
+_HARMLESS = ("axis_index", "pvary", "pcast", "pbroadcast")
+
+
+class Program(NamedTuple):
+    """The loss of one example as equations, and how its outputs are put together again.
+
+    The first inputs of `closed` are the leaves of the parameters, the others those of the example.
+    """
+
+    closed: ClosedJaxpr
+    outputs: Any  # the structure of (value, aux)
+
+
+def trace(loss_fn: Loss, params: optax.Params, example: Any) -> Program:
+    """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
+    closed, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
+    axes = varying_axes(example) if are_shards_tracked() else set(manual_axes())
+    for equation in _equations(closed.jaxpr):
+        _check_apart(equation, axes)
+    return Program(closed, jax.tree.structure(shapes))
+
+
+def _check_apart(equation: Equation, axes: set[str]) -> None:
+    """Raise if an equation can see other examples, or hand this one out."""
+    name = equation.primitive.name
+    if name in _OUTWARD or "callback" in name:
+        raise ValueError(
+            f"`loss_fn` must keep each example to itself, got the primitive {name}, which may mix "
+            "examples or hand them out; remove jax.debug.print, callbacks and custom_vmap from it."
+        )
+    named = equation.params.get("axis_name", equation.params.get("axes", ()))
+    shared = axes & set([named] if isinstance(named, str) else named)
+    if shared and name not in _HARMLESS:
+        raise ValueError(
+            f"`loss_fn` must not look across the shards of a batch, got {name} over the mesh axis "
+            f"{sorted(shared)[0]!r}; add up the clipped sums instead."
+        )
+
+
+def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
+    """Walk all equations, those inside of calls, loops and branches included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
+
+
+def is_literal(atom: Any) -> bool:
+    """Tell a constant that is written into an equation from a variable."""
+    return isinstance(atom, core.Literal)
+
+
+def shape_of(atom: Any) -> tuple[int, ...]:
+    """Return the shape of a variable."""
+    return atom.aval.shape
+
+
+def evaluate(equation: Equation, values: Sequence[Any]) -> list[Any]:
+    """Return the outputs of one equation."""
+    primitive = equation.primitive
+    with equation.ctx.manager, jax.named_scope(primitive.name):
+        outputs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
+    return list(outputs) if primitive.multiple_results else [outputs]
