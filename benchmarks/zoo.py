@@ -226,7 +226,5 @@ ZOO: dict[str, Callable[[int | None], Model]] = {
     "encoder": lambda n: _classifier(Encoder(), _tokens(n or 32, 64)),
     "decoder": lambda n: _language_model(Decoder(), _tokens(n or 16, 129)),
     "decoder, scanned": lambda n: _language_model(Decoder(scanned=True), _tokens(n or 16, 129)),
-    "LSTM": lambda n: _classifier(
-        LSTM(), jax.random.normal(jax.random.key(1), (n or 32, 64, 256))
-    ),
+    "LSTM": lambda n: _classifier(LSTM(), jax.random.normal(jax.random.key(1), (n or 32, 64, 256))),
 }

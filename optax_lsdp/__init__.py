@@ -20,6 +20,7 @@ _HOME = {
     "dp_lsadam": "optimizers",
     "dp_lssgd": "optimizers",
     "dp_sgd": "optimizers",
+    "explain_clipping": "clipping",
     "fresh_key": "noise",
     "laplacian_smooth": "smoothing",
     "privatize": "optimizers",

@@ -4,12 +4,14 @@ from optax_lsdp._marked import Clipped
 from optax_lsdp.clipping._factors import sensitivity
 from optax_lsdp.clipping._grad import PerExample, clipped_grad, value_and_clipped_grad
 from optax_lsdp.clipping._transform import clip_per_example
+from optax_lsdp.clipping.bookkeeping import explain_clipping
 
 __all__ = [
     "Clipped",
     "PerExample",
     "clip_per_example",
     "clipped_grad",
+    "explain_clipping",
     "sensitivity",
     "value_and_clipped_grad",
 ]

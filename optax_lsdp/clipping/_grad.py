@@ -66,7 +66,9 @@ def clipped_grad(
         clip_norm: C, as in `clip_per_example`. Under a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales down gradients longer than C; "automatic" scales every
             gradient to C·‖g‖/(‖g‖ + 0.01), so that only the learning rate is left to tune.
-        engine: how norms and sums are computed; all engines give the same result.
+        engine: how norms and sums are computed. "bookkeeping", the default, takes one backward
+            pass and forms no gradient of a single example where there is a cheaper way
+            (`explain_clipping` tells); "vmap" forms all of them, and is the reference.
         microbatch_size: how many examples are differentiated at a time, to bound memory.
         keep_batch_axis: give `loss_fn` its example with a leading axis of length 1.
 

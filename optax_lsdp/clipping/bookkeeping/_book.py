@@ -88,7 +88,7 @@ def keep_book(
 
 def _tap(site: Site) -> jax.Array:
     """Return the zeros that are added to the output of a site, once for each iteration."""
-    output = site.equation.outvars[0].aval
+    output: Any = site.equation.outvars[0].aval
     return jnp.zeros((*(loop.length for loop in site.loops), *output.shape), output.dtype)
 
 
@@ -135,14 +135,14 @@ def _factors(site: Site, piece: Piece, operand: jax.Array, cotangent: jax.Array)
 def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return what concerns one of several concatenated weights: some blocks, inputs or outputs."""
     blocks, inputs, outputs = whole.groups
-    size = piece.matrix.split[piece.axis]
+    start, size = piece.start or 0, piece.matrix.split[piece.axis]
 
     def cut(x: jax.Array, axis: int, group: Sequence[int]) -> jax.Array:
         if piece.axis not in group:
             return x
         split = x.reshape(*x.shape[:axis], *(whole.split[i] for i in group), *x.shape[axis + 1 :])
         place = axis + list(group).index(piece.axis)
-        part = jax.lax.slice_in_dim(split, piece.start, piece.start + size, axis=place)
+        part = jax.lax.slice_in_dim(split, start, start + size, axis=place)
         return part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)

@@ -49,4 +49,4 @@ def _rows(
     return ids, g.reshape(1, ids.shape[1], -1)
 
 
-gather = Rule(_matrix, other_place, _rows)
+gather = Rule(_matrix, other_place, _rows, units=True)

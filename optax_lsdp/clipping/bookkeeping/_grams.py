@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations_with_replacement
 from typing import NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, wide_dtype
 
 EXACT = jax.lax.Precision.HIGHEST  # accelerators round the operands of products otherwise
-_LONGEST = 1024  # entries that are summed by one product
+_LONGEST = 1024  # entries that one product adds up: fewer tighten the bound, more are faster
 
 
 class Factors(NamedTuple):
@@ -59,18 +60,13 @@ def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
     size = u.shape[-1]
     pieces = -(-size // _LONGEST)
     step = -(-size // pieces)
-    total = None
-    for start in range(0, size, step):
-        part = jnp.einsum(
-            "nbtp,nbsp->nbts",
-            u[..., start : start + step],
-            v[..., start : start + step],
-            precision=EXACT,
-            preferred_element_type=wide_dtype(u, v),
-        )
-        part = part if pieces == 1 else jax.lax.optimization_barrier(part)
-        total = part if total is None else total + part
-    return total, step + pieces
+    parts = [
+        product("nbtp,nbsp->nbts", u[..., start : start + step], v[..., start : start + step])
+        for start in range(0, size, step)
+    ]
+    if pieces > 1:
+        parts = jax.lax.optimization_barrier(parts)
+    return sum(parts[1:], parts[0]), step + pieces
 
 
 def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
@@ -134,36 +130,55 @@ def _added(squares: Sequence[Squares]) -> Squares:
 def _squared_norms(uses: Sequence[Factors]) -> Squares:
     """Return ‖Σ_uses Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ of each example.
 
-    To add up k numbers in any order is to be off by (k − 1)u relative to the sum of their
-    magnitudes, u = ε/2. So ⟨a_t, a_s⟩ is off by p·u·‖a_t‖‖a_s‖ at most, and the whole by
-    (p + q + 2·rows + blocks)·u·(Σ_t ‖a_t‖‖g_t‖)². What is smaller than the smallest normal number
-    may vanish from each product, too.
+    To add up k numbers in any order is to be off by (k − 1)u at most, relative to the sum of their
+    magnitudes, u = ε/2. So ⟨a_t, a_s⟩ is off by k_a·u·‖a_t‖‖a_s‖, and the whole by u times
+    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), k for the
+    sum itself. Second orders are added, and what is too small for a float and may have vanished.
     """
     dtype = wide_dtype(uses[0].g)
-    limits = jnp.finfo(dtype)
-    unit, tiny = float(limits.eps) / 2, float(limits.tiny)
+    unit, tiny = float(jnp.finfo(dtype).eps) / 2, float(jnp.finfo(dtype).tiny)
     blocks, rows = uses[0].g.shape[1], sum(use.g.shape[2] for use in uses)
-    total = reach = reach_a = reach_g = jnp.zeros(uses[0].g.shape[:2], dtype)
-    roundings, entries = 0, 0
-    for i, (a, g) in enumerate(uses):
-        length_a, length_g = (
-            jnp.sqrt(_squares(x)[0].astype(dtype) + x.shape[-1] * tiny) for x in (a, g)
+    lengths = [Factors(*(_row_lengths(x).astype(dtype) for x in use)) for use in uses]
+    total = slack = jnp.zeros(uses[0].g.shape[:2], dtype)
+    roundings = 0
+    for i, j in combinations_with_replacement(range(len(uses)), 2):
+        (ka, ra), (kg, rg) = (_inner(*pair) for pair in zip(uses[i], uses[j], strict=True))
+        ka, kg = ka.astype(dtype), kg.astype(dtype)
+        la, lg = (
+            x[..., :, None] * y[..., None, :] for x, y in zip(lengths[i], lengths[j], strict=True)
         )
-        reach += jnp.sum(length_a * length_g, axis=-1)
-        reach_a += jnp.sum(length_a, axis=-1)
-        reach_g += jnp.sum(length_g, axis=-1)
-        entries = max(entries, a.shape[-1] + g.shape[-1])
-        for j in range(i, len(uses)):
-            (ka, ra), (kg, rg) = _inner(a, uses[j].a), _inner(g, uses[j].g)
-            roundings = max(roundings, ra + rg + 1)
-            # The barrier keeps XLA from merging both sums into one of rows² terms.
-            sums = jnp.sum(ka.astype(dtype) * kg.astype(dtype), axis=-1)
-            sums = jnp.sum(jax.lax.optimization_barrier(sums), axis=-1)
-            total += sums * (1 if i == j else 2)
-    relative = 1.05 * (roundings + 2 * rows + blocks + len(uses)) * unit
-    vanished = 2 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
-    slack = relative * jnp.square(reach) + vanished
+        adding = 2 * rows + blocks + len(uses) ** 2
+        bound = (ra * la + adding * jnp.abs(ka)) * jnp.abs(kg) + rg * lg * jnp.abs(ka)
+        times = 1 if i == j else 2
+        total += times * _sum_of_rows(ka * kg)
+        slack += times * _sum_of_rows(bound)
+        roundings = max(roundings, ra * rg)
+    reach_a, reach_g, reach = (
+        sum(jnp.sum(x, axis=-1) for x in items)
+        for items in (
+            [length.a for length in lengths],
+            [length.g for length in lengths],
+            [length.a * length.g for length in lengths],
+        )
+    )
+    second = 2 * roundings * unit**2 * jnp.square(reach)
+    entries = max(x.shape[-1] for use in uses for x in use)
+    vanished = 4 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
+    slack = 1.05 * unit * slack + second + vanished
     return Squares(jnp.sum(total, axis=-1), jnp.sum(slack, axis=-1))
+
+
+def _sum_of_rows(x: jax.Array) -> jax.Array:
+    """Return the sum over the last two axes; the barrier keeps XLA from merging it into one."""
+    return jnp.sum(jax.lax.optimization_barrier(jnp.sum(x, axis=-1)), axis=-1)
+
+
+def _row_lengths(rows: jax.Array) -> jax.Array:
+    """Return ‖row‖ or a little more: (n, blocks, rows)."""
+    squares, roundings = _squares(rows)
+    limits = jnp.finfo(squares.dtype)
+    vanished = rows.shape[-1] * float(limits.tiny)
+    return jnp.sqrt(squares * (1 + roundings * float(limits.eps)) + vanished)
 
 
 def gradients(part: Factors, inputs: int) -> jax.Array:
@@ -185,8 +200,8 @@ def weighted_sum(part: Factors, weights: jax.Array, inputs: int) -> jax.Array:
     column = weights.astype(dtype)[:, None, None, None]
     if _is_units(a):
         rows = column * g.astype(dtype)
-        merge = [x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in (a, rows)]
-        return _scatter(*merge, inputs)
+        a, g = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in (a, rows))
+        return _scatter(a, g, inputs)
     if a.shape[-1] < g.shape[-1]:
         a = column * a.astype(dtype)
     else:

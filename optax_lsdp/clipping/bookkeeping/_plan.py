@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
 from optax_lsdp.clipping._jaxpr import shape_of
@@ -89,29 +90,40 @@ def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
     escapes = uses.escaped.get(index, set())
     names = tuple(dict.fromkeys([site.name for site, _ in pieces.values()] + sorted(escapes)))
     sizes = {use: piece_size(*piece) for use, piece in pieces.items()}
-    floats, formed = math.prod(shape), sum(math.prod(size) for size in sizes.values())
+    floats = math.prod(shape)
+    formed = sum(
+        b * t * q * (1 if pieces[use][0].rule.units else p) for use, (b, t, p, q) in sizes.items()
+    )
     if not names:
         return LeafPlan("unused", (), False, names, 0, 0)
     parts = None if escapes else _disjoint_parts(pieces)
     if parts is not None:
-        heights = [sum(sizes[use._replace(swapped=False)].rows for use in part) for part in parts]
-        first = [sizes[part[0]] for part in parts]
-        products = sum(map(_gram_products, first, heights))
+        bare = [[use._replace(swapped=False) for use in part] for part in parts]
+        heights = [sum(sizes[use].rows for use in part) for part in bare]
+        dense = [[(sizes[use], pieces[use][0].rule.units) for use in part] for part in bare]
+        products = sum(map(_gram_products, dense))
         held = sum(b * t * (p + q) for b, t, p, q in sizes.values())
         # What is formed for the norm serves the sum as well, but it has to be stored and read.
         if products <= _FLOAT_COST * floats and floats > held:
             if max(heights) == 1:
                 return LeafPlan("outer product", parts, False, names, products, 0)
-            stored = sum(2 * size.blocks * t * t for size, t in zip(first, heights, strict=True))
+            blocks = [sizes[part[0]].blocks for part in bare]
+            stored = sum(2 * b * t * t for b, t in zip(blocks, heights, strict=True))
             return LeafPlan("Gram", parts, False, names, products, stored)
     kind: Kind = "materialised" if escapes <= _BY_ENTRY else "fallback"
     singles = tuple((use,) for use in pieces)
     return LeafPlan(kind, singles, bool(escapes), names, formed or floats, floats)
 
 
-def _gram_products(size: Size, rows: int) -> int:
-    """Return what the norm takes without a gradient being formed."""
-    return size.blocks * (size.inputs + size.outputs) * (rows * rows if rows > 1 else 1)
+def _gram_products(uses: Sequence[tuple[Size, bool]]) -> int:
+    """Return what the norm takes without a gradient being formed; unit rows take no products."""
+    products = 0
+    for (size, units), (other, other_units) in combinations_with_replacement(uses, 2):
+        pairs = size.rows * other.rows if size.rows > 1 or len(uses) > 1 else 1
+        dense = size.inputs + size.outputs
+        entries = min(size.outputs, other.outputs) if units or other_units else dense
+        products += size.blocks * pairs * entries
+    return products
 
 
 def _disjoint_parts(

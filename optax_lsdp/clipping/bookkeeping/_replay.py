@@ -38,7 +38,8 @@ def replay(
     closed: ClosedJaxpr, inputs: Sequence[Value], sites: Sites, taps: Taps, path: Path = ()
 ) -> tuple[list[Value], Kept]:
     """Return the outputs of a program, and the operand that each of its sites keeps."""
-    jaxpr, kept = closed.jaxpr, {}
+    jaxpr = closed.jaxpr
+    kept: Kept = {}
     values = {v: Value(c, c) for v, c in zip(jaxpr.constvars, closed.consts, strict=True)}
     values |= zip(jaxpr.invars, inputs, strict=True)
 

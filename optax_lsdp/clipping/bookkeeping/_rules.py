@@ -51,13 +51,15 @@ class Rule(NamedTuple):
         matrix: (equation, place of the parameter) → its `Matrix`, or None if the rule does not fit.
         kept: (equation, place) → the place of the operand that the factors are made of.
         rows: (equation, place, operand, cotangent) → a and g. Where the rows of a are unit
-            vectors, a is (blocks, rows) of integers instead: which entry is one, or −1 for none.
+            vectors, a is (blocks, rows) of integers: which entry is one, or −1 for none.
+        units: whether the rows of a are unit vectors.
         expands: whether a is larger than the operand, as the patches of an image are.
     """
 
     matrix: Callable[[Equation, int], Matrix | None]
     kept: Callable[[Equation, int], int]
     rows: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    units: bool = False
     expands: bool = False
 
 

@@ -124,7 +124,7 @@ def _walk_equation(
     if is_transparent(equation, weights):
         return _walk(body(equation), weights, path, loops, uses)
     if None not in weights and not equation.effects:
-        return derived(equation, weights)  # type: ignore[arg-type]  # none of them is None
+        return [*derived(equation, [weight for weight in weights if weight is not None])]
     if not any(weight and weight.leaves for weight in weights):
         return _data(equation)
     if name in REMATERIALISED:
@@ -155,7 +155,7 @@ def is_transparent(equation: Equation, known: Sequence[Any]) -> bool:
 
 def body(equation: Equation) -> ClosedJaxpr:
     """Return the program that an equation calls."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 

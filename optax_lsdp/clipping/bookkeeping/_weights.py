@@ -75,12 +75,14 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
     leaves = frozenset[int]().union(*(weight.leaves for weight in inputs))
     if equation.primitive.name == "stop_gradient":
         leaves = frozenset()
-    view, show = None, inputs[0].show if inputs else None
+    view = None
     if len(inputs) == 1 and inputs[0].view is not None:
         view = viewed(equation.primitive.name, equation.params, inputs[0].view)
-    if view is not None and equation.primitive.name != "convert_element_type":
-        before = inputs[0].show
-        show = lambda leaf: run(before(leaf))[0]  # noqa: E731
+
+    def show(leaf: jax.Array) -> jax.Array:
+        before = inputs[0].show(leaf)
+        casts = equation.primitive.name == "convert_element_type"
+        return before if casts else run(before)[0]
 
     pieces: tuple[Weight, ...] = ()
     if equation.primitive.name == "concatenate" and all(weight.view for weight in inputs):
