@@ -43,6 +43,15 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x))
 
 
+def one_value(tree: Any) -> Any:
+    """Return the tree as it is, and let no compiler compute it twice.
+
+    XLA may skip a rounding to half precision where it feeds a norm, and not where it feeds a sum;
+    then the norm is not that of what is summed.
+    """
+    return jax.lax.optimization_barrier(tree)
+
+
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return ‖row i of all leaves‖₂ for leaves of shape (n, …): (n,), float32 at least.
 

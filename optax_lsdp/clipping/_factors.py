@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._trees import norm_rounding, row_norms, widen
+from optax_lsdp._trees import norm_rounding, one_value, row_norms, widen
 
 ClipNorm = Any  # a number, a prefix tree of numbers, or an optax.Schedule
 ClipStyle = Literal["threshold", "automatic"]
@@ -117,7 +117,7 @@ def clip_and_sum(
 
     An example that is masked, or not finite in any group, contributes exactly zero.
     """
-    leaves, structure = jax.tree.flatten(rows)
+    leaves, structure = jax.tree.flatten(one_value(rows))
     norms, factors = {}, {}
     for path, clip_norm in dict(groups).items():
         members = [leaf for leaf, group in zip(leaves, groups, strict=True) if group.path == path]

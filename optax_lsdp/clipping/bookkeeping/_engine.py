@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._shards import vary, varying_axes
-from optax_lsdp._trees import wide_dtype
+from optax_lsdp._trees import one_value, wide_dtype
 from optax_lsdp.clipping._factors import ClipStyle, Group
 from optax_lsdp.clipping._jaxpr import Loss
 from optax_lsdp.clipping.bookkeeping._book import (
@@ -59,10 +59,12 @@ def clip_by_bookkeeping(
     4. The sums are products of operands and weighted cotangents, as in ordinary training.
     """
     outputs, book, scheme = keep_book(loss_fn, params, batch)
+    book = one_value(book)
     kinds = [plan.kind for plan in scheme.plans]
     grams = [index for index, kind in enumerate(kinds) if kind == "Gram"]
     outer = [index for index, kind in enumerate(kinds) if kind == "outer product"]
-    rows = {i: leaf_gradients(book, scheme, i) for i, p in enumerate(scheme.plans) if p.is_formed}
+    formed = [index for index, plan in enumerate(scheme.plans) if plan.is_formed]
+    rows = one_value({index: leaf_gradients(book, scheme, index) for index in formed})
     squares = {index: row_squares(row) for index, row in rows.items()}
     squares |= {index: outer_squares(leaf_factors(book, scheme, index)) for index in outer}
     squares |= {index: squared_norms(leaf_factors(book, scheme, index)) for index in grams}
@@ -88,7 +90,7 @@ def clip_by_bookkeeping(
 
         def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
             book, rows, lengths = entry
-            formed = {index: leaf_gradients(book, scheme, index) for index in grams}
+            formed = one_value({index: leaf_gradients(book, scheme, index) for index in grams})
             clipping = clip_carefully(rows | formed, lengths, rounding, groups, style, counted)
             sums = {i: _weighted(x, clipping.factors[groups[i].path]) for i, x in formed.items()}
             return clipping, sums
@@ -115,6 +117,8 @@ def _one_by_one(
     The examples of a run are far apart, so that a batch that is sharded stays where it is.
     """
     at_once = math.gcd(len(counted), jax.device_count())
+    if len(counted) == 0:
+        return clip(entry, counted)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(at_once, len(x) // at_once, *x.shape[1:]).swapaxes(0, 1)

@@ -132,8 +132,8 @@ def _squared_norms(uses: Sequence[Factors]) -> Squares:
 
     To add up k numbers in any order is to be off by (k − 1)u at most, relative to the sum of their
     magnitudes, u = ε/2. So ⟨a_t, a_s⟩ is off by k_a·u·‖a_t‖‖a_s‖, and the whole by u times
-    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), k for the
-    sum itself. Second orders are added, and what is too small for a float and may have vanished.
+    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), k
+    for the sum itself. Second orders are added, and what may have vanished below all floats.
     """
     dtype = wide_dtype(uses[0].g)
     unit, tiny = float(jnp.finfo(dtype).eps) / 2, float(jnp.finfo(dtype).tiny)

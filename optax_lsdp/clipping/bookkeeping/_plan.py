@@ -110,7 +110,8 @@ def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
             blocks = [sizes[part[0]].blocks for part in bare]
             stored = sum(2 * b * t * t for b, t in zip(blocks, heights, strict=True))
             return LeafPlan("Gram", parts, False, names, products, stored)
-    kind: Kind = "materialised" if escapes <= _BY_ENTRY else "fallback"
+    has_rule = not escapes or (escapes <= _BY_ENTRY and not pieces)
+    kind: Kind = "materialised" if has_rule else "fallback"
     singles = tuple((use,) for use in pieces)
     return LeafPlan(kind, singles, bool(escapes), names, formed or floats, floats)
 

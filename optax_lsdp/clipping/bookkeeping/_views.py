@@ -94,10 +94,12 @@ def are_disjoint(a: View, b: View) -> bool:
     first, second = (_extent(view) for view in (a, b))
     if first[1] < second[0] or second[1] < first[0]:
         return True
-    axes = sorted(merged(a.axes), key=lambda axis: -axis[1])
-    if axes != sorted(merged(b.axes), key=lambda axis: -axis[1]):
+    pairs = [sorted(((t, n) for n, t in view.axes if n > 1), reverse=True) for view in (a, b)]
+    strides = [[stride for stride, _ in pair] for pair in pairs]
+    if strides[0] != strides[1]:
         return False
-    return not _can_reach(b.offset - a.offset, axes)
+    steps = [(t, 1 - m, n - 1) for (t, n), (_, m) in zip(*pairs, strict=True)]
+    return not _can_reach(b.offset - a.offset, steps)
 
 
 def _extent(view: View) -> tuple[int, int]:
@@ -105,12 +107,12 @@ def _extent(view: View) -> tuple[int, int]:
     return view.offset, view.offset + sum((size - 1) * stride for size, stride in view.axes)
 
 
-def _can_reach(distance: int, axes: Sequence[Axis]) -> bool:
-    """Tell whether distance = Σ kⱼ·strideⱼ with |kⱼ| < sizeⱼ may hold; strides fall."""
-    if not axes:
+def _can_reach(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
+    """Tell whether distance = Σ kⱼ·strideⱼ may hold, for steps (stride, least k, most k)."""
+    if not steps:
         return distance == 0
-    (size, stride), rest = axes[0], axes[1:]
-    reach = sum((n - 1) * s for n, s in rest)
-    low, high = -(-(distance - reach) // stride), (distance + reach) // stride
-    steps = range(max(low, 1 - size), min(high, size - 1) + 1)
-    return len(steps) > 4 or any(_can_reach(distance - k * stride, rest) for k in steps)
+    (stride, least, most), rest = steps[0], steps[1:]
+    lowest, highest = sum(t * low for t, low, _ in rest), sum(t * high for t, _, high in rest)
+    first, last = -(-(distance - highest) // stride), (distance - lowest) // stride
+    tries = range(max(first, least), min(last, most) + 1)
+    return len(tries) > 4 or any(_can_reach(distance - k * stride, rest) for k in tries)

@@ -1,0 +1,198 @@
+"""Losses that use their parameters in every way, and the rule that each leaf should get."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+N = 5
+
+
+class Case(NamedTuple):
+    """A loss for one example, its parameters, a batch, and the expected rule of each leaf."""
+
+    loss: Any
+    params: Any
+    batch: Any
+    rules: tuple[str, ...] | None = None
+
+
+def normal(*shape):
+    return jax.random.normal(jax.random.fold_in(jax.random.key(0), sum(shape)), shape)
+
+
+def squash(y):
+    return jnp.sum(jnp.tanh(y) ** 2)
+
+
+def cross_entropy(logits, labels):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).sum()
+
+
+def through_stack(weights, x):
+    for i in range(3):
+        x = jnp.tanh(x @ weights[i])
+    return jnp.sum(x)
+
+
+IDS = jax.random.randint(jax.random.key(1), (N, 7), 0, 50)
+TABLE = normal(50, 30)
+
+LOSSES = {
+    # matrix products
+    "row": Case(lambda w, x: squash(x @ w), normal(20, 30), normal(N, 20), ("outer product",)),
+    "row, left": Case(
+        lambda w, x: squash(w @ x), normal(30, 20), normal(N, 20), ("outer product",)
+    ),
+    "rows": Case(lambda w, x: squash(x @ w), normal(40, 50), normal(N, 3, 40), ("Gram",)),
+    "rows, left": Case(lambda w, x: squash(w @ x.T), normal(50, 40), normal(N, 3, 40), ("Gram",)),
+    "many rows": Case(lambda w, x: squash(x @ w), normal(6, 7), normal(N, 9, 6), ("materialised",)),
+    "heads": Case(
+        lambda w, x: squash(jnp.einsum("td,dhk->htk", x, w)),
+        normal(40, 3, 14),
+        normal(N, 4, 40),
+        ("Gram",),
+    ),
+    "heads, out": Case(
+        lambda w, x: squash(jnp.einsum("htk,hkd->td", x, w)),
+        normal(3, 14, 40),
+        normal(N, 3, 4, 14),
+        ("Gram",),
+    ),
+    "batched": Case(
+        lambda w, x: squash(jnp.einsum("gtp,gpq->gtq", x, w)),
+        normal(3, 20, 21),
+        normal(N, 3, 4, 20),
+        ("Gram",),
+    ),
+    "batched rows": Case(
+        lambda w, x: squash(jnp.einsum("gp,pgq->qg", x, w)),
+        normal(14, 3, 16),
+        normal(N, 3, 14),
+        ("outer product",),
+    ),
+    "bilinear": Case(
+        lambda w, x: squash(jnp.einsum("i,ijk,j->k", x, w, x)), normal(6, 6, 4), normal(N, 6)
+    ),
+    "inner map": Case(
+        lambda p, x: squash(jax.vmap(lambda y: y @ p[0] + p[1])(x)),
+        [normal(20, 30), normal(30)],
+        normal(N, 3, 20),
+        ("Gram", "materialised"),
+    ),
+    "half the weights": Case(
+        lambda w, x: squash(x @ w[:, :20]) + squash(x @ w[:, 20:]),
+        normal(20, 60),
+        normal(N, 4, 20),
+        ("Gram",),
+    ),
+    "overlapping": Case(
+        lambda w, x: squash(x @ w[:, :20]) + squash(x @ w[:, 10:30]),
+        normal(20, 60),
+        normal(N, 4, 20),
+        ("materialised",),
+    ),
+    "part and whole": Case(
+        lambda w, x: squash(x @ w) + squash(x[:, :10] @ w[:10]), normal(20, 60), normal(N, 4, 20)
+    ),
+    "reversed": Case(lambda w, x: squash(x @ w[::-1]), normal(20, 30), normal(N, 3, 20)),
+    "reshaped": Case(
+        lambda w, x: squash(x @ w.reshape(20, 30)) + squash(x @ w.reshape(30, 20).T),
+        normal(600),
+        normal(N, 3, 20),
+    ),
+    "stack by index": Case(through_stack, normal(3, 20, 20), normal(N, 4, 20), ("Gram",)),
+    "concatenated": Case(
+        lambda p, x: squash(x @ jnp.concatenate(p, 1)),
+        [normal(20, 20), normal(20, 25)],
+        normal(N, 4, 20),
+        ("Gram", "Gram"),
+    ),
+    "concatenated inputs": Case(
+        lambda p, x: squash(x @ jnp.concatenate(p)),
+        [normal(15, 20), normal(25, 20)],
+        normal(N, 4, 40),
+        ("Gram", "Gram"),
+    ),
+    "concatenated with itself": Case(
+        lambda w, x: squash(x @ jnp.concatenate([w, w], 1)), normal(20, 20), normal(N, 2, 20)
+    ),
+    # tied weights
+    "tied": Case(
+        lambda w, x: squash(jnp.tanh(x @ w) @ w.T), normal(40, 50), normal(N, 3, 40), ("Gram",)
+    ),
+    "tied square": Case(
+        lambda w, x: squash(jnp.tanh(x @ w) @ w), normal(40, 40), normal(N, 40), ("Gram",)
+    ),
+    "tied embedding": Case(
+        lambda w, i: cross_entropy(jnp.tanh(w[i]) @ w.T, i), normal(90, 60), IDS, ("Gram",)
+    ),
+    # embeddings
+    "embedding": Case(lambda w, i: squash(w[i]), TABLE, IDS, ("Gram",)),
+    "embedding of one": Case(lambda w, i: squash(w[i]), TABLE, IDS[:, 0]),
+    "embedding, clipped": Case(
+        lambda w, i: squash(jnp.take(w, i, axis=0, mode="clip")), TABLE, IDS + 45, ("Gram",)
+    ),
+    "embedding, filled": Case(
+        lambda w, i: squash(jnp.take(w, i, axis=0, mode="fill", fill_value=0)),
+        TABLE,
+        IDS + 45,
+        ("Gram",),
+    ),
+    "embedding, from the end": Case(lambda w, i: squash(w[i]), TABLE, IDS - 50, ("Gram",)),
+    "embedding along columns": Case(lambda w, i: squash(w[:, i]), TABLE, IDS[:, :3], ("Gram",)),
+    "one-hot": Case(lambda w, i: squash(jax.nn.one_hot(i, 50) @ w), TABLE, IDS, ("Gram",)),
+    "window of a table": Case(
+        lambda w, i: squash(lax.dynamic_slice(w, (i[0], 0), (3, 30))), TABLE, IDS, ("fallback",)
+    ),
+    "expert": Case(lambda w, x: squash(x @ w[jnp.argmax(x[:4])]), normal(4, 20, 30), normal(N, 20)),
+    # entries, and what depends on parameters alone
+    "bias and scale": Case(
+        lambda p, x: squash(x * p[0] + p[1]),
+        [normal(6), normal(6)],
+        normal(N, 9, 6),
+        ("materialised", "materialised"),
+    ),
+    "one more than": Case(lambda w, x: squash(x * (1 + w)), normal(6), normal(N, 9, 6)),
+    "threshold": Case(
+        lambda w, x: squash(jnp.maximum(x, w)), normal(6), normal(N, 9, 6), ("fallback",)
+    ),
+    "normalised": Case(
+        lambda w, x: squash(x @ (w / jnp.linalg.norm(w, axis=0))),
+        normal(20, 30),
+        normal(N, 4, 20),
+        ("materialised",),
+    ),
+    "low rank": Case(
+        lambda p, x: squash(x @ (p[0] + p[1] @ p[2])),
+        [normal(20, 30), normal(20, 2), normal(2, 30)],
+        normal(N, 4, 20),
+    ),
+    "regularised": Case(
+        lambda w, x: squash(x @ w) + 0.1 * jnp.sum(w**2),
+        normal(20, 30),
+        normal(N, 4, 20),
+        ("fallback",),
+    ),
+    "output": Case(lambda w, x: w[0] + jnp.sum(x), jnp.ones(3), normal(N, 6)),
+    "unused": Case(
+        lambda p, x: squash(x @ p[0]),
+        [normal(20, 30), normal(3, 3)],
+        normal(N, 20),
+        ("outer product", "unused"),
+    ),
+    "stopped": Case(
+        lambda w, x: squash(x @ lax.stop_gradient(w)) + squash(x @ w),
+        normal(20, 30),
+        normal(N, 20),
+        ("outer product",),
+    ),
+    "decided by a weight": Case(
+        lambda w, x: jnp.where(jnp.sum(w) > 0, 1.0, 2.0) * squash(x @ w),
+        normal(40, 50),
+        normal(N, 3, 40),
+        ("Gram",),
+    ),
+}

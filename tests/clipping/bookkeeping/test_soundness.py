@@ -1,0 +1,176 @@
+"""Norms are never too small: in half precision, where Gram matrices cancel, at any magnitude."""
+
+import re
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lsdp as lsdp
+from optax_lsdp.clipping.bookkeeping._grams import Factors, squared_norms
+from tests.clipping.bookkeeping import losses, structures
+
+CASES = losses.LOSSES | structures.LOSSES
+SLACK = 1 + 1e-6
+
+
+def contributions(case, params, batch, clip_norm):
+    """Return the norm of what each example alone adds to the sum, in float64."""
+    grad = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=clip_norm))
+    for i in range(len(jax.tree.leaves(batch)[0])):
+        total = grad(params, batch, jnp.arange(losses.N) == i)
+        leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(total)]
+        yield np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "name",
+    ["row", "rows", "many rows", "tied", "concatenated", "2-d", "recurrent", "layers in a scan"],
+)
+def test_no_contribution_exceeds_the_clip_norm_in_any_dtype(name, dtype):
+    case = CASES[name]
+
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    with jax.numpy_dtype_promotion("standard"):
+        lengths = list(contributions(case, cast(case.params), cast(case.batch), 0.01))
+    assert max(lengths) <= 0.01 * SLACK
+    assert min(lengths) >= 0.01 * 0.99
+
+
+def test_parameters_cast_inside_of_the_loss_are_summed_in_float32():
+    case = CASES["rows"]
+
+    def half(w, x):
+        return case.loss(w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+    total = jax.jit(lsdp.clipped_grad(half, clip_norm=1e6))(case.params, case.batch).value
+    expected = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=1e6))(case.params, case.batch).value
+    assert total.dtype == jnp.float32
+    np.testing.assert_allclose(total, expected, atol=0.05 * np.abs(expected).max())
+
+
+def cancelling_rows(height, width, seed=0):
+    """Return factors whose terms cancel but for a hundred-thousandth: aᵀg = 1e-5·(rest)."""
+    rng = np.random.default_rng(seed)
+    a = np.repeat(rng.normal(size=(height // 2, width)), 2, axis=0)
+    g = np.repeat(rng.normal(size=(height // 2, width)), 2, axis=0)
+    g[1::2] *= -1 + 1e-5 * rng.normal(size=(height // 2, 1))
+    return a.astype(np.float32), g.astype(np.float32)
+
+
+def test_a_naive_gram_norm_comes_out_too_small_and_ours_does_not():
+    too_small = 0
+    for seed in range(20):
+        a, g = cancelling_rows(64, 512, seed)
+        naive = np.sum((a @ a.T) * (g @ g.T))
+        exact = np.linalg.norm(a.astype(np.float64).T @ g.astype(np.float64)) ** 2
+        too_small += bool(naive < exact * (1 - 1e-3))
+        values, slack = jax.jit(squared_norms)([[Factors(a[None, None], g[None, None])]])
+        assert values[0] + slack[0] >= exact
+    assert too_small > 3
+
+
+def test_cancelling_gradients_are_formed_so_that_none_is_clipped_too_much():
+    a, g = zip(*(cancelling_rows(8, 40, seed) for seed in range(losses.N)), strict=True)
+    batch = (jnp.stack(a), jnp.stack(g))
+
+    def loss(w, example):
+        return jnp.vdot(example[0] @ w, example[1])
+
+    params = jnp.zeros((40, 40))
+    (row,) = lsdp.explain_clipping(loss, params, jax.tree.map(lambda x: x[0], batch)).rows
+    assert row.rule == "Gram"
+    private, _ = jax.jit(lsdp.value_and_clipped_grad(loss, clip_norm=1e-4))(params, batch)
+    pairs = zip(*(np.asarray(x, np.float64) for x in batch), strict=True)
+    exact = [np.linalg.norm(x.T @ y) for x, y in pairs]
+    np.testing.assert_allclose(private.norms, exact, rtol=0.02)  # itself rounded: 1e-5 of terms
+    case = losses.Case(loss, params, batch)
+    lengths = list(contributions(case, params, batch, 1e-4))
+    assert max(lengths) <= 1e-4 * SLACK
+    assert min(lengths) >= 1e-4 * 0.995
+
+
+@pytest.mark.parametrize("name", ["row", "rows", "2-d", "layers in a scan, rows", "embedding"])
+@pytest.mark.parametrize("exponent", [-25, 25])
+def test_gradients_of_any_magnitude_have_a_norm(name, exponent):
+    case = CASES[name]
+    scale = np.float32(10.0**exponent)
+
+    def scaled(params, example):
+        return scale * case.loss(params, example)
+
+    clip_norm = 0.01 * float(scale)
+    grad = jax.jit(lsdp.value_and_clipped_grad(scaled, clip_norm=clip_norm))
+    ordinary = jax.jit(lsdp.value_and_clipped_grad(case.loss, clip_norm=0.01))
+    (private, total), (expected, sums) = (f(case.params, case.batch) for f in (grad, ordinary))
+    np.testing.assert_allclose(private.norms / scale, expected.norms, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(sums), strict=True):
+        np.testing.assert_allclose(leaf / scale, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize(
+    ("name", "ordinary"), [("rows", 1), ("row", 1), ("many rows", 1), ("tied", 3), ("2-d, Gram", 0)]
+)
+def test_products_that_enter_a_norm_or_the_sum_are_not_rounded(platform, name, ordinary):
+    case = CASES[name]
+    grad = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=1.0))
+    program = jax.export.export(grad, platforms=[platform])(case.params, case.batch).mlir_module()
+    products = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    rounded = [line for line in products if not re.search(r"HIGHEST, HIGHEST", line)]
+    # The loss's own: forward, and backward to the operand of a second product.
+    assert len(rounded) == ordinary
+    assert len(products) > ordinary
+
+
+def test_losses_that_hand_examples_out_are_refused():
+    mixing = jax.custom_batching.custom_vmap(lambda x: x)
+    mixing.def_vmap(lambda size, batched, x: (x - x.mean(axis=0), True))
+
+    def printing(w, x):
+        jax.debug.print("{}", x)
+        return jnp.vdot(w, x)
+
+    def calling(w, x):
+        return jnp.vdot(w, jax.pure_callback(lambda x: x, x, x))
+
+    for engine in ("bookkeeping", "vmap"):
+        for loss in (lambda w, x: jnp.vdot(w, mixing(x)), printing, calling):
+            with pytest.raises(ValueError, match="must keep each example to itself"):
+                lsdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(jnp.ones(3), jnp.ones((2, 3)))
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_losses_that_look_across_shards_are_refused(engine, check_vma):
+    mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def centred(w, x):
+        return jnp.vdot(w, x - jax.lax.pmean(x, "shards"))
+
+    grad = lsdp.clipped_grad(centred, clip_norm=1.0, engine=engine)
+    specs = dict(in_specs=(jax.P(), jax.P("shards")), out_specs=jax.P("shards"))
+    run = jax.shard_map(grad, mesh=mesh, check_vma=check_vma, **specs)
+    with pytest.raises(ValueError, match="across the shards"):
+        run(jnp.ones(3), jnp.ones((8, 3)))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("name", ["rows", "row", "2-d", "tied embedding", "layers in a scan"])
+def test_a_sharded_batch_gives_the_same_sum(kind, name):
+    case = CASES[name]
+    batch = jnp.concatenate([case.batch, case.batch])[:8]
+    grad = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.3))
+    expected = grad(case.params, batch)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(batch, jax.NamedSharding(mesh, jax.P("data")))
+        params = jax.device_put(case.params, jax.NamedSharding(mesh, jax.P()))
+        total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.3))(params, sharded)
+    for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-5)
