@@ -31,6 +31,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
+	$(BIN)/python -m benchmarks.clipping
 	$(BIN)/python -m benchmarks.steps
 	$(BIN)/python -m benchmarks.accounting
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json

@@ -4,7 +4,9 @@ Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md belongs to the ta
 """
 
 import json
+import math
 import re
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -138,11 +140,115 @@ def draw_accounting() -> None:
     figure.savefig(RESULTS / "accounting.png", dpi=150)
 
 
+PEERS = {
+    "vmap": ("vmap",),
+    "JAX Privacy": ("JAX Privacy", "JAX Privacy, microbatches"),
+    "Optax": ("Optax",),
+}
+
+
+def ratios(way: str, field: str, base: str = "non-private") -> dict[str, float]:
+    """Return how much each model of the zoo takes by a way, compared with another."""
+    models = load("clipping")["models"]
+    return {
+        name: row["ways"][way][field] / row["ways"][base][field]
+        for name, row in models.items()
+        if field in row["ways"][way]
+    }
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """Return the geometric mean."""
+    return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+def clipping() -> str:
+    """Return what clipping costs on the zoo, by every engine and library."""
+    record = load("clipping")
+    time, memory = ratios("bookkeeping", "milliseconds"), ratios("bookkeeping", "temp_megabytes")
+    build = ratios("bookkeeping", "compile_seconds", "vmap")
+    peers = {way: ratios(way, "milliseconds") for ways in PEERS.values() for way in ways}
+    rows = []
+    for name, row in record["models"].items():
+        best = [min(peers[way].get(name, math.inf) for way in ways) for ways in PEERS.values()]
+        rows.append(
+            [
+                name,
+                str(row["batch"]),
+                f"{row['ways']['non-private']['milliseconds']:.3g} ms",
+                f"**{time[name]:.2f}**",
+                *("fails" if math.isinf(ratio) else f"{ratio:.3g}" for ratio in best),
+                f"{memory[name]:.2f}",
+                f"{build[name]:.2f}",
+            ]
+        )
+    head = ["model", "batch", "non-private", "bookkeeping", *PEERS, "memory", "compile / vmap"]
+    where = record["circumstances"]
+    return (
+        f"{markdown(head, rows)}\n\nTimes as multiples of the non-private gradient's, medians of "
+        f"interleaved rounds on {where['device']},\njax {where['versions']['jax']}; JAX Privacy in "
+        "the better of two settings; memory is XLA's temporary buffers, as a multiple too.\n"
+        f"Bookkeeping: geometric mean **{geometric_mean(time.values()):.2f}**, worst "
+        f"{max(time.values()):.2f}."
+    )
+
+
+def whole_steps() -> str:
+    """Return the time of whole steps, beside PyTorch and Opacus."""
+    steps = load("clipping")["steps"]
+    ways = ["JAX", "optax_lsdp", "PyTorch", "Opacus", "Opacus, ghost"]
+    rows = [[name, *(f"{row[way]:.3g} ms" for way in ways)] for name, row in steps.items()]
+    head = ["whole step", "JAX, not private", "optax_lsdp", "PyTorch, not private", *ways[3:]]
+    return markdown(head, rows)
+
+
+def draw_clipping() -> None:
+    """Draw the cost of clipping by every library, and its growth."""
+    from matplotlib.figure import Figure
+
+    record = load("clipping")
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=[1.7, 1])
+    names = list(record["models"])
+    looks = {"bookkeeping": ("o", "#c1121f"), "vmap": ("s", "#2a6f97")}
+    looks |= {"JAX Privacy": ("D", "#8ecae6"), "Optax": ("^", "#9a8c98")}
+    for way, (marker, color) in looks.items():
+        found = [ratios(w, "milliseconds") for w in PEERS.get(way, (way,))]
+        costs = [min(part.get(name, math.nan) for part in found) for name in names]
+        left.plot(costs, range(len(names)), marker, color=color, label=way, markersize=6)
+    left.axvline(1, color="black", lw=0.8)
+    left.set_xscale("log")
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xlabel("time / time of the non-private gradient")
+    left.grid(axis="x", alpha=0.3)
+    for way, (marker, color) in list(looks.items())[:2]:
+        rows = [row for row in record["growth"] if row["width"] == 1024 and way in row["ways"]]
+        rows = [row for row in rows if "milliseconds" in row["ways"][way]]
+        sizes = [row["batch"] for row in rows]
+        costs = [
+            row["ways"][way]["milliseconds"] / row["ways"]["non-private"]["milliseconds"]
+            for row in rows
+        ]
+        right.plot(sizes, costs, marker + "-", color=color)
+    right.axhline(1, color="black", lw=0.8)
+    right.set_xscale("log", base=2)
+    right.set_yscale("log")
+    right.set_xlabel("batch size (MLP 784-1024-1024-10)")
+    right.grid(alpha=0.3)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(RESULTS / "clipping.png", dpi=150)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "claim": claim,
     "demo": demo,
     "steps": steps,
     "accounting": accounting,
+    "clipping": clipping,
+    "whole steps": whole_steps,
 }
 
 
@@ -159,6 +265,7 @@ def fill(text: str) -> str:
 def main() -> None:
     """Fill README.md, and draw its figures."""
     draw_accounting()
+    draw_clipping()
     path = ROOT / "README.md"
     path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
 

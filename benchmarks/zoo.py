@@ -216,10 +216,21 @@ def _tokens(size: int, length: int) -> jax.Array:
     return jax.random.randint(jax.random.key(1), (size, length), 0, VOCABULARY)
 
 
+WIDTHS = [256, 1024, 2048]
+
+
+def mlp(widths: tuple[int, ...], size: int) -> Model:
+    """Return a classifier of MNIST-shaped images with dense layers of these widths."""
+    return _classifier(Dense(widths), _images(size, 28, 1))
+
+
 ZOO: dict[str, Callable[[int | None], Model]] = {
-    "softmax regression": lambda n: _classifier(Dense((10,)), _images(n or 128, 28, 1)),
-    "MLP": lambda n: _classifier(Dense((1024, 1024, 10)), _images(n or 256, 28, 1)),
+    "softmax regression": lambda n: mlp((10,), n or 128),
+    "MLP": lambda n: mlp((1024, 1024, 10), n or 256),
     "MNIST CNN": lambda n: _classifier(MnistCNN(), _images(n or 256, 28, 1)),
+    "MNIST CNN, slices": lambda n: _classifier(
+        MnistCNN(pool=max_pool_by_slices), _images(n or 256, 28, 1)
+    ),
     "CIFAR-10 CNN": lambda n: _classifier(CifarCNN(), _images(n or 64, 24, 3)),
     "ResNet": lambda n: _classifier(ResNet(), _images(n or 32, 32, 3)),
     "separable CNN": lambda n: _classifier(SeparableCNN(), _images(n or 32, 32, 3)),

@@ -1,0 +1,1 @@
+"""Measurements: each script writes results/<script>.json, from which report.py fills README."""

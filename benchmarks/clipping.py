@@ -1,0 +1,159 @@
+"""What clipping costs: the zoo by every engine and library, in interleaved runs.
+
+Every model's result is written as soon as it is there; a run that was interrupted goes on.
+`--models` names those to measure anew. Peers are used where they are installed (`pip install
+jax-privacy opacus`); what fails is recorded with its message.
+"""
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from tqdm import tqdm
+
+import optax_lsdp as lsdp
+from benchmarks import _peers, _timing
+from benchmarks.report import RESULTS
+from benchmarks.zoo import WIDTHS, ZOO, Model, mlp
+
+SLOW = 5.0  # seconds of a single call beyond which a way is timed once
+
+
+def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """Return every way to a gradient, made when it is asked for: a peer may be missing."""
+    return {
+        "non-private": partial(_peers.mean_gradient, model),
+        "bookkeeping": lambda: lsdp.clipped_grad(model.loss, clip_norm=1.0),
+        "vmap": lambda: lsdp.clipped_grad(model.loss, clip_norm=1.0, engine="vmap"),
+        "JAX Privacy": partial(_peers.jax_privacy, model),
+        "JAX Privacy, microbatches": partial(_peers.jax_privacy, model, _peers.MICROBATCH),
+        "Optax": partial(_peers.optax_clip, model),
+    }
+
+
+def compiled(function: Callable[..., Any], model: Model) -> tuple[Any, dict[str, float]]:
+    """Return the compiled function, and what compiling took."""
+    jax.clear_caches()
+    start = time.perf_counter()
+    run = jax.jit(function).lower(model.params, model.batch).compile()
+    seconds = time.perf_counter() - start
+    memory = run.memory_analysis()
+    return partial(run, model.params, model.batch), {
+        "compile_seconds": seconds,
+        "temp_megabytes": memory.temp_size_in_bytes / 1e6 if memory else float("nan"),
+    }
+
+
+def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Compile every way, then time all of them in turn for about so many seconds."""
+    runs, rows = {}, {}
+    for name, make in chosen.items():
+        try:
+            runs[name], rows[name] = compiled(make(), model)
+            start = time.perf_counter()
+            jax.block_until_ready(runs[name]())
+            rows[name]["first_seconds"] = time.perf_counter() - start
+        except Exception as error:  # a peer's failure is a result
+            rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+            runs.pop(name, None)
+    for name, milliseconds in time_in_turn(runs, rows, seconds).items():
+        rows[name]["milliseconds"] = milliseconds
+    return rows
+
+
+def time_in_turn(runs: dict[str, Any], rows: dict[str, Any], seconds: float) -> dict[str, float]:
+    """Return medians; ways that are slow take part in fewer rounds."""
+    quick = {name: run for name, run in runs.items() if rows[name]["first_seconds"] < SLOW / 10}
+    total = sum(rows[name]["first_seconds"] for name in quick)
+    rounds = int(min(100, max(7, seconds / max(total, 1e-3))))
+    slow = {name: run for name, run in runs.items() if name not in quick}
+    times = _timing.medians(slow | {"non-private": runs["non-private"]}, 3) if slow else {}
+    return times | _timing.medians(quick, rounds)
+
+
+def whole_steps(name: str, model: Model, seconds: float) -> dict[str, float]:
+    """Return the median time of a step from batch to new parameters, private and not."""
+
+    def step(grad: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[[], Any]:
+        @jax.jit
+        def run(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(grad(params, batch), state, params)
+            return optax.apply_updates(params, updates), state
+
+        return partial(run, model.params, tx.init(model.params), model.batch)
+
+    size = len(jax.tree.leaves(model.batch)[0])
+    private = lsdp.dp_sgd(
+        0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=size, key=jax.random.key(0)
+    )
+    steps = {
+        "JAX": step(_peers.mean_gradient(model), optax.sgd(0.1)),
+        "optax_lsdp": step(lsdp.clipped_grad(model.loss, clip_norm=1.0), private),
+    }
+    try:
+        steps |= _peers.opacus_steps(name.partition(",")[0], model)
+    except ImportError:
+        warnings.warn("Opacus is not installed: its rows are left out.", stacklevel=1)
+    start = time.perf_counter()
+    for run in steps.values():
+        jax.block_until_ready(run())
+    rounds = int(min(100, max(7, seconds / (time.perf_counter() - start))))
+    return _timing.medians(steps, rounds)
+
+
+def growth(sizes: list[int], widths: list[int], seconds: float) -> list[dict[str, Any]]:
+    """Return time and memory of the MLP for each batch size and width."""
+    rows = []
+    for width, size in [(1024, n) for n in sizes] + [(w, 64) for w in widths]:
+        model = mlp((width, width, 10), size)
+        floats = size * sum(leaf.size for leaf in jax.tree.leaves(model.params))
+        names = ["non-private", "bookkeeping"] + (["vmap"] if floats < 3e8 else [])
+        chosen = {name: way for name, way in ways(model).items() if name in names}
+        rows.append({"batch": size, "width": width, "ways": measure(model, chosen, seconds)})
+    return rows
+
+
+def main() -> None:
+    """Measure what is not in the record yet."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=RESULTS / "clipping.json")
+    parser.add_argument("--models", nargs="*", choices=list(ZOO), help="to be measured anew")
+    parser.add_argument("--smoke", action="store_true", help="a model or two, in seconds")
+    args = parser.parse_args()
+    seconds = 0.2 if args.smoke else 6.0
+    known = json.loads(args.output.read_text()) if args.output.exists() else {}
+    record = {key: known.get(key, {}) for key in ("models", "steps", "growth")}
+    names = list(ZOO)[:1] if args.smoke else list(ZOO)
+    again = (
+        args.models if args.models is not None else [n for n in names if n not in record["models"]]
+    )
+    for name in tqdm(again, desc="models"):
+        model = ZOO[name](None)
+        size = len(jax.tree.leaves(model.batch)[0])
+        rows = measure(model, ways(model), seconds)
+        record["models"][name] = {"batch": size, "ways": rows}
+        _timing.write(args.output, record)
+    whole = (
+        []
+        if args.smoke
+        else [n for n in ("MLP", "MNIST CNN", "MNIST CNN, slices") if n not in record["steps"]]
+    )
+    for name in tqdm(whole, desc="whole steps"):
+        record["steps"][name] = whole_steps(name, ZOO[name](None), seconds)
+        _timing.write(args.output, record)
+    if not record["growth"]:
+        record["growth"] = (
+            growth([8], [8], seconds) if args.smoke else growth([32, 128, 512], WIDTHS, seconds)
+        )
+    _timing.write(args.output, record)
+
+
+if __name__ == "__main__":
+    main()

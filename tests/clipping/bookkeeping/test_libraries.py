@@ -1,0 +1,105 @@
+"""Linen, NNX, Equinox and Haiku: bookkeeping sees through each of them, without help."""
+
+import equinox as eqx
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import optax_lsdp as lsdp
+from benchmarks.zoo import ZOO
+
+KEY = jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def _strict_promotion():
+    """Replace the strict one: these libraries promote."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def assert_agreement(loss, params, batch):
+    """Hold both engines to each other where nothing is clipped; return the rules."""
+    grads = [
+        jax.jit(lsdp.value_and_clipped_grad(loss, clip_norm=1e6, engine=engine))
+        for engine in ("bookkeeping", "vmap")
+    ]
+    (private, total), (expected, sums) = (grad(params, batch) for grad in grads)
+    np.testing.assert_allclose(private.norms, expected.norms, rtol=1e-5)
+    for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(sums), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-5 * max(1, float(expected.norms.max())))
+    rows = lsdp.explain_clipping(loss, params, jax.tree.map(lambda x: x[0], batch)).rows
+    return {row.rule for row in rows if np.prod(row.shape) > 600}
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_every_model_of_the_zoo_agrees_with_vmap(name):
+    assert "fallback" not in assert_agreement(*ZOO[name](3))
+
+
+class NnxBlocks(nnx.Module):
+    """Layers in a scan, as NNX makes them."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def make(rngs):
+            return nnx.Linear(32, 32, rngs=rngs)
+
+        self.layers = make(rngs)
+        self.head = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x):
+        """Return four numbers."""
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return self.head(run(x, self.layers))
+
+
+def test_nnx_with_layers_in_a_scan():
+    graph, params = nnx.split(NnxBlocks(nnx.Rngs(0)), nnx.Param)
+
+    def loss(params, x):
+        return jnp.sum(nnx.merge(graph, params)(x) ** 2)
+
+    rules = assert_agreement(loss, params, jax.random.normal(KEY, (4, 32)))
+    assert rules == {"outer product"}
+
+
+def test_equinox():
+    model = eqx.nn.Sequential(
+        [
+            eqx.nn.Conv2d(2, 8, 3, key=KEY),
+            eqx.nn.Lambda(jax.nn.relu),
+            eqx.nn.Lambda(jnp.ravel),
+            eqx.nn.MLP(8 * 36, 5, 64, 2, key=KEY),
+        ]
+    )
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        return jnp.sum(eqx.combine(params, static)(x) ** 2)
+
+    assert assert_agreement(loss, params, jax.random.normal(KEY, (4, 2, 8, 8))) == {"outer product"}
+
+
+def test_haiku():
+    def model(x):
+        core = hk.LSTM(32)
+        states, _ = hk.dynamic_unroll(core, x, core.initial_state(None))
+        attended = hk.MultiHeadAttention(2, 16, w_init=hk.initializers.RandomNormal(0.2))(
+            states, states, states
+        )
+        return hk.Linear(3)(attended.mean(axis=0))
+
+    network = hk.without_apply_rng(hk.transform(model))
+    batch = jax.random.normal(KEY, (4, 5, 24))
+    params = network.init(KEY, batch[0])
+    rules = assert_agreement(lambda p, x: jnp.sum(network.apply(p, x) ** 2), params, batch)
+    assert rules == {"Gram"}
