@@ -23,7 +23,7 @@ from benchmarks import _peers, _timing
 from benchmarks.report import RESULTS
 from benchmarks.zoo import WIDTHS, ZOO, Model, mlp
 
-SLOW = 5.0  # seconds of a single call beyond which a way is timed once
+SLOW = 1.0  # seconds of a call, beyond which a peer is timed three times only
 
 
 def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
@@ -69,13 +69,14 @@ def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, A
 
 
 def time_in_turn(runs: dict[str, Any], rows: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Return medians; ways that are slow take part in fewer rounds."""
-    quick = {name: run for name, run in runs.items() if rows[name]["first_seconds"] < SLOW / 10}
+    """Return medians; peers that are slow take part in the first three rounds alone."""
+    ours = ("non-private", "bookkeeping")
+    slow = {n for n in runs if n not in ours and rows[n]["first_seconds"] > SLOW}
+    quick = {name: run for name, run in runs.items() if name not in slow}
     total = sum(rows[name]["first_seconds"] for name in quick)
-    rounds = int(min(100, max(7, seconds / max(total, 1e-3))))
-    slow = {name: run for name, run in runs.items() if name not in quick}
-    times = _timing.medians(slow | {"non-private": runs["non-private"]}, 3) if slow else {}
-    return times | _timing.medians(quick, rounds)
+    rounds = int(min(100, max(9, seconds / max(total, 1e-3))))
+    peers = {name: runs[name] for name in (*slow, "non-private")}
+    return (_timing.medians(peers, 3) if slow else {}) | _timing.medians(quick, rounds)
 
 
 def whole_steps(name: str, model: Model, seconds: float) -> dict[str, float]:
@@ -127,7 +128,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", choices=list(ZOO), help="to be measured anew")
     parser.add_argument("--smoke", action="store_true", help="a model or two, in seconds")
     args = parser.parse_args()
-    seconds = 0.2 if args.smoke else 6.0
+    seconds = 0.2 if args.smoke else 5.0
     known = json.loads(args.output.read_text()) if args.output.exists() else {}
     record = {key: known.get(key, {}) for key in ("models", "steps", "growth")}
     names = list(ZOO)[:1] if args.smoke else list(ZOO)

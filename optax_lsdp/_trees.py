@@ -64,7 +64,7 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     if not rows:
         return jnp.zeros(leaves[0].shape[:1], dtype)
     largest = jnp.stack([jnp.max(jnp.abs(row), axis=1) for row in rows]).max(axis=0)
-    scale = jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    scale = usable_scale(largest)
 
     def scaled_square(x: jax.Array) -> jax.Array:
         return jnp.square(x / scale[:, None, None])
@@ -72,6 +72,15 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     squares = jnp.stack([_sum_in_blocks(row, scaled_square) for row in rows], axis=1)
     norms = scale * jnp.sqrt(_sum_in_blocks(squares))
     return jnp.where(largest > 0, norms, largest)
+
+
+def usable_scale(largest: jax.Array) -> jax.Array:
+    """Return what to divide by so that nothing exceeds 8: 1 for zeros, and no more than max/8.
+
+    XLA multiplies by the reciprocal, which must not be so small that it is flushed to zero.
+    """
+    most = jnp.asarray(jnp.finfo(largest.dtype).max / 8, largest.dtype)
+    return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))
 
 
 def sums_of_squares(rows: jax.Array) -> tuple[jax.Array, int]:

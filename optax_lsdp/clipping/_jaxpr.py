@@ -34,8 +34,9 @@ def trace(loss_fn: Loss, params: optax.Params, example: Any) -> Program:
     """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
     closed, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
     axes = varying_axes(example) if are_shards_tracked() else set(manual_axes())
-    for equation in _equations(closed.jaxpr):
-        _check_apart(equation, axes)
+    backward = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True))(params, example)
+    for equation in (*_equations(closed.jaxpr), *_equations(backward.jaxpr)):
+        _check_apart(equation, axes)  # custom derivatives are only seen in the backward pass
     return Program(closed, jax.tree.structure(shapes))
 
 

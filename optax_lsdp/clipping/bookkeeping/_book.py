@@ -156,6 +156,7 @@ def _to_leaf(scheme: Scheme, use: Use, index: int, gradient: jax.Array) -> jax.A
     sizes = [matrix.split[axis] for axis in matrix.order]
     back = [len(stack) + matrix.order.index(axis) for axis in range(len(matrix.split))]
     moved = gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
+    moved = moved.astype(wide_dtype(leaves[index]))
     if weight.view is not None:
         shape = (*stack, *(size for size, _ in weight.view.axes))
         (result,) = jax.linear_transpose(weight.show, widen(leaves[index]))(moved.reshape(shape))
@@ -168,13 +169,19 @@ def _to_leaf(scheme: Scheme, use: Use, index: int, gradient: jax.Array) -> jax.A
     return widen(pull(moved.reshape(value.shape).astype(value.dtype))[0])
 
 
-def leaf_sum(book: Book, scheme: Scheme, index: int, factors: jax.Array) -> jax.Array:
-    """Return Σᵢ cᵢ gᵢ of a leaf, from factors alone."""
+def leaf_sum(
+    book: Book,
+    scheme: Scheme,
+    index: int,
+    factors: jax.Array,
+    scales: tuple[jax.Array, ...] = (),
+) -> jax.Array:
+    """Return Σᵢ cᵢ gᵢ of a leaf, from factors alone; `scales` as in `weighted_sum`."""
     leaf = scheme.leaves[index]
     total = jnp.zeros(leaf.shape, wide_dtype(leaf))
     for use in chain.from_iterable(scheme.plans[index].parts):
         inputs = scheme.sites[use.path].pieces[use.piece].matrix.shape[1]
-        weighted = weighted_sum(use_factors(book, scheme, use), factors, inputs)
+        weighted = weighted_sum(use_factors(book, scheme, use), factors, inputs, scales)
         total = total + _to_leaf(scheme, use, index, weighted)
     return total
 

@@ -22,6 +22,7 @@ from optax_lsdp.clipping.bookkeeping._book import (
     leaf_sum,
 )
 from optax_lsdp.clipping.bookkeeping._grams import (
+    factor_scales,
     outer_norms,
     outer_squares,
     product,
@@ -38,6 +39,7 @@ from optax_lsdp.clipping.bookkeeping._norms import (
 )
 
 Sums = dict[int, jax.Array]
+Scales = dict[int, tuple[jax.Array, jax.Array]]  # of a and g, to divide them by
 
 
 def clip_by_bookkeeping(
@@ -70,41 +72,50 @@ def clip_by_bookkeeping(
     squares |= {index: squared_norms(leaf_factors(book, scheme, index)) for index in grams}
 
     counted = jnp.ones(outputs[0].shape, bool) if mask is None else mask
-    totals = group_squares(squares, groups, jnp.zeros(counted.shape, wide_dtype(*scheme.leaves)))
+    dtype = wide_dtype(*scheme.leaves, *jax.tree.leaves(book))
+    totals = group_squares(squares, groups, jnp.zeros(counted.shape, dtype))
     finite = jnp.stack([jnp.isfinite(values) for values, _ in totals.values()]).all(axis=0)
-    # If the loss is not finite either, the example is broken, however it is computed.
-    broken = ~finite & ~jnp.isfinite(outputs[0])
-    settled = are_certain(totals, groups, style) | broken | ~counted
+    settled = are_certain(totals, groups, style) | ~counted
     # Gram leaves are summed without selection, and 0 · NaN is NaN.
     safe = (settled & finite if grams else settled).all()
 
-    def quickly(book: Book, rows: Sums) -> tuple[Clipping, Sums]:
+    def quickly(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
         del rows
         clipping = clip_quickly(totals, groups, style, counted & finite)
         weights = {index: clipping.factors[groups[index].path] for index in grams}
-        return clipping, {i: leaf_sum(book, scheme, i, w) for i, w in weights.items()}
+        scales = {index: (jnp.ones(counted.shape, dtype),) * 2 for index in outer}
+        return clipping, scales, {i: leaf_sum(book, scheme, i, w) for i, w in weights.items()}
 
-    def carefully(book: Book, rows: Sums) -> tuple[Clipping, Sums]:
+    def carefully(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
         lengths = {index: outer_norms(leaf_factors(book, scheme, index)) for index in outer}
         rounding = max((length.rounding for length in lengths.values()), default=0.0)
 
         def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
             book, rows, lengths = entry
             formed = one_value({index: leaf_gradients(book, scheme, index) for index in grams})
-            clipping = clip_carefully(rows | formed, lengths, rounding, groups, style, counted)
+            columns = {index: length[:, None] for index, length in lengths.items()}
+            columns |= {index: flat(row) for index, row in (rows | formed).items()}
+            columns = {index: column.astype(dtype) for index, column in columns.items()}
+            clipping = clip_carefully(columns, rounding, groups, style, counted)
             sums = {i: _weighted(x, clipping.factors[groups[i].path]) for i, x in formed.items()}
             return clipping, sums
 
         entry = (book, rows, {index: length.values for index, length in lengths.items()})
-        return clip(entry, counted) if not grams else _one_by_one(clip, entry, counted)
+        clipping, sums = _one_by_one(clip, entry, counted) if grams else clip(entry, counted)
+        factors = {index: leaf_factors(book, scheme, index) for index in outer}
+        scales = {index: factor_scales(parts) for index, parts in factors.items()}
+        return clipping, jax.tree.map(lambda x: x.astype(dtype), scales), sums
 
-    clipping, sums = jax.lax.cond(safe, quickly, carefully, book, rows)
+    clipping, scales, sums = jax.lax.cond(safe, quickly, carefully, book, rows)
     for index, group in enumerate(groups):
         weights = clipping.factors[group.path]
         if index in rows:
             sums[index] = _weighted(rows[index], weights)
+        elif index in outer:
+            selected = _selected(book, weights > 0)
+            sums[index] = leaf_sum(selected, scheme, index, weights, scales[index])
         elif index not in grams:
-            sums[index] = leaf_sum(_selected(book, weights > 0), scheme, index, weights)
+            sums[index] = jnp.zeros_like(scheme.leaves[index], wide_dtype(scheme.leaves[index]))
     total = [sums[index] for index in range(len(groups))]
     return outputs, clipping.norms, jax.tree.unflatten(jax.tree.structure(params), total)
 

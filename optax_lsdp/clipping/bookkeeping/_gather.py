@@ -40,12 +40,13 @@ def _rows(
     offsets = equation.params["dimension_numbers"].offset_dims
     kept = [i for i in range(cotangent.ndim) if i not in offsets]
     g = cotangent.transpose([*kept, *offsets])
-    ids = indices.reshape(1, -1).astype(jnp.int32)
-    inside = (ids >= 0) & (ids < size)
+    ids = indices.reshape(1, -1)
+    last = jnp.asarray(size - 1, ids.dtype) if size - 1 <= jnp.iinfo(ids.dtype).max else None
+    inside = ids >= 0 if last is None else (ids >= 0) & (ids <= last)
     if equation.params["mode"] == GatherScatterMode.CLIP:
-        ids = jnp.clip(ids, 0, size - 1)
+        ids = jnp.maximum(ids if last is None else jnp.minimum(ids, last), 0).astype(jnp.int32)
     else:  # what lies outside of the table was filled in, and moves nothing
-        ids = jnp.where(inside, ids, -1)
+        ids = jnp.where(inside, jnp.where(inside, ids, 0).astype(jnp.int32), -1)
     return ids, g.reshape(1, ids.shape[1], -1)
 
 

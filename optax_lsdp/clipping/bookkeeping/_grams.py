@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, wide_dtype
+from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, usable_scale, wide_dtype
 
 EXACT = jax.lax.Precision.HIGHEST  # accelerators round the operands of products otherwise
 _LONGEST = 1024  # entries that one product adds up: fewer tighten the bound, more are faster
@@ -97,7 +97,22 @@ def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
         lengths.append(length)
         rounding = max(rounding, rounded)
     eps = float(jnp.finfo(lengths[0].dtype).eps)
-    return Lengths(row_norms(lengths), rounding + norm_rounding(lengths) + eps)
+    scaling = 4 * eps  # of what is summed, by `factor_scales`
+    return Lengths(row_norms(lengths), rounding + norm_rounding(lengths) + scaling)
+
+
+def factor_scales(parts: Sequence[Sequence[Factors]]) -> tuple[jax.Array, jax.Array]:
+    """Return the largest entries of a and of g, (n,), or what to divide by instead of them."""
+
+    def largest(items: list[jax.Array]) -> jax.Array:
+        kept = [x for x in items if not _is_units(x)]
+        if not kept:
+            return jnp.ones(len(items[0]), wide_dtype(items[0]))
+        dtype = wide_dtype(*kept)
+        sizes = [jnp.max(jnp.abs(x.astype(dtype)), axis=(1, 2, 3)) for x in kept]
+        return usable_scale(jnp.stack(sizes).max(axis=0))
+
+    return largest([part.a for (part,) in parts]), largest([part.g for (part,) in parts])
 
 
 def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
@@ -193,10 +208,23 @@ def gradients(part: Factors, inputs: int) -> jax.Array:
     return product("nbtp,nbtq->nbpq", a, g)
 
 
-def weighted_sum(part: Factors, weights: jax.Array, inputs: int) -> jax.Array:
-    """Return Σᵢ wᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs), the product of ordinary training."""
+def weighted_sum(
+    part: Factors, weights: jax.Array, inputs: int, scales: tuple[jax.Array, ...] = ()
+) -> jax.Array:
+    """Return Σᵢ wᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs), the product of ordinary training.
+
+    With scales, a and g are divided by these first, and wᵢ multiplied, so that none is lost.
+    """
     a, g = part
     dtype = wide_dtype(g)
+    if scales:
+        low, high = jnp.minimum(*scales), jnp.maximum(*scales)
+        weights = weights * high * low
+        weights = jnp.where(jnp.isfinite(weights), weights, jnp.zeros_like(weights))
+        a, g = (
+            x if _is_units(x) else x.astype(dtype) / scale.astype(dtype)[:, None, None, None]
+            for x, scale in zip(part, scales, strict=True)
+        )
     column = weights.astype(dtype)[:, None, None, None]
     if _is_units(a):
         rows = column * g.astype(dtype)

@@ -92,8 +92,7 @@ def clip_quickly(
 
 
 def clip_carefully(
-    rows: Mapping[int, jax.Array],
-    lengths: Mapping[int, jax.Array],
+    columns: Mapping[int, jax.Array],
     rounding: float,
     groups: list[Group],
     style: ClipStyle,
@@ -102,19 +101,16 @@ def clip_carefully(
     """Return norms and factors, scaled so that no square is lost.
 
     Args:
-        rows: gradients of the leaves, by their number: (n, …).
-        lengths: norms of the gradients of the other leaves, (n,).
-        rounding: how far below the truth these may be, relatively.
+        columns: by the number of the leaf, (n, k): gradients, or norms of gradients.
+        rounding: how far below the truth the latter may be, relatively.
         groups: the group of each leaf.
         style: as in `clipped_grad`.
         counted: (n,), False where masked.
     """
     norms, factors = {}, {}
-    columns = {index: length[:, None] for index, length in lengths.items()}
-    columns |= {index: flat(row) for index, row in rows.items()}
     dtype = wide_dtype(*columns.values())
     for path, members in _members(groups).items():
-        parts = [columns[index].astype(dtype) for index in members if index in columns]
+        parts = [columns[index] for index in members if index in columns]
         vectors = jnp.concatenate([jnp.zeros((len(counted), 1), dtype), *parts], axis=1)
         norms[path], limit = row_norms([vectors]), dict(groups)[path]
         rounded = norm_rounding([vectors]) + rounding

@@ -142,7 +142,8 @@ def _disjoint_parts(
             return None
         blocks, inputs, outputs = views
         stack = [axis for _, axis in weight.sliced]
-        frame = [sorted(merged([*stack, *blocks.axes])), merged(inputs.axes), merged(outputs.axes)]
+        # The order of blocks counts: they are paired by their place.
+        frame = [merged([*stack, *blocks.axes]), merged(inputs.axes), merged(outputs.axes)]
         entire = View((*stack, *weight.view.axes), weight.view.offset)
         for other, other_frame, members in parts:
             swapped = [frame[0], frame[2], frame[1]]

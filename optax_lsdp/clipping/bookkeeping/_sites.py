@@ -7,8 +7,11 @@ and is left to automatic differentiation: nothing can be overlooked, only be slo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from optax_lsdp.clipping._jaxpr import ClosedJaxpr, Equation, is_literal, shape_of
 from optax_lsdp.clipping.bookkeeping._conv import convolution
@@ -180,9 +183,21 @@ def _site(
         return None
     place = places[0]
     matrix, weight = rule.matrix(equation, place), weights[place]
-    if matrix is None or weight is None:
+    if matrix is None or weight is None or not _is_real(equation, place, rule):
         return None
     return Site(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule))
+
+
+def _is_real(equation: Equation, place: int, rule: Rule) -> bool:
+    """Tell whether all that enters the factors holds real numbers, at least one each."""
+    kept = equation.invars[rule.kept(equation, place)]
+    atoms: list[Any] = [
+        equation.invars[place],
+        equation.outvars[0],
+        *([] if rule.units else [kept]),
+    ]
+    real = all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in atoms)
+    return real and all(math.prod(shape_of(atom)) for atom in (*atoms, kept))
 
 
 def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:

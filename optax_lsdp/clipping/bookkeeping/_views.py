@@ -33,6 +33,8 @@ def reshaped(view: View, shape: Sequence[int]) -> View | None:
     """Return the view in another shape, or None if no strides describe it."""
     axes: list[Axis] = []
     left = merged(view.axes)
+    if 0 in shape:
+        return None
     for size in reversed([size for size in shape if size != 1]):
         if not left or left[-1][0] % size:
             return None

@@ -60,7 +60,7 @@ def parameter(index: int, view: View) -> Weight:
 
 def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
     """Return the outputs of an equation all of whose inputs are weights."""
-    loops = sorted({loop for weight in inputs for loop in weight.sliced})
+    loops = sorted({depth: axis for weight in inputs for depth, axis in weight.sliced}.items())
 
     run = partial(_run, equation)
     for depth, _ in reversed(loops):
@@ -89,7 +89,7 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
         pieces = tuple(inputs)
 
     def output(place: int, atom: Any) -> Weight:
-        moves = jnp.issubdtype(atom.aval.dtype, jnp.floating)  # integers have no gradient
+        moves = jnp.issubdtype(atom.aval.dtype, jnp.inexact)  # integers have no gradient
         return Weight(
             leaves if moves else frozenset(),
             lambda leaves, made: build(leaves, made)[place],
@@ -113,4 +113,4 @@ def slice_of(weight: Weight, loop: Loop) -> Weight:
     if weight.view is not None:
         axis, *inner = weight.view.axes
         view = View(tuple(inner), weight.view.offset)
-    return weight._replace(view=view, sliced=(*weight.sliced, (loop.depth, axis)))
+    return weight._replace(view=view, sliced=(*weight.sliced, (loop.depth, axis)), pieces=())

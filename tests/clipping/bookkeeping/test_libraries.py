@@ -35,7 +35,12 @@ def assert_agreement(loss, params, batch):
     return {row.rule for row in rows if np.prod(row.shape) > 600}
 
 
-@pytest.mark.parametrize("name", list(ZOO))
+QUICK = ("softmax regression", "MLP", "MNIST CNN", "LSTM")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ZOO]
+)
 def test_every_model_of_the_zoo_agrees_with_vmap(name):
     assert "fallback" not in assert_agreement(*ZOO[name](3))
 

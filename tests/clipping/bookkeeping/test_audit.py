@@ -1,0 +1,165 @@
+"""What an audit of the engine found: each once gave a wrong norm, a wrong sum or an error."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import optax_lsdp as lsdp
+from optax_lsdp._trees import row_norms
+from tests.clipping.bookkeeping.losses import normal
+
+N = 4
+
+
+def lora_in_scan(p, x):
+    def layer(h, q):
+        return jnp.tanh(h @ (q["w"] + q["a"] @ q["b"])), None
+
+    return jnp.sum(lax.scan(layer, x, p)[0])
+
+
+def two_orders_of_blocks(w, e):
+    x, s = e
+    one = lax.dot_general(x, w, (((2,), (1,)), ((0, 1), (0, 2))))
+    other = lax.dot_general(x.transpose(1, 0, 2), w, (((2,), (1,)), ((0, 1), (2, 0))))
+    return jnp.sum(one * s) + jnp.sum(other * s.transpose(1, 0, 2))
+
+
+def over_concatenation(p, x):
+    return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.concatenate(p))[0])
+
+
+def clipped_lookup(w, i):
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    rows = lax.gather(w, i[:, None], numbers, (1, 30), mode="clip")
+    return jnp.sum(jnp.tanh(rows) * jnp.arange(30.0))
+
+
+CASES = {
+    "two orders of blocks": (
+        two_orders_of_blocks,
+        normal(4, 24, 5, 24),
+        (normal(N, 4, 5, 24), normal(N, 4, 5, 24)),
+    ),
+    "complex": (lambda w, x: jnp.sum(jnp.abs(jnp.fft.fft(w)) * x), normal(9), normal(N, 9)),
+    "complex product": (
+        lambda p, x: jnp.sum(jnp.abs(x @ lax.complex(*p))),
+        [normal(9, 30)] * 2,
+        lax.complex(normal(N, 9), normal(N, 9)),
+    ),
+    "infinite loss": (lambda w, x: jnp.sum((x @ w) ** 2), 1e20 * normal(30, 40), normal(N, 30)),
+    "unsigned ids": (
+        clipped_lookup,
+        normal(50, 30),
+        jnp.full((N, 3), 2**31 + 7, jnp.uint32),
+    ),
+    "small ids": (
+        lambda w, i: jnp.sum(jnp.tanh(w[i])),
+        normal(300, 30),
+        jnp.ones((N, 3), jnp.uint8),
+    ),
+    "low rank in a scan": (
+        lora_in_scan,
+        {"w": normal(3, 30, 30), "a": normal(3, 30, 2), "b": normal(3, 2, 30)},
+        normal(N, 30),
+    ),
+    "scan of a concatenation": (
+        over_concatenation,
+        [normal(2, 30, 30), normal(1, 30, 30)],
+        normal(N, 30),
+    ),
+    "integers times floats": (
+        lambda w, x: jnp.sum(
+            jnp.tanh(
+                lax.dot_general(x, w, (((0,), (0,)), ((), ())), preferred_element_type="float32")
+            )
+        ),
+        normal(30, 40),
+        jnp.ones((N, 30), jnp.int8),
+    ),
+    "no rows": (lambda w, x: jnp.sum(x[:0] @ w) + jnp.sum(x @ w), normal(30, 40), normal(N, 3, 30)),
+    "no entries": (
+        lambda p, x: jnp.sum(p[0].reshape(-1)) + jnp.sum(x @ p[1]),
+        [jnp.ones((0, 4)), normal(30, 40)],
+        normal(N, 30),
+    ),
+    "large and small": (
+        lambda w, e: jnp.sum((e[0] @ w) * e[1]),
+        jnp.zeros((30, 40)),
+        (1e-25 * normal(N, 30), 1e30 * normal(N, 40)),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "params", "batch"), CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("clip_norm", [1e-10, 1e30])
+def test_it_agrees_with_vmap_now(loss, params, batch, clip_norm):
+    (private, total), (expected, sums) = (
+        jax.jit(lsdp.value_and_clipped_grad(loss, clip_norm=clip_norm, engine=engine))(
+            params, batch
+        )
+        for engine in ("bookkeeping", "vmap")
+    )
+    np.testing.assert_allclose(private.norms, expected.norms, rtol=1e-5)
+    scale = min(clip_norm, float(expected.norms.max()))
+    for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(sums), strict=True):
+        np.testing.assert_allclose(leaf / scale, other / scale, atol=1e-4)
+
+
+@pytest.mark.parametrize("magnitude", [1e-37, 1.0, 8e37, 1.5e38])
+def test_a_row_has_a_norm_up_to_the_largest_float(magnitude):
+    norms = jax.jit(lambda x: row_norms([x]))(jnp.full((1, 4), magnitude))
+    np.testing.assert_allclose(norms, 2 * magnitude, rtol=1e-6)
+
+
+def test_an_outer_product_of_huge_cotangents_is_clipped():
+    def loss(p, e):
+        x, s = e
+        return jnp.sum((x[0] @ p[0]) * s[0]) + jnp.sum((x[1] @ p[1]) * s[1])
+
+    params = [jnp.zeros((30, 40)), jnp.zeros((30, 40))]
+    x = jnp.stack([jnp.full((1, 30), 1e-30), jnp.ones((1, 30))], axis=1)
+    s = jnp.stack([jnp.full((1, 40), 1e38), jnp.ones((1, 40))], axis=1)
+    total = jax.jit(lsdp.clipped_grad(loss, clip_norm=1.0))(params, (x, s))
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(total)]
+    assert np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)) <= 1 + 1e-6
+
+
+def test_casts_to_float64_and_back_are_followed():
+    with jax.enable_x64(True):
+        w, x = jnp.asarray(normal(40, 50), "float32"), jnp.asarray(normal(N, 3, 40), "float32")
+
+        def widened(w, x):
+            return jnp.sum(jnp.tanh(x.astype("float64") @ w.astype("float64")))
+
+        def row(w, x):
+            return widened(w, x[0])
+
+        for loss in (widened, row):
+            for params in (w, w.astype("float64")):
+                grads = [
+                    jax.jit(lsdp.clipped_grad(loss, clip_norm=1e6, engine=engine))(params, x).value
+                    for engine in ("bookkeeping", "vmap")
+                ]
+                assert grads[0].dtype == params.dtype
+                np.testing.assert_allclose(*grads, atol=1e-4)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("rule", ["forward", "backward"])
+def test_custom_derivatives_may_not_mix_examples_either(engine, rule):
+    mix = jax.custom_batching.custom_vmap(lambda g: g)
+    mix.def_vmap(lambda size, batched, g: (jnp.broadcast_to(g.sum(0), g.shape), True))
+    hidden = jax.custom_vjp(lambda x: x)
+    if rule == "forward":
+        hidden.defvjp(lambda x: (mix(x), None), lambda residuals, g: (g,))
+    else:
+        hidden.defvjp(lambda x: (x, None), lambda residuals, g: (mix(g),))
+
+    def loss(w, x):
+        return jnp.sum(hidden(x @ w) ** 2)
+
+    with pytest.raises(ValueError, match="must keep each example to itself"):
+        lsdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(normal(3, 4), normal(2, 3))
