@@ -202,6 +202,21 @@ def whole_steps() -> str:
     return markdown(head, rows)
 
 
+def microbatches() -> str:
+    """Return time and memory by microbatches."""
+    record = load("clipping")["microbatches"]
+    base = record["ways"]["non-private"]
+    rows = [
+        [
+            way,
+            f"{row['milliseconds'] / base['milliseconds']:.2f}",
+            f"{row['temp_megabytes'] / base['temp_megabytes']:.2f}",
+        ]
+        for way, row in record["ways"].items()
+    ]
+    return markdown([f"{record['model']}, batch of 32", "time", "memory"], rows)
+
+
 def draw_clipping() -> None:
     """Draw the cost of clipping by every library, and its growth."""
     from matplotlib.figure import Figure
@@ -249,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "accounting": accounting,
     "clipping": clipping,
     "whole steps": whole_steps,
+    "microbatches": microbatches,
 }
 
 

@@ -90,6 +90,11 @@ def test_a_file_is_one_idea_with_a_contract(path):
     assert ast.get_docstring(ast.parse(text)), "a file opens with its contract"
 
 
+def test_one_file_alone_opens_the_door_to_jaxprs():
+    doors = [p for p in FILES if any(n.startswith(("jax.extend", "jax._src")) for n in imports(p))]
+    assert [module_name(path) for path in doors] == ["clipping._jaxpr"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_no_name_says_sigma(path):
     names = {

@@ -36,7 +36,8 @@ class PerExample(NamedTuple):
     Attributes:
         values: (n,) losses; zero where masked.
         norms: (n,) gradient norms before clipping, zero where masked; with a prefix tree of
-            clip norms, a tree of the same structure.
+            clip norms, a tree of the same structure. Those far below the clip norm, which
+            decide nothing, may be coarse.
         aux: what `loss_fn` returned beside its value, with a leading axis of examples;
             meaningless where masked.
     """

@@ -13,6 +13,7 @@ from optax_lsdp.clipping.bookkeeping._views import View, are_disjoint, merged
 
 Kind = Literal["outer product", "Gram", "materialised", "fallback", "unused"]
 _FLOAT_COST = 100  # products in the time in which a float is written and read twice, on a CPU
+_FLOAT_COST_OF_PATCHES = 20  # less, because without gradients patches are made twice
 _BY_ENTRY = {"add", "add_any", "sub", "mul", "div"}  # biases, scales, positions
 
 
@@ -104,7 +105,9 @@ def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
         products = sum(map(_gram_products, dense))
         held = sum(b * t * (p + q) for b, t, p, q in sizes.values())
         # What is formed for the norm serves the sum as well, but it has to be stored and read.
-        if products <= _FLOAT_COST * floats and floats > held:
+        expands = any(site.rule.expands for site, _ in pieces.values())
+        cost = _FLOAT_COST_OF_PATCHES if expands else _FLOAT_COST
+        if products <= cost * floats and floats > held:
             if max(heights) == 1:
                 return LeafPlan("outer product", parts, False, names, products, 0)
             blocks = [sizes[part[0]].blocks for part in bare]
