@@ -197,7 +197,7 @@ def whole_steps() -> str:
     """Return the time of whole steps, beside PyTorch and Opacus."""
     steps = load("clipping")["steps"]
     ways = ["JAX", "optax_lsdp", "PyTorch", "Opacus", "Opacus, ghost"]
-    rows = [[name, *(f"{row[way]:.3g} ms" for way in ways)] for name, row in steps.items()]
+    rows = [[name, *(f"{row[way]:,.0f} ms" for way in ways)] for name, row in steps.items()]
     head = ["whole step", "JAX, not private", "optax_lsdp", "PyTorch, not private", *ways[3:]]
     return markdown(head, rows)
 
@@ -240,6 +240,7 @@ def draw_clipping() -> None:
     for way, (marker, color) in list(looks.items())[:2]:
         rows = [row for row in record["growth"] if row["width"] == 1024 and way in row["ways"]]
         rows = [row for row in rows if "milliseconds" in row["ways"][way]]
+        rows.sort(key=lambda row: row["batch"])
         sizes = [row["batch"] for row in rows]
         costs = [
             row["ways"][way]["milliseconds"] / row["ways"]["non-private"]["milliseconds"]
