@@ -75,7 +75,8 @@ def clip_by_bookkeeping(
     dtype = wide_dtype(*scheme.leaves, *jax.tree.leaves(book))
     totals = group_squares(squares, groups, jnp.zeros(counted.shape, dtype))
     finite = jnp.stack([jnp.isfinite(values) for values, _ in totals.values()]).all(axis=0)
-    settled = are_certain(totals, groups, style) | ~counted
+    broken = ~finite & jnp.isnan(outputs[0])  # however it is computed
+    settled = are_certain(totals, groups, style) | broken | ~counted
     # Gram leaves are summed without selection, and 0 · NaN is NaN.
     safe = (settled & finite if grams else settled).all()
 
@@ -83,7 +84,8 @@ def clip_by_bookkeeping(
         del rows
         clipping = clip_quickly(totals, groups, style, counted & finite)
         weights = {index: clipping.factors[groups[index].path] for index in grams}
-        scales = {index: (jnp.ones(counted.shape, dtype),) * 2 for index in outer}
+        ones = vary(jnp.ones(counted.shape, dtype), varying_axes((book, counted)))
+        scales = {index: (ones, ones) for index in outer}
         return clipping, scales, {i: leaf_sum(book, scheme, i, w) for i, w in weights.items()}
 
     def carefully(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:

@@ -97,7 +97,7 @@ def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
         lengths.append(length)
         rounding = max(rounding, rounded)
     eps = float(jnp.finfo(lengths[0].dtype).eps)
-    scaling = 4 * eps  # of what is summed, by `factor_scales`
+    scaling = 2 * eps  # of what is summed, by `factor_scales`
     return Lengths(row_norms(lengths), rounding + norm_rounding(lengths) + scaling)
 
 
