@@ -17,10 +17,10 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# Ten times the examples of every law, then all tests on the oldest versions that pyproject.toml
+# Optimized code and ten times the examples of every law (see tests/conftest.py), then all tests on the oldest versions that pyproject.toml
 # admits, whose own deprecation warnings are not ours. The last result is kept in tests/full.txt.
 test-full: $(READY) $(OLDEST)/.ready
-	{ $(BIN)/python -m pytest -n 2 -q -m "" --hypothesis-profile=full && \
+	{ FULL=1 $(BIN)/python -m pytest -n 2 -q -m "" && \
 	  $(OLDEST)/bin/python -m pytest -n 2 -q -W default; } 2>&1 \
 	  | tee $(VENV)/full.log
 	grep -E 'passed|failed|error' $(VENV)/full.log | tail -n 2 > tests/full.txt

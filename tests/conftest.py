@@ -1,18 +1,27 @@
-"""Every test runs on eight CPU devices, and no dtype is promoted by accident."""
+"""Every test runs on eight CPU devices, and no dtype is promoted by accident.
+
+Most of a test's time is compiling, so LLVM optimizes nothing (XLA's own passes all run). With
+FULL=1 it does, as for users, and each law is tried on ten times the examples.
+"""
 
 import os
 
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["XLA_FLAGS"] = " ".join(
+    [
+        os.environ.get("XLA_FLAGS", ""),
+        "--xla_force_host_platform_device_count=8",
+        "" if os.environ.get("FULL") else "--xla_backend_optimization_level=0",
+    ]
 )
 
 import hypothesis
 import jax
 import pytest
 
+FULL = bool(os.environ.get("FULL"))
 hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
-hypothesis.settings.load_profile("laws")
+hypothesis.settings.load_profile("full" if FULL else "laws")
 
 
 @pytest.fixture(autouse=True)

@@ -213,12 +213,16 @@ def _form(form: Callable[..., jax.Array], site: Site, entry: tuple[jax.Array, ..
     most = max(1, _CACHE_FLOATS // max(floats, 1))
     if not site.rule.expands or n <= most:
         return form(*entry)
-    few = next((size for size in range(most, most // 2, -1) if n % size == 0), most)
-
-    def form_one(pair: tuple[jax.Array, ...]) -> jax.Array:
-        return form(*(x[None] for x in pair))[0]
-
     def form_few(*entry: jax.Array) -> jax.Array:
-        return jax.lax.map(form_one, entry, batch_size=few)
+        def cut(start: jax.Array) -> list[jax.Array]:
+            return [jax.lax.dynamic_slice_in_dim(x, start, most) for x in entry]
+
+        def step(i: jax.Array, formed: jax.Array) -> jax.Array:
+            start = jnp.minimum(i * most, n - most)  # the last few may overlap those before
+            return jax.lax.dynamic_update_slice_in_dim(formed, form(*cut(start)), start, 0)
+
+        some = jax.eval_shape(form, *(x[:most] for x in entry))
+        formed = vary(jnp.zeros((n, *some.shape[1:]), some.dtype), varying_axes(entry))
+        return jax.lax.fori_loop(0, -(-n // most), step, formed)
 
     return jax.lax.platform_dependent(*entry, cpu=form_few, default=form)

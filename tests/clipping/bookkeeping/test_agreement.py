@@ -1,11 +1,15 @@
 """Whatever the loss, bookkeeping gives what differentiating each example gives."""
 
+import re
+import xml.etree.ElementTree
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
+from optax_lsdp.clipping.bookkeeping import _book
 from tests.clipping.bookkeeping import losses, structures
 
 CASES = losses.LOSSES | structures.LOSSES
@@ -104,3 +108,32 @@ def test_an_empty_batch_gives_zero(name):
     )
     assert private.norms.shape == (0,)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(total))
+
+
+@pytest.mark.parametrize("few", [2, 3, losses.N - 1])
+def test_patches_of_a_few_examples_at_a_time_change_nothing(monkeypatch, few):
+    case = CASES["2-d"]
+    expected = lsdp.clipped_grad(case.loss, clip_norm=0.1, engine="vmap")(case.params, case.batch)
+    forms = []
+    form = _book._use_gradients
+
+    def recorded(scheme, use, index, operand, cotangent):
+        forms.append(len(operand))
+        return form(scheme, use, index, operand, cotangent)
+
+    monkeypatch.setattr(_book, "piece_size", lambda site, piece: (1, 1, 1, 0))
+    monkeypatch.setattr(_book, "_CACHE_FLOATS", few)
+    monkeypatch.setattr(_book, "_use_gradients", recorded)
+    total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.1))(case.params, case.batch)
+    assert few in forms
+    for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, other, atol=1e-6)
+
+
+def test_an_explanation_is_a_table_in_notebooks_too():
+    params = {"<w>": jnp.ones((9, 9))}
+    rows = lsdp.explain_clipping(lambda p, x: jnp.sum(x @ p["<w>"]), params, jnp.ones(9))
+    table = xml.etree.ElementTree.fromstring(rows._repr_html_())
+    cells = [[cell.text or "" for cell in line] for line in table.iter("tr")]
+    text = [re.split(r"\s{2,}", line) for line in str(rows).splitlines()]
+    assert cells[0] == text[0] and cells[1] == text[2] and "<w>" in cells[1]

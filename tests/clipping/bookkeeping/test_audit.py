@@ -85,6 +85,11 @@ CASES = {
         [jnp.ones((0, 4)), normal(30, 40)],
         normal(N, 30),
     ),
+    "no positions": (
+        lambda p, x: jnp.sum(lax.conv(x, p[0], (1, 1), "VALID")) + jnp.sum(x * p[1]),
+        [normal(2, 3, 9, 9), normal(1, 3, 5, 5)],
+        normal(N, 1, 3, 5, 5),
+    ),
     "large and small": (
         lambda w, e: jnp.sum((e[0] @ w) * e[1]),
         jnp.zeros((30, 40)),
@@ -163,3 +168,20 @@ def test_custom_derivatives_may_not_mix_examples_either(engine, rule):
 
     with pytest.raises(ValueError, match="must keep each example to itself"):
         lsdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(normal(3, 4), normal(2, 3))
+
+
+def test_indices_of_64_bits_are_followed():
+    with jax.enable_x64(True):
+        table, ids = normal(50, 30).astype(jnp.float32), jnp.arange(N * 3).reshape(N, 3) - 2
+        assert ids.dtype == jnp.int64
+
+        def loss(table, ids):
+            return jnp.sum(jnp.tanh(table[ids]) * jnp.arange(30.0, dtype=jnp.float32))
+
+        (rule,) = (row.rule for row in lsdp.explain_clipping(loss, table, ids[0]).rows)
+        sums = [
+            lsdp.clipped_grad(loss, clip_norm=0.1, engine=engine)(table, ids).value
+            for engine in ("bookkeeping", "vmap")
+        ]
+        assert rule == "Gram"
+        np.testing.assert_allclose(*sums, atol=1e-6)

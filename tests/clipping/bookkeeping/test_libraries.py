@@ -45,6 +45,26 @@ def test_every_model_of_the_zoo_agrees_with_vmap(name):
     assert "fallback" not in assert_agreement(*ZOO[name](3))
 
 
+@pytest.mark.parametrize(
+    "name", [name if name == "MLP" else pytest.param(name, marks=pytest.mark.full) for name in ZOO]
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_no_contribution_in_half_precision_exceeds_the_clip_norm(name, dtype):
+    loss, params, batch = ZOO[name](3)
+
+    def cast(tree):
+        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(tree)]
+        leaves = zip(jax.tree.leaves(tree), floats, strict=True)
+        cast = [x.astype(dtype) if is_float else x for x, is_float in leaves]
+        return jax.tree.unflatten(jax.tree.structure(tree), cast)
+
+    grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=0.01))
+    for i in range(3):
+        total = grad(cast(params), cast(batch), jnp.arange(3) == i)
+        leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(total)]
+        assert 0.0099 <= np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)) <= 0.01 * (1 + 1e-6)
+
+
 class NnxBlocks(nnx.Module):
     """Layers in a scan, as NNX makes them."""
 
