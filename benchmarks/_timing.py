@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.report import RESULTS
+from benchmarks._results import RESULTS
 
 
 def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:

@@ -213,6 +213,7 @@ def _form(form: Callable[..., jax.Array], site: Site, entry: tuple[jax.Array, ..
     most = max(1, _CACHE_FLOATS // max(floats, 1))
     if not site.rule.expands or n <= most:
         return form(*entry)
+
     def form_few(*entry: jax.Array) -> jax.Array:
         def cut(start: jax.Array) -> list[jax.Array]:
             return [jax.lax.dynamic_slice_in_dim(x, start, most) for x in entry]

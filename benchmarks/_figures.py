@@ -1,0 +1,78 @@
+"""Figures: results files go in, the pictures of README.md come out."""
+
+import math
+
+from matplotlib.figure import Figure
+
+from benchmarks._results import ACCOUNTANTS, PEERS, RESULTS, load, ratios
+
+
+def draw_accounting() -> None:
+    """Draw by how much each accountant's ε exceeds the certified lower bound."""
+    rows = load("accounting")["rows"]
+    figure = Figure(figsize=(8.4, 4.8), layout="constrained")
+    axes = figure.subplots()
+    looks = {"optax_lsdp": ("o", "#c1121f"), "PLD, mesh 1e-4": ("s", "#2a6f97")}
+    looks |= {"PLD, mesh 1e-3": ("D", "#8ecae6"), "RDP": ("^", "#9a8c98")}
+    for offset, way in zip((-0.24, -0.08, 0.08, 0.24), ACCOUNTANTS, strict=True):
+        marker, color = looks[way]
+        excess = [row["epsilon"][way]["value"] / row["bounds"][0] - 1 for row in rows.values()]
+        places = [place + offset for place in range(len(rows))]
+        axes.plot(excess, places, marker, color=color, label=way, markersize=5)
+    axes.axvspan(-0.02, 0, color="#c1121f", alpha=0.08, lw=0)
+    axes.set_xscale("symlog", linthresh=1e-4, linscale=0.5)
+    axes.set_xlim(-0.02, 12)
+    ticks = {-1e-2: "−1 %", -1e-3: "−0.1 %", 0: "0", 1e-4: "0.01 %", 1e-3: "0.1 %"}
+    ticks |= {1e-2: "1 %", 0.1: "10 %", 1: "100 %", 10: "1000 %"}
+    axes.set_xticks(list(ticks), list(ticks.values()))
+    axes.minorticks_off()
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.9)
+    axes.text(-1.4e-3, -0.6, "too low", ha="center", fontsize=9, color="#c1121f")
+    axes.set_xlabel("ε that is reported, above the certified lower bound")
+    axes.grid(axis="x", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=len(ACCOUNTANTS))
+    figure.savefig(RESULTS / "accounting.png", dpi=150)
+
+
+def draw_clipping() -> None:
+    """Draw the cost of clipping by every library, and its growth."""
+    record = load("clipping")
+    figure = Figure(figsize=(12.5, 4.8), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
+    names = list(record["models"])
+    looks = {"bookkeeping": ("o", "#c1121f"), "vmap": ("s", "#2a6f97")}
+    looks |= {"JAX Privacy": ("D", "#8ecae6"), "Optax": ("^", "#9a8c98")}
+    for way, (marker, color) in looks.items():
+        found = [ratios(w, "milliseconds") for w in PEERS.get(way, (way,))]
+        costs = [min(part.get(name, math.nan) for part in found) for name in names]
+        left.plot(costs, range(len(names)), marker, color=color, label=way, markersize=6)
+    left.axvline(1, color="black", lw=0.8)
+    left.set_xscale("log")
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xlabel("time / time of the non-private gradient")
+    left.grid(axis="x", alpha=0.3)
+    for axes, grows, fixed in ((middle, "batch", ("width", 1024)), (right, "width", ("batch", 64))):
+        rows = sorted(
+            (row for row in record["growth"] if row[fixed[0]] == fixed[1]),
+            key=lambda row: row[grows],
+        )
+        for way, (marker, color) in list(looks.items())[:2]:
+            found = [row for row in rows if "milliseconds" in row["ways"].get(way, {})]
+            times = [
+                [row["ways"][w]["milliseconds"] for w in (way, "non-private")] for row in found
+            ]
+            costs = [private / plain for private, plain in times]
+            axes.plot([row[grows] for row in found], costs, marker + "-", color=color)
+        axes.axhline(1, color="black", lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    middle.set_xlabel("batch size (MLP of width 1024)")
+    right.set_xlabel("width of the MLP (batches of 64)")
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(RESULTS / "clipping.png", dpi=150)
