@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -44,7 +45,12 @@ def check_key(name: str, key: Any) -> None:
 
 def fold_in_text(key: jax.Array, text: str) -> jax.Array:
     """Fold 64 bits of the hash of `text` into `key`, so that two texts never share a stream."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    for word in np.frombuffer(digest, "<u4"):
-        key = jax.random.fold_in(key, word)
-    return key
+    return fold_in_texts(key, [text])[0]
+
+
+def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
+    """Return a key for each text: (len(texts),)."""
+    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    words = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, words[:, 0])
+    return jax.vmap(jax.random.fold_in)(keys, words[:, 1])

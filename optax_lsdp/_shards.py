@@ -38,6 +38,16 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(vary_leaf, tree)
 
 
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """Return the mesh axes that an entry of a PartitionSpec names."""
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def axis_size(names: tuple[str, ...]) -> int:
+    """Return how many shards there are along manual mesh axes."""
+    return jax.lax.psum(1, names) if names else 1
+
+
 def with_automatic_axes(function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
     """Let XLA decide on shardings inside of `function`, if the mesh has axes that state them."""
     explicit = tuple(jax.sharding.get_abstract_mesh().explicit_axes)

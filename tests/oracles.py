@@ -1,40 +1,66 @@
 """Slow, obvious answers in float64 NumPy, to which the library is held."""
 
+import functools
 import itertools
 import math
 
 import mpmath
 import numpy as np
+import scipy.linalg
 
 
-def ring_matrix(size: int) -> np.ndarray:
-    """Return L, the second difference on a ring: every entry looks at both its neighbours."""
+def second_difference(size: int, boundary: str = "periodic") -> np.ndarray:
+    """Return L: every entry looks at both its neighbours, on a ring or between mirrors."""
     matrix = np.zeros((size, size))
     for i in range(size):
         for neighbour in (i - 1, i + 1):
-            matrix[i, neighbour % size] += 1
+            seen = neighbour % size
+            if boundary == "neumann" and not 0 <= neighbour < size:
+                seen = i  # its own image
+            matrix[i, seen] += 1
             matrix[i, i] -= 1
     return matrix
 
 
-def smooth_dense(v: np.ndarray, smoothing: float) -> np.ndarray:
-    """Solve (I − σL) u = v for a vector by Gaussian elimination."""
-    v = np.asarray(v, np.float64)
-    return np.linalg.solve(np.eye(v.size) - smoothing * ring_matrix(v.size), v)
+def smooth_dense(
+    v: np.ndarray, smoothing: float, boundary: str = "periodic", order: int = 1
+) -> np.ndarray:
+    """Solve (I + (−1)ⁿ σ Lⁿ) u = v for a vector by Gaussian elimination."""
+    return smooth_grid(np.asarray(v), smoothing, (0,), boundary, order)
 
 
-def smooth_grid(x: np.ndarray, smoothing: float, axes: tuple[int, ...]) -> np.ndarray:
-    """Solve (I − σ Σₐ Lₐ) u = x over the given axes by Gaussian elimination."""
+def smooth_grid(
+    x: np.ndarray,
+    smoothing: float,
+    axes: tuple[int, ...],
+    boundary: str = "periodic",
+    order: int = 1,
+) -> np.ndarray:
+    """Solve (I + (−1)ⁿ σ (Σₐ Lₐ)ⁿ) u = x over the given axes by Gaussian elimination."""
     x = np.asarray(x, np.float64)
-    total = np.eye(x.size)
+    total = np.zeros((x.size, x.size))
     for axis in axes:
         factors = [np.eye(n) for n in x.shape]
-        factors[axis] = ring_matrix(x.shape[axis])
-        product = np.ones((1, 1))
-        for factor in factors:
-            product = np.kron(product, factor)
-        total -= smoothing * product
-    return np.linalg.solve(total, x.reshape(-1)).reshape(x.shape)
+        factors[axis] = second_difference(x.shape[axis], boundary)
+        total += functools.reduce(np.kron, factors)
+    matrix = np.eye(x.size) + (-1) ** order * smoothing * np.linalg.matrix_power(total, order)
+    return np.linalg.solve(matrix, x.reshape(-1)).reshape(x.shape)
+
+
+def smooth_tridiagonal(v: np.ndarray, smoothing: float, boundary: str = "periodic") -> np.ndarray:
+    """Solve (I − σL) u = v for a long vector; a ring is a line and a correction of rank one."""
+    v = np.asarray(v, np.float64)
+    size = v.size
+    bands = np.tile([[-smoothing], [1 + 2 * smoothing], [-smoothing]], (1, size))
+    if boundary == "neumann":
+        bands[1, [0, -1]] -= smoothing
+        return scipy.linalg.solve_banded((1, 1), bands, v)
+    corner = np.zeros(size)
+    corner[0], corner[-1] = 1, -1
+    bands[1, [0, -1]] -= smoothing  # what the corner's square adds again
+    line, image = scipy.linalg.solve_banded((1, 1), bands, np.stack([v, corner], axis=1)).T
+    jump = smoothing * (corner @ line) / (1 + smoothing * (corner @ image))
+    return line - jump * image
 
 
 def flatten_rows(leaves: list[np.ndarray]) -> np.ndarray:

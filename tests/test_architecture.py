@@ -15,7 +15,8 @@ ALL_FILES = [p for d in ("optax_lsdp", "tests", "benchmarks") for p in (ROOT / d
 LIGHT = {"numpy", "scipy"}
 JAX = {"jax", "jaxlib", "numpy", "optax"}
 STAGE = JAX | {
-    f"optax_lsdp.{name}" for name in ("_checks", "_keys", "_marked", "_shards", "_trees")
+    f"optax_lsdp.{name}"
+    for name in ("_checks", "_keys", "_marked", "_shards", "_threefry", "_trees")
 }
 # What a file may import besides the standard library and its own folder; the longest match rules.
 MAY_IMPORT = {
@@ -25,6 +26,7 @@ MAY_IMPORT = {
     "_keys": {"jax", "numpy"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
+    "_threefry": {"jax"},
     "_trees": {"jax"},
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "accounting._events": {"dp_accounting"},

@@ -1,26 +1,27 @@
-"""Smoothing by Fourier transform: an array goes in, (I − σL)⁻¹ of it comes out."""
-
-import math
-from collections.abc import Sequence
+"""Smoothing by Fourier transform: (rows, *grid) goes in, each row smoothed comes out."""
 
 import jax
 import jax.numpy as jnp
 
+from optax_lsdp.smoothing._operator import Operator, energies, inverse_spectrum
 
-def smooth_fft(x: jax.Array, smoothing: jax.Array | float, axes: Sequence[int]) -> jax.Array:
-    """Return (I − σ Σₐ Lₐ)⁻¹ x over the rings `axes`, by division of the spectrum.
 
-    The eigenvalues are λ = 1 + 4σ Σₐ sin²(πkₐ/dₐ). That is 1 + 2σ Σₐ (1 − cos(2πkₐ/dₐ)) without its
-    cancellation, and obeys the matrix at sizes 1 and 2 too, where the ring has no two neighbours.
+def smooth_fft(x: jax.Array, smoothing: jax.Array | float, operator: Operator) -> jax.Array:
+    """Return A⁻¹ x for each row of x: (rows, *grid), by division of its spectrum.
+
+    A boundary that reflects is a ring of twice the size, on which the mirror image follows.
     """
-    last = axes[-1]
-    energy = jnp.zeros([1] * x.ndim, x.dtype)
-    for axis in axes:
-        size = x.shape[axis]
-        waves = jnp.arange(size // 2 + 1 if axis == last else size).astype(x.dtype)
-        shape = [-1 if dim == axis else 1 for dim in range(x.ndim)]
-        energy += jnp.sin(waves * jnp.asarray(math.pi / size, x.dtype)).reshape(shape) ** 2
-    eigenvalues = 1 + jnp.asarray(smoothing, x.dtype) * (4 * energy)
+    grid, axes = x.shape[1:], range(1, x.ndim)
+    if operator.boundary == "neumann":
+        for axis in axes:
+            x = jnp.concatenate([x, jnp.flip(x, axis)], axis)
+    sizes = x.shape[1:]
+    kept = [*sizes[:-1], sizes[-1] // 2 + 1]  # of a real signal
+    energy = [
+        energies(jnp.arange(waves).astype(x.dtype), size)
+        for waves, size in zip(kept, sizes, strict=True)
+    ]
     spectrum = jnp.fft.rfftn(x, axes=axes)
-    smoothed = spectrum * (1 / eigenvalues).astype(spectrum.dtype)
-    return jnp.fft.irfftn(smoothed, s=[x.shape[axis] for axis in axes], axes=axes)
+    inverse = inverse_spectrum(energy, smoothing, operator.order, x.dtype)
+    smoothed = jnp.fft.irfftn(spectrum * inverse.astype(spectrum.dtype), s=sizes, axes=axes)
+    return smoothed[(slice(None), *map(slice, grid))]

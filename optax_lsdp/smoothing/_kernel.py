@@ -1,10 +1,15 @@
-"""The kernel of (I − σL)⁻¹ on a ring: σ goes in, decay and variance reduction come out.
+"""The kernel of (I − σL)⁻¹: σ goes in, decay and variance reduction come out.
 
-L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Written
-with operators alone, so that floats, NumPy arrays and traced values pass alike.
+L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). The ring's
+formulas are written with operators alone, so that floats, NumPy arrays, complex numbers and traced
+values pass alike.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
 
 
 def ring_decay(smoothing: Any) -> Any:
@@ -40,3 +45,96 @@ def ring_beta(smoothing: Any, size: int) -> Any:
     square = 1 + 4 * smoothing  # r²
     wrapped = 2 * size * tail / (square * (1 - tail) ** 2)
     return ring_gamma(smoothing, size) * (1 + 2 * smoothing) / square + wrapped
+
+
+def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
+    """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an endless line, centre first.
+
+    It is the mean over the roots r of 1 + σrⁿ = 0 of gain·ρ^k at σ = −1/r. It is cut off where the
+    magnitudes of what is left out, on both sides, add up to `error`.
+
+    >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
+    array([0.33333333, 0.16666667, 0.08333333, 0.04166667])
+    """
+    complex_smoothing = -1 / _roots(smoothing, order)
+    decay = ring_decay(complex_smoothing)
+    gain = 1 / (1 + 4 * complex_smoothing) ** 0.5
+    slowest = np.abs(decay).max()
+    rest = 2 * np.abs(gain).max() / (1 - slowest)  # of all entries on both sides, at most
+    reach = max(0, int(np.ceil(np.log(error / rest) / np.log(slowest))) - 1)
+    return (gain * decay ** np.arange(reach + 1)).mean(axis=0).real
+
+
+def _roots(smoothing: float, order: int) -> np.ndarray:
+    """Return the roots of 1 + σrⁿ = 0: (n, 1)."""
+    turns = np.exp(1j * np.pi * (2 * np.arange(order) + 1) / order)[:, None]
+    return turns * smoothing ** (-1 / order)
+
+
+def grid_gamma(
+    smoothing: float,
+    sizes: Sequence[int],
+    *,
+    boundary: Literal["periodic", "neumann"] = "periodic",
+    order: int = 1,
+) -> float:
+    """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
+
+    Ends that reflect have E = 4 sin²(πk/2d) instead. See `grid_beta`.
+
+    >>> round(grid_gamma(1.0, (28, 28)), 3)
+    0.254
+    """
+    return _grid_means(smoothing, sizes, boundary, order)[0]
+
+
+def grid_beta(
+    smoothing: float,
+    sizes: Sequence[int],
+    *,
+    boundary: Literal["periodic", "neumann"] = "periodic",
+    order: int = 1,
+) -> float:
+    """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
+
+    The last axis is summed in closed form: 1/λ falls into n partial fractions, one for each root
+    of λ, and each of them is a ring with a complex σ. The other axes are summed wave by wave.
+
+    >>> round(grid_beta(1.0, (28, 28)), 3)
+    0.09
+    """
+    return _grid_means(smoothing, sizes, boundary, order)[1]
+
+
+def _grid_means(
+    smoothing: float, sizes: Sequence[int], boundary: str, order: int
+) -> tuple[float, float]:
+    """Return γ and β.
+
+    With r the roots of 1 + σrⁿ = 0, E the energy of the other axes, s that of the last, u = r − E,
+    1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
+    """
+    if smoothing == 0:
+        return 1.0, 1.0
+    *others, last = sizes
+    around = 1 if boundary == "periodic" else 2
+    waves = [4 * np.sin(np.pi * np.arange(size) / (around * size)) ** 2 for size in others]
+    energy = np.array([sum(point) for point in product(*waves)])
+    root = _roots(smoothing, order)
+    rest = root - energy
+    gamma, beta = _line_means(-1 / rest, last, around)
+    first = root * gamma / rest
+    second = first - (first - root**2 * beta / rest**2) / order
+    return float(first.mean().real), float(second.mean().real)
+
+
+def _line_means(smoothing: Any, size: int, around: int) -> tuple[Any, Any]:
+    """Return γ and β of a ring; or of a line that reflects, half of a ring of twice the size.
+
+    Of that ring's waves 0 and d are there once, the others twice.
+    """
+    gamma, beta = (f(smoothing, around * size) for f in (ring_gamma, ring_beta))
+    if around == 1:
+        return gamma, beta
+    fastest = 1 / (1 + 4 * smoothing)
+    return gamma + (1 - fastest) / (2 * size), beta + (1 - fastest**2) / (2 * size)

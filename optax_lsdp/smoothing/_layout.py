@@ -17,10 +17,10 @@ class Grid:
     """Neighbours along several axes at once: smooth with I − σ Σₐ Lₐ over `axes`.
 
     The remaining axes are independent: a `Grid` over the first axis of a Dense kernel is one
-    ring for each output unit.
+    ring for each output unit. `Grid((0, 1))` is the window of a two-dimensional convolution.
 
     Attributes:
-        axes: the axes along which entries are neighbours, each of them a ring.
+        axes: the axes along which entries are neighbours.
         shape: the leaf's shape is first seen as this one, of the same size, in row-major order;
             None keeps it. A Dense kernel of 784 × 10 on 28 × 28 images is `(28, 28, 10)`.
 
@@ -39,21 +39,38 @@ Layout = (
 
 
 class Walk(NamedTuple):
-    """How to lay a leaf out: transpose by `order`, reshape to `shape`, smooth over `axes`."""
+    """How to lay a leaf out as rows of neighbours.
 
-    order: tuple[int, ...]
+    Attributes:
+        shape: the leaf is seen as this shape first.
+        order: then its axes are put in this order.
+        trailing: so many of its last axes hold neighbours; the others count rows.
+        grid: the sizes along which entries are neighbours: of these axes, or their product.
+        reshapes: whether this shape is not the leaf's own.
+    """
+
     shape: tuple[int, ...]
-    axes: tuple[int, ...]
+    order: tuple[int, ...]
+    trailing: int
+    grid: tuple[int, ...]
+    reshapes: bool = False
+
+    def transpose(self, leaf: jax.Array) -> jax.Array:
+        """Return the leaf, or a shard of it, with its neighbours last, axes as they are."""
+        whole = leaf.size == math.prod(self.shape)
+        return (leaf.reshape(self.shape) if whole else leaf).transpose(self.order)
 
     def lay(self, leaf: jax.Array) -> jax.Array:
-        """Bring a leaf into the walk's shape."""
-        return leaf.transpose(self.order).reshape(self.shape)
+        """Return the leaf as (rows, *grid)."""
+        rows = math.prod(self.shape) // math.prod(self.grid)
+        return self.transpose(leaf).reshape(rows, *self.grid)
 
-    def restore(self, laid: jax.Array, like: jax.Array) -> jax.Array:
-        """Undo `lay`: give the result the shape of the leaf `like`."""
-        transposed = laid.reshape([like.shape[axis] for axis in self.order])
+    def restore(self, laid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """Undo `lay` or `transpose`, for a leaf or a shard of this shape."""
+        seen = self.shape if math.prod(shape) == math.prod(self.shape) else shape
+        transposed = laid.reshape([seen[axis] for axis in self.order])
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return transposed.transpose(inverse)
+        return transposed.transpose(inverse).reshape(shape)
 
 
 def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
@@ -69,7 +86,7 @@ def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
             f"`layout` must give 'inputs', 'stored', a Grid or None, got {chosen!r} for {path!r}."
         )
     order = _inputs_order(path, len(shape)) if chosen == "inputs" else tuple(range(len(shape)))
-    return Walk(order, (math.prod(shape),), (0,))
+    return Walk(shape, order, len(shape), (math.prod(shape),))
 
 
 def check_layout(layout: Any) -> None:
@@ -101,4 +118,6 @@ def _grid_walk(grid: Grid, path: str, shape: tuple[int, ...]) -> Walk:
         raise ValueError(
             f"`Grid.axes` must be different axes of the shape {seen}, got {grid.axes} at {path!r}."
         )
-    return Walk(tuple(range(len(shape))), seen, axes)
+    others = tuple(axis for axis in range(len(seen)) if axis not in axes)
+    sizes = tuple(seen[axis] for axis in axes)
+    return Walk(seen, (*others, *axes), len(axes), sizes, reshapes=seen != shape)

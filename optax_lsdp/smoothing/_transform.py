@@ -13,15 +13,15 @@ import optax
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, auto_axes
 
-from optax_lsdp._checks import check_choice, check_non_negative
+from optax_lsdp._checks import check_choice, check_non_negative, check_whole, is_number
 from optax_lsdp._marked import check_unmarked
-from optax_lsdp._shards import varying_axes
+from optax_lsdp._shards import axis_names, axis_size, varying_axes
 from optax_lsdp._trees import check_floating, path_name, wide_dtype, widen
-from optax_lsdp.smoothing._fft import smooth_fft
+from optax_lsdp.smoothing._choose import ARRAY_METHODS, METHODS, choose_method
 from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
-
-_METHODS = {"fft": smooth_fft}
-_DEFAULT_METHOD = "fft"
+from optax_lsdp.smoothing._leaves import smooth_leaves
+from optax_lsdp.smoothing._operator import BOUNDARIES, Boundary, Operator
+from optax_lsdp.smoothing._sharded import may_be_split, smooth_shards
 
 
 class LaplacianSmoothState(NamedTuple):
@@ -35,7 +35,10 @@ def laplacian_smooth(
     *,
     scope: Literal["leaf", "tree"] = "leaf",
     layout: Layout = "inputs",
-    method: Literal["auto", "fft"] = "auto",
+    boundary: Boundary = "periodic",
+    order: int | None = None,
+    method: Literal["auto", "recursive", "halo", "banded", "matrix", "fft"] = "auto",
+    shards: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
@@ -59,7 +62,17 @@ def laplacian_smooth(
             "stored" is the row-major order of any array. A function `(path, shape) → "inputs" |
             "stored" | Grid(...) | None` chooses leaf by leaf, with a `path` such as
             "params/Dense_0/kernel"; None leaves the leaf alone.
-        method: how the system is solved; all methods give the same result.
+        boundary: "periodic" joins the last entry to the first; "neumann" lets both ends
+            reflect, as if each entry at an end were its own neighbour.
+        order: n, which smooths with I + (−1)ⁿ σ Lⁿ instead: a higher order spares slow waves
+            and shrinks fast ones more. None is 1, and no number for `optax.inject_hyperparams`.
+        method: how the system is solved; all methods give the same result. "recursive" takes
+            linear time and any σ; "halo" does so on sharded arrays, whose devices exchange two
+            numbers for each stretch that they hold; "banded" cuts the kernel off where floats
+            cannot tell it from zero, and needs σ as a number; "matrix" is for small grids;
+            "fft" does everything. "auto" takes the fastest.
+        shards: inside `shard_map`, how the updates are split over its axes: a PartitionSpec
+            or a tree of them, as in `in_specs`.
 
     >>> import numpy as np
     >>> tx = laplacian_smooth(1.0)
@@ -70,10 +83,12 @@ def laplacian_smooth(
     """
     check_non_negative("smoothing", smoothing, schedule=True)
     check_choice("scope", scope, ("leaf", "tree"))
-    check_choice("method", method, ("auto", *_METHODS))
+    check_choice("boundary", boundary, BOUNDARIES)
+    check_whole("order", 1 if order is None else order)
+    check_choice("method", method, METHODS)
     check_layout(layout)
-    solve = _METHODS[_DEFAULT_METHOD if method == "auto" else method]
-    smooth_tree = _smooth_as_one_ring if scope == "tree" else _smooth_each
+    operator = Operator(boundary, order or 1)
+    smooth_tree = _smooth_together if scope == "tree" else _smooth_each
 
     def init(params: optax.Params) -> LaplacianSmoothState:
         del params
@@ -88,70 +103,133 @@ def laplacian_smooth(
         del params, extra_args
         check_unmarked("laplacian_smooth", updates)
         check_floating("updates", updates)
-        _check_whole(updates)
         now = smoothing(state.step) if callable(smoothing) else smoothing
-
-        def smooth(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-            return jnp.where(jnp.asarray(now) == 0, x, solve(x, now, axes))
-
-        paths, structure = jax.tree.flatten_with_path(updates)
-        leaves = [leaf for _, leaf in paths]
-        walks = [
-            choose_walk(layout, path_name(path), leaf.shape) if leaf.size else None
-            for path, leaf in paths
-        ]
-        smoothed = _keep_shardings(partial(smooth_tree, smooth, walks), leaves)
         state = LaplacianSmoothState(optax.safe_increment(state.step))
-        return jax.tree.unflatten(structure, smoothed), state
+        if is_number(now) and now == 0:
+            return updates, state
+        paths, structure = jax.tree.flatten_with_path(updates)
+        found = [
+            _lay(layout, path_name(path), leaf, spec)
+            for (path, leaf), spec in zip(paths, _specs(shards, updates), strict=True)
+        ]
+        walked = [leaf for leaf in found if leaf is not None]
+        smoothed = iter(smooth_tree(walked, now, operator, method) if walked else [])
+        results = [
+            leaf if place is None else jnp.where(jnp.asarray(now) == 0, leaf, next(smoothed))
+            for (_, leaf), place in zip(paths, found, strict=True)
+        ]
+        return jax.tree.unflatten(structure, results), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_Smooth = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+class Leaf(NamedTuple):
+    """A leaf or a shard, the walk over the whole of it, and how shard_map splits it."""
+
+    array: jax.Array
+    walk: Walk
+    spec: jax.P
+
+
+def _lay(layout: Layout, path: str, leaf: jax.Array, spec: jax.P) -> Leaf | None:
+    """Choose the walk over a leaf, or None to leave it alone; raise if it is an unknown shard."""
+    if not leaf.size:
+        return None
+    named = {name for entry in spec for name in axis_names(entry)}
+    unknown = varying_axes(leaf) - named
+    if unknown:
+        raise ValueError(
+            "`updates` must be whole inside shard_map, got a shard over "
+            f"{', '.join(sorted(unknown))} at {path!r}; sum it with jax.lax.psum, or say with "
+            "`shards` along which axes it is split."
+        )
+    counts = [axis_size(axis_names(entry)) for entry in spec] + [1] * (leaf.ndim - len(spec))
+    shape = tuple(n * count for n, count in zip(leaf.shape, counts, strict=True))
+    walk = choose_walk(layout, path, shape)
+    return None if walk is None else Leaf(leaf, walk, spec)
+
+
+def _specs(shards: Any, updates: optax.Updates) -> list[jax.P]:
+    """Return a PartitionSpec for each leaf."""
+    if shards is None or isinstance(shards, jax.P):
+        return [shards or jax.P()] * len(jax.tree.leaves(updates))
+    specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, jax.P))
+    if len(specs) != len(jax.tree.leaves(updates)):
+        raise ValueError(
+            "`shards` must be a PartitionSpec, or a tree of them like `updates`, "
+            f"got {len(specs)} of them for {len(jax.tree.leaves(updates))} arrays."
+        )
+    return specs
 
 
 def _smooth_each(
-    smooth: _Smooth, walks: list[Walk | None], leaves: list[jax.Array]
+    leaves: list[Leaf], smoothing: Any, operator: Operator, method: str
 ) -> list[jax.Array]:
-    """Smooth every leaf by itself."""
+    """Smooth every leaf by itself, those that go by runs together."""
+    methods = [
+        choose_method(method, walk, operator, smoothing, wide_dtype(x), may_be_split(x, spec))
+        for x, walk, spec in leaves
+    ]
+    results = dict[int, jax.Array]()
+    for name in ("recursive", "halo"):
+        chosen = [index for index, other in enumerate(methods) if other == name]
+        smoothed = _smooth_runs([leaves[i] for i in chosen], smoothing, operator, name, "leaf")
+        results |= dict(zip(chosen, smoothed, strict=True))
+    for index, (x, walk, _) in enumerate(leaves):
+        if index not in results:
+            solve = ARRAY_METHODS[methods[index]]
 
-    def smooth_leaf(leaf: jax.Array, walk: Walk | None) -> jax.Array:
-        if walk is None:
-            return leaf
-        smoothed = smooth(walk.lay(widen(leaf)), walk.axes)
-        return walk.restore(smoothed, like=leaf).astype(leaf.dtype)
+            def smooth(arrays: list[jax.Array], walk: Walk = walk, solve: Any = solve) -> Any:
+                laid = solve(walk.lay(widen(arrays[0])), smoothing, operator)
+                return [walk.restore(laid, arrays[0].shape).astype(arrays[0].dtype)]
 
-    return list(map(smooth_leaf, leaves, walks))
+            (results[index],) = _keep_shardings(smooth, [x])
+    return [results[index] for index in range(len(leaves))]
 
 
-def _smooth_as_one_ring(
-    smooth: _Smooth, walks: list[Walk | None], leaves: list[jax.Array]
+def _smooth_together(
+    leaves: list[Leaf], smoothing: Any, operator: Operator, method: str
 ) -> list[jax.Array]:
-    """Smooth the concatenation of all leaves that have a walk."""
-    walked = [(leaf, walk) for leaf, walk in zip(leaves, walks, strict=True) if walk is not None]
-    if any(len(walk.shape) > 1 for _, walk in walked):
+    """Smooth all leaves as if one followed the other."""
+    if any(len(walk.shape) != walk.trailing for _, walk, _ in leaves):
         raise ValueError("`layout` must not give a Grid with scope='tree', which is one ring.")
-    if not walked:
-        return leaves
-    wide = wide_dtype(*leaves)
-    vector = jnp.concatenate([walk.lay(leaf).astype(wide) for leaf, walk in walked])
-    ends = list(accumulate(leaf.size for leaf, _ in walked))
-    parts = iter(jnp.split(smooth(vector, (0,)), ends[:-1]))
+    dtype = wide_dtype(*(leaf.array for leaf in leaves))
+    sizes = [walk.grid[0] for _, walk, _ in leaves]
+    whole = Walk((sum(sizes),), (0,), 1, (sum(sizes),))
+    split = any(may_be_split(leaf.array, leaf.spec) for leaf in leaves)
+    name = choose_method(method, whole, operator, smoothing, dtype, split)
+    if name in ("recursive", "halo"):
+        return _smooth_runs(leaves, smoothing, operator, name, "tree")
+    ends = list(accumulate(sizes))
 
-    def restore_leaf(leaf: jax.Array, walk: Walk | None) -> jax.Array:
-        return leaf if walk is None else walk.restore(next(parts), like=leaf).astype(leaf.dtype)
+    def smooth(arrays: list[jax.Array]) -> list[jax.Array]:
+        laid = [leaf.walk.lay(x).astype(dtype) for leaf, x in zip(leaves, arrays, strict=True)]
+        vector = jnp.concatenate(laid, axis=1)
+        parts = jnp.split(ARRAY_METHODS[name](vector, smoothing, operator), ends[:-1], axis=1)
+        return [
+            leaf.walk.restore(part, x.shape).astype(x.dtype)
+            for leaf, part, x in zip(leaves, parts, arrays, strict=True)
+        ]
 
-    return list(map(restore_leaf, leaves, walks))
+    return _keep_shardings(smooth, [leaf.array for leaf in leaves])
 
 
-def _check_whole(updates: optax.Updates) -> None:
-    """Raise inside shard_map if a leaf is a shard: its ring would be cut into one for each."""
-    for path, leaf in jax.tree.leaves_with_path(updates):
-        if varying_axes(leaf):
-            raise ValueError(
-                "`updates` must be whole inside shard_map, got a shard over "
-                f"{', '.join(sorted(varying_axes(leaf)))} at {path_name(path)!r}; smooth outside."
-            )
+def _smooth_runs(
+    leaves: list[Leaf], smoothing: Any, operator: Operator, method: str, scope: str
+) -> list[jax.Array]:
+    """Smooth leaves by runs, where they lie if the method is "halo"."""
+    if not leaves:
+        return []
+    arrays, walks, specs = (list(items) for items in zip(*leaves, strict=True))
+    run = partial(
+        smooth_shards if method == "halo" else smooth_leaves,
+        smoothing=smoothing,
+        walks=walks,
+        specs=specs,
+        scope=scope,
+        boundary=operator.boundary,
+    )
+    return run(arrays) if method == "halo" else _keep_shardings(run, arrays)
 
 
 def _keep_shardings(

@@ -1,0 +1,112 @@
+"""Shards: leaves on any kind of mesh go in, leaves on the same mesh come out, never gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+
+from optax_lsdp._shards import manual_axes
+from optax_lsdp._trees import wide_dtype
+from optax_lsdp.smoothing._layout import Walk
+from optax_lsdp.smoothing._leaves import smooth_leaves
+
+Smooth = Callable[[Sequence[jax.Array], jax.Array], list[jax.Array]]
+
+
+def may_be_split(leaf: jax.Array, spec: jax.P) -> bool:
+    """Tell whether a leaf is, or may be, spread over several devices."""
+    if manual_axes():
+        return any(spec)
+    mesh = jax.typeof(leaf).sharding.mesh
+    if mesh.explicit_axes:
+        return any(jax.typeof(leaf).sharding.spec)
+    return jax.device_count() > 1
+
+
+def smooth_shards(
+    leaves: Sequence[jax.Array],
+    smoothing: jax.Array | float,
+    *,
+    walks: Sequence[Walk],
+    specs: Sequence[jax.P],
+    scope: str,
+    boundary: Any,
+) -> list[jax.Array]:
+    """Smooth leaves where they lie; `specs` are those of a surrounding shard_map."""
+    keep: Any = {"walks": tuple(walks), "scope": scope, "boundary": boundary}
+    if manual_axes():
+        return smooth_leaves(leaves, smoothing=smoothing, specs=specs, **keep)
+    smoothing = jnp.asarray(smoothing, wide_dtype(*leaves))
+    stated = [jax.typeof(leaf).sharding for leaf in leaves]
+    explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
+    if explicit:
+        parts = [sharding.spec for sharding in stated]
+
+        def run(leaves: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
+            return smooth_leaves(leaves, smoothing, specs=parts, **keep)
+
+        return jax.shard_map(
+            run,
+            mesh=explicit[0].mesh,
+            in_specs=(parts, jax.P()),
+            out_specs=parts,
+            axis_names=set(explicit[0].mesh.explicit_axes),
+            check_vma=False,
+        )(list(leaves), smoothing)
+    return _partitioned(len(leaves), **keep)(*leaves, smoothing)
+
+
+@lru_cache(maxsize=256)
+def _partitioned(count: int, **keep: Any) -> Callable[..., list[jax.Array]]:
+    """Return a function of leaves and σ that is told by the compiler how they are split.
+
+    Mapped or differentiated, it is an ordinary function.
+    """
+
+    def whole(*operands: jax.Array) -> list[jax.Array]:
+        *leaves, smoothing = operands
+        return smooth_leaves(leaves, smoothing=smoothing, specs=[jax.P()] * count, **keep)
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        del results
+        shardings = [operand.sharding for operand in operands]
+        named = all(isinstance(sharding, NamedSharding) for sharding in shardings)
+        if not named:  # a mesh that has no names: gather
+            shardings = [NamedSharding(mesh, jax.P())] * len(operands)
+        specs = [sharding.spec for sharding in shardings[:-1]]
+
+        def lower(*operands: jax.Array) -> list[jax.Array]:
+            *leaves, smoothing = operands
+            return smooth_leaves(leaves, smoothing=smoothing, specs=specs, **keep)
+
+        return mesh, lower, shardings[:-1], tuple(shardings)
+
+    def rule(mesh: Any, operands: Any, results: Any) -> str:
+        del mesh, results
+        ranks = [len(operand.shape) for operand in operands[:-1]]
+        dims = [" ".join(f"d{k}x{i}" for i in range(rank)) for k, rank in enumerate(ranks)]
+        return f"{', '.join([*dims, ''])} -> {', '.join(dims)}"
+
+    split = custom_partitioning(whole)
+    split.def_partition(partition, sharding_rule=rule)
+    mapped = jax.custom_batching.custom_vmap(lambda *operands: split(*operands))
+
+    @mapped.def_vmap
+    def _(size: int, batched: Sequence[bool], *operands: jax.Array) -> Any:
+        del size
+        axes = [0 if is_batched else None for is_batched in batched]
+        return jax.vmap(whole, axes)(*operands), [True] * count
+
+    smooth = jax.custom_jvp(lambda *operands: mapped(*operands))
+
+    @smooth.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        return jax.jvp(whole, primals, tangents)
+
+    return jax.jit(smooth)

@@ -1,0 +1,171 @@
+"""Every method is held to one oracle: dense to 300 entries, tridiagonal above, in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lsdp as lsdp
+from optax_lsdp.smoothing._banded import reach
+from optax_lsdp.smoothing._operator import Operator
+from tests import oracles
+
+ROUNDING = 2e-6  # of the largest entry, float32
+SMOOTHINGS = [0.01, 0.3, 1.0, 10.0, 100.0, 1000.0]
+SIZES = [1, 2, 3, 5, 17, 63, 64, 65, 127, 128, 129, 200, 300]
+LONG_SIZES = [1_000, 4_096, 10_007, 65_537, 100_000, 1_000_003]
+
+
+def smooth(v, smoothing, **kwargs):
+    tx = lsdp.laplacian_smooth(smoothing, **kwargs)
+    return jax.jit(tx.update)(v, tx.init(v))[0]
+
+
+def vector(size, seed=0):
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32)
+
+
+def assert_close(got, expected, v):
+    assert got.dtype == jnp.float32
+    error = np.abs(np.asarray(got, np.float64) - expected).max()
+    assert error <= ROUNDING * np.abs(v).max(), error / np.abs(v).max()
+
+
+def test_the_tridiagonal_oracle_is_the_dense_one():
+    for boundary in ("periodic", "neumann"):
+        for size in (3, 50, 300):
+            for smoothing in SMOOTHINGS:
+                np.testing.assert_allclose(
+                    oracles.smooth_tridiagonal(vector(size), smoothing, boundary),
+                    oracles.smooth_dense(vector(size), smoothing, boundary),
+                    atol=1e-12,
+                )
+
+
+def traced(method, boundary):
+    """Return a compiled function of the vector and of σ, which is traced."""
+
+    @jax.jit
+    def run(v, smoothing):
+        tx = lsdp.laplacian_smooth(smoothing, method=method, boundary=boundary)
+        return tx.update(v, tx.init(v))[0]
+
+    return run
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("method", ["fft", "recursive", "matrix", "halo", "auto"])
+def test_short_vectors_with_a_traced_smoothing(method, boundary):
+    run = traced(method, boundary)
+    for size in SIZES:
+        v = vector(size, size)
+        for smoothing in SMOOTHINGS:
+            expected = oracles.smooth_dense(v, smoothing, boundary)
+            assert_close(run(v, smoothing), expected, v)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("method", ["fft", "recursive", "auto"])
+def test_long_vectors_with_a_traced_smoothing(method, boundary):
+    run = traced(method, boundary)
+    for size in LONG_SIZES:
+        v = vector(size, size)
+        for smoothing in SMOOTHINGS:
+            assert_close(run(v, smoothing), oracles.smooth_tridiagonal(v, smoothing, boundary), v)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("smoothing", SMOOTHINGS)
+def test_banded_vectors(smoothing, boundary):
+    for size in (20, 100, 300, 1_000, 10_007, 100_000):
+        if size <= 2 * reach(smoothing, Operator(boundary), jnp.dtype("float32")):
+            continue
+        v = vector(size, size)
+        got = smooth(v, smoothing, method="banded", boundary=boundary)
+        assert_close(got, oracles.smooth_tridiagonal(v, smoothing, boundary), v)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("order", [2, 3])
+@pytest.mark.parametrize("method", ["fft", "matrix", "banded", "auto"])
+def test_higher_orders(method, order, boundary):
+    for size in (1, 2, 7, 300) if method != "banded" else (200, 300):
+        v = vector(size, size)
+        for smoothing in (0.3, 10.0):
+            got = smooth(v, smoothing, method=method, boundary=boundary, order=order)
+            assert_close(got, oracles.smooth_dense(v, smoothing, boundary, order), v)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("method", ["fft", "matrix", "auto"])
+@pytest.mark.parametrize("axes", [(0, 1), (2, 0), (0, 1, 2)])
+def test_grids(method, order, boundary, axes):
+    x = vector((5, 4, 3))
+    got = smooth(
+        x,
+        2.0,
+        method=method,
+        boundary=boundary,
+        order=order,
+        layout=lambda path, shape: lsdp.Grid(axes),
+    )
+    assert_close(got, oracles.smooth_grid(x, 2.0, axes, boundary, order), x)
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("method", ["fft", "matrix", "recursive", "halo", "auto"])
+def test_one_axis_of_a_grid_is_smoothed_row_by_row(method, boundary):
+    x = vector((5, 40, 3))
+
+    def layout(path, shape):
+        return lsdp.Grid((1,))
+
+    got = smooth(x, 2.0, method=method, boundary=boundary, layout=layout)
+    assert_close(got, oracles.smooth_grid(x, 2.0, (1,), boundary), x)
+
+
+@pytest.mark.parametrize("method", ["fft", "recursive", "halo", "auto"])
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+def test_a_tree_is_smoothed_as_one_vector(method, boundary):
+    sizes = [1, 3, 200, 7, 10_000, 150, 2]
+    tree = {f"{i:02}": vector(size, i) for i, size in enumerate(sizes)}
+    joined = np.concatenate(list(tree.values()))
+    for smoothing in (0.3, 300.0):
+        got = smooth(tree, smoothing, scope="tree", method=method, boundary=boundary)
+        assert_close(
+            jnp.concatenate(list(got.values())),
+            oracles.smooth_tridiagonal(joined, smoothing, boundary),
+            joined,
+        )
+
+
+def test_many_small_leaves_are_smoothed_each_by_itself():
+    sizes = [*range(1, 40), 100, 100, 127, 128, 129, 1000, 1023, 5000]
+    tree = {f"{i:02}": vector(size, i) for i, size in enumerate(sizes)}
+    got = smooth(tree, 3.0, method="recursive")
+    for name, v in tree.items():
+        assert_close(
+            got[name],
+            oracles.smooth_tridiagonal(v, 3.0) if v.size > 2 else oracles.smooth_dense(v, 3.0),
+            v,
+        )
+
+
+@pytest.mark.parametrize("method", ["recursive", "fft", "banded", "matrix"])
+def test_methods_keep_what_float64_can_tell(method):
+    with jax.enable_x64(True):
+        v = np.random.default_rng(0).normal(size=1000)
+        got = smooth(v, 5.0, method=method)
+        np.testing.assert_allclose(got, oracles.smooth_tridiagonal(v, 5.0), atol=1e-14)
+
+
+def test_smoothing_can_be_mapped_and_differentiated():
+    tx = lsdp.laplacian_smooth(1.0)
+    rows = vector((3, 50))
+    mapped = jax.jit(jax.vmap(lambda v: tx.update(v, tx.init(v))[0]))(rows)
+    for got, v in zip(mapped, rows, strict=True):
+        assert_close(got, oracles.smooth_dense(v, 1.0), v)
+    # A⁻¹ is its own transpose.
+    pulled = jax.grad(lambda v: jnp.vdot(tx.update(v, tx.init(v))[0], rows[1]))(rows[0])
+    np.testing.assert_allclose(pulled, oracles.smooth_dense(rows[1], 1.0), atol=1e-5)

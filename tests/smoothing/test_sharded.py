@@ -1,0 +1,225 @@
+"""Sharded arrays are smoothed where they lie: the same numbers, and no leaf is ever gathered."""
+
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import optax_lsdp as lsdp
+
+P = PartitionSpec
+TREE = {
+    "bias": (4096,),
+    "conv": (3, 3, 16, 32),
+    "kernel": (64, 48),
+    "query": (32, 4, 16),
+    "scalar": (),
+    "small": (5,),
+}
+# Data parallel, fully sharded, tensor parallel by outputs and by inputs, two axes, two of one.
+SPECS = {
+    "replicated": {name: P() for name in TREE},
+    "fully sharded": {
+        "bias": P("a"),
+        "conv": P(None, None, "a"),
+        "kernel": P("a"),
+        "query": P("a"),
+        "scalar": P(),
+        "small": P(),
+    },
+    "outputs": {
+        "bias": P("a"),
+        "conv": P(None, None, None, "a"),
+        "kernel": P(None, "a"),
+        "query": P(None, None, "a"),
+        "scalar": P(),
+        "small": P(),
+    },
+    "two axes": {
+        "bias": P(("b", "a")),
+        "conv": P(None, None, "b", "a"),
+        "kernel": P("a", "b"),
+        "query": P("b", "a"),
+        "scalar": P(),
+        "small": P(),
+    },
+}
+KINDS = {"Auto": AxisType.Auto, "Explicit": AxisType.Explicit}
+
+
+def make_mesh(kind):
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(KINDS[kind],) * 2)
+
+
+def tree():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in TREE.items()}
+
+
+def put(mesh, specs):
+    return {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree().items()}
+
+
+def moved(text):
+    """Return the sizes of all arrays that a compiled program sends around."""
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+    sent = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
+    shapes = [dims for types in sent for dims in re.findall(r"\w\[([\d,]*)\]", types)]
+    return [int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for dims in shapes]
+
+
+def number_of_stretches(shape, spec):
+    """Return into how many pieces devices cut a leaf that is walked along its inputs."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    rank = len(shape)
+    order = [rank - 1, rank - 2, *range(rank - 2)] if rank > 1 else range(rank)
+    ways = {None: 1, "a": 4, "b": 2, ("b", "a"): 8}
+    last = max((i for i, axis in enumerate(order) if entries[axis]), default=None)
+    if last is None:
+        return 0
+    return int(np.prod([shape[axis] for axis in order[:last]])) * ways[entries[order[last]]]
+
+
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", SPECS)
+def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, scope):
+    mesh, specs = make_mesh(kind), SPECS[name]
+    tx = lsdp.laplacian_smooth(2.0, scope=scope)
+    expected, _ = lsdp.laplacian_smooth(2.0, scope=scope, method="recursive").update(
+        tree(), tx.init(None)
+    )
+    updates = put(mesh, specs)
+    compiled = jax.jit(tx.update).lower(updates, tx.init(None)).compile()
+    got, _ = compiled(updates, tx.init(None))
+    for leaf in TREE:
+        np.testing.assert_allclose(got[leaf], expected[leaf], atol=1e-6)
+        assert got[leaf].sharding.is_equivalent_to(NamedSharding(mesh, specs[leaf]), got[leaf].ndim)
+    # Two numbers for each stretch of a leaf on a device.
+    stretches = sum(number_of_stretches(shape, specs[k]) for k, shape in TREE.items())
+    assert sum(moved(compiled.as_text())) <= 2 * stretches
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("name", ["fully sharded", "two axes"])
+def test_inside_shard_map_shards_are_smoothed_as_parts_of_the_whole(name, scope, boundary):
+    mesh, specs = make_mesh("Auto"), SPECS[name]
+    kwargs = {"scope": scope, "boundary": boundary}
+    tx = lsdp.laplacian_smooth(50.0, shards=specs, **kwargs)
+    run = jax.shard_map(
+        lambda x: tx.update(x, tx.init(None))[0], mesh=mesh, in_specs=(specs,), out_specs=specs
+    )
+    got = jax.jit(run)(tree())
+    whole = lsdp.laplacian_smooth(50.0, method="recursive", **kwargs)
+    expected, _ = whole.update(tree(), whole.init(None))
+    for leaf in TREE:
+        np.testing.assert_allclose(got[leaf], expected[leaf], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("axes", [(0,), (1,)])
+def test_the_rows_of_a_grid_may_be_split_and_their_entries_too(kind, axes):
+    mesh = make_mesh(kind)
+    x = tree()["kernel"]
+    grid = lsdp.Grid(axes)
+    tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: grid)
+    expected, _ = tx.update(x, tx.init(None))
+    split = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
+    compiled = jax.jit(tx.update).lower(split, tx.init(None)).compile()
+    np.testing.assert_allclose(compiled(split, tx.init(None))[0], expected, atol=1e-6)
+    ways, other = {0: (4, 48), 1: (2, 64)}[axes[0]]
+    assert sum(moved(compiled.as_text())) <= 2 * ways * other
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_grids_of_several_axes_are_smoothed_on_any_mesh(kind):
+    mesh = make_mesh(kind)
+    x = tree()["conv"]
+    for operator in ({"order": 2}, {"boundary": "neumann"}):
+        tx = lsdp.laplacian_smooth(2.0, layout=lambda p, s: lsdp.Grid((0, 1)), **operator)
+        expected, _ = tx.update(x, tx.init(None))
+        split = jax.device_put(x, NamedSharding(mesh, P(None, None, "a", "b")))
+        got, _ = jax.jit(tx.update)(split, tx.init(None))
+        np.testing.assert_allclose(got, expected, atol=1e-6)
+        assert got.sharding.is_equivalent_to(split.sharding, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_grid_of_another_shape_is_smoothed_on_any_mesh_but_not_by_halo(kind):
+    x = tree()["kernel"]
+
+    def layout(path, shape):
+        return lsdp.Grid((1,), shape=(8, 8, 48))
+
+    tx = lsdp.laplacian_smooth(2.0, layout=layout)
+    expected, _ = lsdp.laplacian_smooth(2.0, layout=layout, method="fft").update(x, tx.init(None))
+    split = jax.device_put(x, NamedSharding(make_mesh(kind), P("a", "b")))
+    np.testing.assert_allclose(jax.jit(tx.update)(split, tx.init(None))[0], expected, atol=1e-6)
+    halo = lsdp.laplacian_smooth(2.0, layout=layout, method="halo")
+    with pytest.raises(ValueError, match=r"'halo', which does not cover .* \(8, 8, 48\)"):
+        halo.update(split, halo.init(None))
+
+
+def test_a_scheduled_smoothing_compiles_once_on_a_mesh():
+    mesh = make_mesh("Auto")
+    split = jax.device_put(tree()["kernel"], NamedSharding(mesh, P("a")))
+    traces = []
+
+    @jax.jit
+    def update(x, smoothing):
+        traces.append(None)
+        tx = lsdp.laplacian_smooth(smoothing)
+        return tx.update(x, tx.init(None))[0]
+
+    for smoothing in (0.0, 0.3, 300.0):
+        whole = lsdp.laplacian_smooth(smoothing, method="fft")
+        expected, _ = whole.update(tree()["kernel"], whole.init(None))
+        np.testing.assert_allclose(update(split, smoothing), expected, atol=2e-6)
+    assert len(traces) == 1
+
+
+SIXTY_FOUR = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import optax_lsdp as lsdp
+for kind in (AxisType.Auto, AxisType.Explicit):
+    mesh = jax.make_mesh((64,), ("a",), axis_types=(kind,))
+    for spec in (P("a"), P(None, "a")):
+        leaf = jax.ShapeDtypeStruct((1024, 512), jnp.float32, sharding=NamedSharding(mesh, spec))
+        tx = lsdp.laplacian_smooth(2.0)
+        print(jax.jit(tx.update).lower(leaf, tx.init(None)).compile().as_text())
+"""
+
+
+def test_sixty_four_devices_move_no_more():
+    result = subprocess.run(
+        [sys.executable, "-c", SIXTY_FOUR],
+        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=64"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    sizes = moved(result.stdout)
+    # Inputs in 64 stretches of 16 for each of 512 outputs, or outputs in 64 stretches.
+    assert sizes and max(sizes) <= 64 * 512
+    assert sizes.count(64) >= 4  # two numbers from each device, on either mesh
+
+
+def test_a_shard_that_is_not_explained_is_refused():
+    mesh = make_mesh("Auto")
+    tx = lsdp.laplacian_smooth(1.0, shards=P("a"))
+    run = jax.shard_map(
+        lambda x: tx.update(x, tx.init(None))[0],
+        mesh=mesh,
+        in_specs=P("a", "b"),
+        out_specs=P("a", "b"),
+    )
+    with pytest.raises(ValueError, match=r"`updates` must be whole .* shard over b at ''"):
+        jax.jit(run)(jnp.ones((8, 8)))
