@@ -8,15 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import scipy.special
 import scipy.stats
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lsdp as lsdp
 from optax_lsdp import noise as noise_module
 from optax_lsdp._keys import fold_in_text
-from optax_lsdp._threefry import random_words
-from optax_lsdp.noise import _normal, _quantile
+from optax_lsdp.noise import _normal
 
 SIZE = 200_000
 TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
@@ -78,40 +76,6 @@ def test_tails_reach_beyond_eight_standard_deviations(monkeypatch):
     assert draw(jnp.zeros(1))[0][0][0] < -9.1
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_quantiles_are_as_precise_as_their_dtype(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        p = np.concatenate([np.geomspace(2.0**-65, 0.3, 20_001), np.linspace(0.3, 0.5, 20_001)])
-        p = p.astype(dtype)
-        got = np.asarray(_quantile(jnp.asarray(p)), np.float64)
-        expected = scipy.special.ndtri(p.astype(np.float64))
-        error = np.abs(got - expected) / np.maximum(1, np.abs(expected))
-        assert error.max() < 8 * float(jnp.finfo(dtype).eps)
-
-
-def test_the_polynomial_is_the_one_that_fits():
-    ends = np.log([np.log(2), 66 * np.log(2)])  # of log(−log p) for p from 2⁻⁶⁶ to ½
-    x = np.cos(np.pi * (np.arange(8000) + 0.5) / 8000)
-    u = (x + 1) / 2 * (ends[1] - ends[0]) + ends[0]
-    exact = -scipy.special.ndtri_exp(-np.exp(u))
-    fit = np.polynomial.Chebyshev.fit(u, exact, 8, domain=ends)
-    centred = np.polyval(noise_module._COEFFICIENTS, u - noise_module._CENTRE)
-    np.testing.assert_allclose(centred, fit(u), atol=2e-8)
-    np.testing.assert_allclose(centred, exact, atol=4e-8)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (7,), (100, 3), (4, 5, 6)])
-def test_both_words_are_those_of_which_jax_keeps_one(shape):
-    key = jax.random.key(3)
-    high, low = random_words(key, shape)
-    np.testing.assert_array_equal(high ^ low, jax.random.bits(key, shape, jnp.uint32))
-    keys = jax.random.split(key, 5)
-    for one, *words in zip(keys, *random_words(keys, shape), strict=True):
-        np.testing.assert_array_equal(words, random_words(one, shape))
-    if np.prod(shape) > 50:
-        assert not np.isin(high, low).any()
-
-
 def test_other_generators_draw_standard_normals_too():
     assert is_standard_normal(draw(TREE, key=jax.random.key(0, impl="rbg"))[0][0])
 
@@ -120,8 +84,8 @@ def test_small_leaves_that_draw_together_draw_what_they_would_alone():
     tree = {f"{i}": jnp.zeros(i, "bfloat16" if i % 3 else "float32") for i in range(1, 40)}
     tree |= {"matrix": jnp.zeros((5, 7)), "scalar": jnp.zeros(()), "empty": jnp.zeros(0)}
     together = jax.tree.unflatten(jax.tree.structure(tree), draw(tree)[0])
-    for name, leaf in tree.items():
-        np.testing.assert_array_equal(together[name], draw({name: leaf})[0][0])
+    for name in ("1", "7", "33", "matrix", "scalar", "empty"):
+        np.testing.assert_array_equal(together[name], draw({name: tree[name]})[0][0])
 
 
 def test_noise_has_a_label_of_its_own():
