@@ -32,7 +32,7 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping
-	$(BIN)/python -m benchmarks.steps
+	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report

@@ -4,7 +4,7 @@ import math
 
 from matplotlib.figure import Figure
 
-from benchmarks._results import ACCOUNTANTS, PEERS, RESULTS, load, ratios
+from benchmarks._results import ACCOUNTANTS, PEERS, RESULTS, load, ratios, smoothed_vectors
 
 
 def draw_accounting() -> None:
@@ -76,3 +76,23 @@ def draw_clipping() -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(frameon=False, loc="outside lower center", ncols=4)
     figure.savefig(RESULTS / "clipping.png", dpi=150)
+
+
+def draw_smoothing() -> None:
+    """Draw the time of every method, and of noise, against the size of a vector."""
+    figure = Figure(figsize=(9.5, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    looks = {"recursive": ("o", "#c1121f"), "banded": ("s", "#e09f3e"), "fft": ("^", "#2a6f97")}
+    looks |= {"noise": ("x", "#9a8c98")}
+    for axes, kind in zip(panels, ("round", "prime"), strict=True):
+        rows = [row for row in smoothed_vectors() if row.smoothing == 1 and row.kind == kind]
+        for way, (marker, color) in looks.items():
+            points = [(row.size, row.times[way]) for row in rows if way in row.times]
+            axes.loglog(*zip(*points, strict=True), marker + "-", color=color, label=way)
+        axes.set_xlabel(f"entries, {'powers of ten' if kind == 'round' else 'primes'}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("milliseconds, σ = 1")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(looks))
+    figure.savefig(RESULTS / "smoothing.png", dpi=150)

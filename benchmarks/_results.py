@@ -5,7 +5,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -37,3 +37,33 @@ def ratios(way: str, field: str, base: str = "non-private") -> dict[str, float]:
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean."""
     return math.exp(statistics.fmean(math.log(value) for value in values))
+
+
+class SmoothedVector(NamedTuple):
+    """What each method took for one size and σ: milliseconds, and memory in copies of the vector.
+
+    `times` holds the noise as well.
+    """
+
+    size: int
+    smoothing: float
+    kind: str
+    times: dict[str, float]
+    copies: dict[str, float]
+
+    @property
+    def smoothers(self) -> dict[str, float]:
+        """Return the times of the methods alone."""
+        return {name: time for name, time in self.times.items() if name != "noise"}
+
+
+def smoothed_vectors() -> list[SmoothedVector]:
+    """Return all rows of the smoothing benchmark."""
+    rows = []
+    for label, ways in load("smoothing")["methods"].items():
+        size, smoothing, kind = label.split(" ", 2)
+        done = {name: way for name, way in ways.items() if "milliseconds" in way}
+        times = {name: way["milliseconds"] for name, way in done.items()}
+        copies = {name: way["temp_bytes"] / (4 * int(size)) for name, way in done.items()}
+        rows.append(SmoothedVector(int(size), float(smoothing), kind, times, copies))
+    return rows

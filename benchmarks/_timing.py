@@ -18,12 +18,17 @@ from benchmarks._results import RESULTS
 
 
 def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return each function's median milliseconds, all of them taking turns in every round."""
+    """Return each function's median milliseconds, all of them taking turns in every round.
+
+    Every round begins with another one, so that none always follows the same neighbour.
+    """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():  # compile and warm up
         jax.block_until_ready(function())
+    order = list(functions.items())
     for _ in range(rounds):
-        for name, function in functions.items():
+        order.append(order.pop(0))
+        for name, function in order:
             start = time.perf_counter()
             jax.block_until_ready(function())
             times[name].append(1e3 * (time.perf_counter() - start))

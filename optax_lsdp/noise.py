@@ -122,14 +122,16 @@ def add_gaussian_noise(
             scaled = jnp.where(jnp.asarray(scale) > 0, scaled, jnp.nan)
             return (leaf.astype(noise.dtype) + scaled).astype(leaf.dtype)
 
-        noises = _draw(keys, leaves, axes)
+        noises = _draw(keys, leaves, axes, state.step)
         noisy = jax.tree.unflatten(structure, map(add_noise, leaves, noises))
         return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _draw(keys: jax.Array, leaves: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+def _draw(
+    keys: jax.Array, leaves: list[jax.Array], axes: tuple[str, ...], step: jax.Array
+) -> list[jax.Array]:
     """Return unit noise for each leaf; small leaves draw theirs together."""
     groups: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -150,10 +152,21 @@ def _draw(keys: jax.Array, leaves: list[jax.Array], axes: tuple[str, ...]) -> li
             noises[members[0]] = with_automatic_axes(draw, sharding)(chosen[0])
             continue
         room = max(leaves[index].size for index in members)
-        rows = _normal(chosen, (room,), wide_dtype(leaves[members[0]]))
+        rows = _normal_once(chosen, room, wide_dtype(leaves[members[0]]), step)
         for row, index in enumerate(members):
-            noises[index] = rows[row, : leaves[index].size].reshape(leaves[index].shape)
+            own = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
+            noises[index] = own.reshape(leaves[index].shape)
     return [noises[index] for index in range(len(leaves))]
+
+
+def _normal_once(keys: jax.Array, room: int, dtype: Any, step: jax.Array) -> jax.Array:
+    """Return a row of unit noise for each key, or NaN if the step is corrupt.
+
+    What is drawn under a condition is drawn once, where XLA would otherwise draw it in each of the
+    kernels that cut a leaf's noise out of it.
+    """
+    draw = partial(_normal, shape=(room,), dtype=dtype)
+    return jax.lax.cond(step >= 0, draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

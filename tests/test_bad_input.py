@@ -35,6 +35,11 @@ def half_marked():
     return {**grad(), "b": jnp.ones(3)}
 
 
+def smooth(smoothing, updates=None, **kwargs):
+    tx = lsdp.laplacian_smooth(smoothing, **kwargs)
+    return tx.update(jnp.ones(3) if updates is None else updates, tx.init(None))[0]
+
+
 CASES = {
     # numbers
     "clip norm zero": (lambda: privatize(clip_norm=0.0), "`clip_norm` .* positive.* got 0.0"),
@@ -79,6 +84,11 @@ CASES = {
     "scope": (lambda: lsdp.laplacian_smooth(1.0, scope="all"), "`scope` .*'tree'.* got 'all'"),
     "method": (lambda: lsdp.laplacian_smooth(1.0, method="lu"), "`method` .*'fft'.* got 'lu'"),
     "layout": (lambda: lsdp.laplacian_smooth(1.0, layout="out"), "`layout` .* got 'out'"),
+    "boundary": (
+        lambda: lsdp.laplacian_smooth(1.0, boundary="zero"),
+        "`boundary` .*'neumann'.* got 'zero'",
+    ),
+    "order": (lambda: lsdp.laplacian_smooth(1.0, order=0), "`order` .* got 0"),
     # keys
     "key missing": (lambda: privatize(key=None), "`key` .* typed key, got None; .*fresh_key"),
     "key integer": (lambda: privatize(key=7), "`key` .* got 7; .*jax.random.key"),
@@ -211,6 +221,30 @@ CASES = {
             PARAMS, lsdp.laplacian_smooth(1.0).init(PARAMS)
         ),
         r"`Grid.axes` .* got \(5,\) at 'b'",
+    ),
+    "a band of unknown width": (
+        lambda: jax.jit(lambda s: smooth(s, method="banded"))(1.0),
+        "`method` .* got 'banded', which needs σ as a number",
+    ),
+    "a band wider than the ring": (
+        lambda: smooth(1.0, method="banded"),
+        "`method` .* got 'banded', which needs .* entries for this σ, not 3",
+    ),
+    "a grid by one axis at a time": (
+        lambda: smooth(1.0, method="recursive", layout=lambda p, s: lsdp.Grid((0, 1), (1, 3))),
+        r"`method` .* got 'recursive', which smooths along one axis, .* \(1, 3\)",
+    ),
+    "an order that is too high": (
+        lambda: smooth(1.0, method="halo", order=2),
+        "`method` .* got 'halo', which has order 1 alone, not 2",
+    ),
+    "a matrix that is too large": (
+        lambda: smooth(1.0, jnp.ones(5000), method="matrix"),
+        "`method` .* got 'matrix', which takes at most 4096 entries an axis, not 5000",
+    ),
+    "shards of another tree": (
+        lambda: smooth(1.0, shards={"a": jax.P(), "b": jax.P()}),
+        "`shards` must be a PartitionSpec, .* got 2 of them for 1 arrays",
     ),
     "a grid in one ring": (
         lambda: lsdp.laplacian_smooth(

@@ -20,6 +20,14 @@ TRANSFORMS = {
         lsdp.laplacian_smooth(1.0, layout=lambda path, shape: lsdp.Grid((0,))),
         PARAMS,
     ),
+    **{
+        f"laplacian_smooth, {method}": (
+            lsdp.laplacian_smooth(0.1, method=method, boundary="neumann"),
+            jnp.ones(4_000),
+        )
+        for method in ("recursive", "halo", "banded", "matrix", "fft")
+    },
+    "laplacian_smooth, order 2": (lsdp.laplacian_smooth(1.0, order=2), PARAMS),
     "dp_sgd": (lsdp.dp_sgd(0.1, **PRIVATE), STACK),
     "dp_lssgd": (lsdp.dp_lssgd(0.1, **PRIVATE), STACK),
     "dp_adam": (lsdp.dp_adam(0.1, **PRIVATE), STACK),

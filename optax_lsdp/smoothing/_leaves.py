@@ -129,10 +129,10 @@ def smooth_leaves(
         flows = _close_together(bundles, [walk.grid[0] for walk in walks], boundary)
     results = dict[int, jax.Array]()
     for bundle, flow in zip(bundles, flows, strict=True):
-        rows = add_inflow(bundle.filtered, flow)
+        rows = add_inflow(bundle.filtered, flow, apart=len(bundle.members) > 1)
         for place, index in enumerate(bundle.members):
             size = bundle.filtered.sizes[place]
-            own = rows[:, :size] if bundle.split else rows[place, :size]
+            own = rows[:, :size] if bundle.split else rows[place : place + 1, :size]
             restored = walks[index].restore(own, leaves[index].shape)
             results[index] = restored.astype(leaves[index].dtype)
     return [results[index] for index in range(len(leaves))]

@@ -114,8 +114,12 @@ def filter_rows(rows: jax.Array, sizes: Sequence[int], kernel: Decay) -> Filtere
     return Filtered(inner, inflow, Ends(heads, tails), tuple(sizes), kernel)
 
 
-def add_inflow(filtered: Filtered, inflow: Ends) -> jax.Array:
-    """Return the rows, (rows, length or more), when so much flows into them from either end."""
+def add_inflow(filtered: Filtered, inflow: Ends, *, apart: bool = False) -> jax.Array:
+    """Return the rows, (rows, length or more), when so much flows into them from either end.
+
+    Rows that are to be taken apart are made by a product: everything else XLA computes again in
+    each of the kernels that take one.
+    """
     inner, between, _, sizes, kernel = filtered
     _, count, width = inner.shape
     place, starts = jnp.arange(width, dtype=jnp.int32), width * jnp.arange(count, dtype=jnp.int32)
@@ -133,6 +137,8 @@ def add_inflow(filtered: Filtered, inflow: Ends) -> jax.Array:
         is_last = ((beyond < 0) & (beyond > -width)).astype(inner.dtype)
         weights = kernel.powers(jnp.maximum(ends % width - place, 0))
         result += (inflow.right[:, None] * is_last)[:, :, None] * weights[:, None, :]
+    if apart:
+        result = _product(result, jnp.eye(width, dtype=result.dtype))
     return result.reshape(len(inner), count * width)
 
 

@@ -1,0 +1,154 @@
+"""What smoothing costs: every method from 10³ to 10⁸ entries, beside noise, in trees and in steps.
+
+Every result is written as soon as it is there; a run that was interrupted goes on. It runs
+unchanged on any device, and names it.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from tqdm import tqdm
+
+import optax_lsdp as lsdp
+from benchmarks import _noises, _peers, _timing
+from benchmarks.zoo import ZOO, Model
+
+PRIMES = {3: 1_009, 4: 10_007, 5: 100_003, 6: 1_000_003, 7: 10_000_019, 8: 100_000_007}
+SMOOTHINGS = (0.1, 1.0, 10.0, 1000.0)
+METHODS = ("auto", "recursive", "banded", "matrix", "fft")
+SLOW = 1.0  # seconds of a first call, beyond which a method is not called again
+
+
+def sizes(decades: range) -> dict[int, str]:
+    """Return sizes of every kind: a power of two, a round number and a prime for each decade."""
+    found = {}
+    for decade in decades:
+        found[1 << (10**decade).bit_length()] = "power of two"
+        found[10**decade] = "round"
+        found[PRIMES[decade]] = "prime"
+    return found
+
+
+def measure(ways: dict[str, Callable[[], Any]], argument: Any, seconds: float) -> dict[str, Any]:
+    """Compile every way, then time all of them in turn for about so many seconds."""
+    runs, rows = {}, {}
+    for name, make in ways.items():
+        try:
+            run = jax.jit(make()).lower(argument).compile()
+        except ValueError as error:  # not for this size and σ
+            rows[name] = {"error": str(error)}
+            continue
+        memory = run.memory_analysis()
+        rows[name] = {"temp_bytes": memory.temp_size_in_bytes if memory else None}
+        runs[name] = partial(run, argument)
+    first = {name: _first_call(run) for name, run in runs.items()}
+    quick = {name: run for name, run in runs.items() if first[name] < SLOW}
+    rounds = int(min(200, max(7, seconds / sum(first[name] for name in quick))))
+    times = {name: 1e3 * first[name] for name in runs} | _timing.medians(quick, rounds)
+    for name, milliseconds in times.items():
+        rows[name]["milliseconds"] = milliseconds
+    return rows
+
+
+def _first_call(run: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
+
+
+def stage(tx: optax.GradientTransformation) -> Callable[[Any], Any]:
+    """Return what a transform makes of updates at its first step."""
+    return lambda updates: tx.update(updates, tx.init(updates), updates)[0]
+
+
+def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
+    """Measure every method on a vector, and the noise that is drawn for it."""
+    ways: dict[str, Any] = {
+        name: partial(_smooth, smoothing, name)
+        for name in METHODS
+        if name != "matrix" or size <= 4096
+    }
+    ways["noise"] = lambda: stage(lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)))
+    return measure(ways, jnp.ones(size), seconds)
+
+
+def _smooth(smoothing: float, method: Any) -> Callable[[Any], Any]:
+    return stage(lsdp.laplacian_smooth(smoothing, method=method))
+
+
+def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]:
+    """Measure `privatize` over as many entries in one leaf and in several."""
+
+    def private(count: int) -> Callable[[Any], Any]:
+        tx = lsdp.privatize(
+            optax.sgd(0.1),
+            clip_norm=1.0,
+            noise_multiplier=1.0,
+            expected_batch_size=1,
+            smoothing=1.0,
+            key=jax.random.key(0),
+        )
+
+        def run(flat: jax.Array) -> Any:
+            rows = {f"{i:05}": x for i, x in enumerate(flat.reshape(count, 1, total // count))}
+            return tx.update(rows, tx.init(rows), jax.tree.map(lambda x: x[0], rows))[0]
+
+        return run
+
+    ways = {str(count): partial(private, count) for count in counts}
+    return measure(ways, jnp.ones(total), seconds)
+
+
+def steps(model: Model, seconds: float) -> dict[str, Any]:
+    """Measure whole training steps, without privacy, without smoothing and with it."""
+    size = len(jax.tree.leaves(model.batch)[0])
+    private: Any = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": size}
+    private["key"] = jax.random.key(0)
+    clipped = lsdp.clipped_grad(model.loss, clip_norm=1.0)
+
+    def step(grad: Any, tx: optax.GradientTransformation) -> Callable[[Any], Any]:
+        def run(params: Any) -> Any:
+            updates, state = tx.update(grad(params, model.batch), tx.init(params), params)
+            return optax.apply_updates(params, updates), state
+
+        return run
+
+    ways = {
+        "SGD": partial(step, _peers.mean_gradient(model), optax.sgd(0.1)),
+        "DP-SGD": partial(step, clipped, lsdp.dp_sgd(0.1, **private)),
+        "DP-LSSGD": partial(step, clipped, lsdp.dp_lssgd(0.1, **private)),
+    }
+    return {"batch": size, "ways": measure(ways, model.params, seconds)}
+
+
+def main() -> None:
+    """Measure what is not in the record yet."""
+    args = _timing.arguments(__doc__, "smoothing.json")
+    record = json.loads(args.output.read_text()) if args.output.exists() else {}
+    seconds = 0.1 if args.smoke else 3.0
+    decades, names = (range(3, 5), list(ZOO)[:1]) if args.smoke else (range(3, 9), list(ZOO))
+    work: dict[str, dict[str, Callable[[], Any]]] = {"methods": {}, "noises": {}}
+    for size, kind in sizes(decades).items():
+        for smoothing in SMOOTHINGS if size <= 10**7 else SMOOTHINGS[1:3]:
+            label = f"{size} {smoothing:g} {kind}"
+            work["methods"][label] = partial(methods, size, smoothing, seconds)
+    for size in (10**4,) if args.smoke else (10**6, 10**7):
+        work["noises"][str(size)] = partial(measure, _noises.ways(size), jax.random.key(0), seconds)
+    total = 10**4 if args.smoke else 10**6
+    work["trees"] = {str(total): partial(trees, total, (1, 10, 100), seconds)}
+    work["steps"] = {name: partial(steps, ZOO[name](None), 3 * seconds) for name in names}
+    tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
+    for part, name, run in tqdm(tasks, desc="smoothing"):
+        if name not in record.setdefault(part, {}):
+            record[part][name] = run()
+            _timing.write(args.output, record)
+
+
+if __name__ == "__main__":
+    main()
