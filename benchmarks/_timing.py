@@ -3,6 +3,7 @@
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 import time
@@ -20,14 +21,14 @@ from benchmarks._results import RESULTS
 def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
     """Return each function's median milliseconds, all of them taking turns in every round.
 
-    Every round begins with another one, so that none always follows the same neighbour.
+    Every round has another order, so that none always follows the same neighbour.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     for function in functions.values():  # compile and warm up
         jax.block_until_ready(function())
-    order = list(functions.items())
+    order, shuffler = list(functions.items()), random.Random(0)
     for _ in range(rounds):
-        order.append(order.pop(0))
+        shuffler.shuffle(order)
         for name, function in order:
             start = time.perf_counter()
             jax.block_until_ready(function())

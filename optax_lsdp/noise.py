@@ -154,8 +154,8 @@ def _draw(
         room = max(leaves[index].size for index in members)
         rows = _normal_once(chosen, room, wide_dtype(leaves[members[0]]), step)
         for row, index in enumerate(members):
-            own = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
-            noises[index] = own.reshape(leaves[index].shape)
+            cut = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
+            noises[index] = cut.reshape(leaves[index].shape)
     return [noises[index] for index in range(len(leaves))]
 
 

@@ -55,10 +55,13 @@ class Walk(NamedTuple):
     grid: tuple[int, ...]
     reshapes: bool = False
 
+    def seen_shape(self, leaf: jax.Array) -> tuple[int, ...]:
+        """Return the shape as which a leaf, or a shard of it, is seen."""
+        return self.shape if leaf.size == math.prod(self.shape) else leaf.shape
+
     def transpose(self, leaf: jax.Array) -> jax.Array:
         """Return the leaf, or a shard of it, with its neighbours last, axes as they are."""
-        whole = leaf.size == math.prod(self.shape)
-        return (leaf.reshape(self.shape) if whole else leaf).transpose(self.order)
+        return leaf.reshape(self.seen_shape(leaf)).transpose(self.order)
 
     def lay(self, leaf: jax.Array) -> jax.Array:
         """Return the leaf as (rows, *grid)."""

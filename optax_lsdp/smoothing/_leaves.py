@@ -34,6 +34,7 @@ from optax_lsdp.smoothing._runs import (
 )
 
 _SMALL = 2**13  # entries of a leaf that is worth being copied to be filtered with others
+_COLUMN = 8  # entries of a column, and columns, that are worth being filtered as they are stored
 
 
 class Split(NamedTuple):
@@ -44,17 +45,35 @@ class Split(NamedTuple):
         outer: stretches of a row on this device, along each axis that does not belong to them.
         names: the mesh axes over which each of these is split, and the stretches themselves.
         length: entries of a stretch.
+        columns: if stretches are stored as columns, the shape of these.
+        order: the order in which the walk takes the axes of that shape.
     """
 
     rows: int
     outer: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
     length: int
+    columns: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
 
     @property
     def runs(self) -> int:
         """Return the number of stretches of a row, on all devices."""
         return math.prod(self.outer) * math.prod(map(axis_size, self.names))
+
+    def walked(self, values: jax.Array) -> jax.Array:
+        """Put numbers, one for each stretch, from the order of storage into that of the walk."""
+        if self.columns is None:
+            return values
+        return values.reshape(self.columns).transpose(self.order).reshape(-1)
+
+    def stored(self, values: jax.Array) -> jax.Array:
+        """Undo `walked`."""
+        if self.columns is None:
+            return values
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        walked = values.reshape([self.columns[axis] for axis in self.order])
+        return walked.transpose(inverse).reshape(-1)
 
     def gather(self, values: jax.Array) -> jax.Array:
         """Collect a number from each stretch: (rows · stretches,) → (rows, all stretches).
@@ -114,15 +133,19 @@ def smooth_leaves(
     bundles = []
     for members in groups.values():
         dtype = wide[members[0]]
-        transposed = [walks[i].transpose(leaves[i]).astype(dtype) for i in members]
+        split = None
         if len(members) == 1:
-            split = _split(walks[members[0]], transposed[0].shape, specs[members[0]])
-            rows, sizes = transposed[0].reshape(-1, split.length), [split.length]
+            leaf, walk = leaves[members[0]].astype(dtype), walks[members[0]]
+            split = _split(walk, leaf, specs[members[0]])
+            upright, sizes = split.columns is not None, [split.length]
+            shape = (split.length, -1) if upright else (-1, split.length)
+            rows = (leaf if upright else walk.transpose(leaf)).reshape(shape)
         else:
-            split, sizes = None, [x.size for x in transposed]
-            room = max(sizes)
-            rows = jnp.stack([jnp.pad(x.reshape(-1), (0, room - x.size)) for x in transposed])
-        bundles.append(Bundle(members, split, filter_rows(rows, sizes, kernels[dtype])))
+            vectors = [walks[i].transpose(leaves[i]).astype(dtype).reshape(-1) for i in members]
+            upright, sizes = False, [x.size for x in vectors]
+            rows = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
+        filtered = filter_rows(rows, sizes, kernels[dtype], upright=upright)
+        bundles.append(Bundle(members, split, filtered))
 
     flows = _close_each(bundles, boundary)
     if scope == "tree":
@@ -131,10 +154,12 @@ def smooth_leaves(
     for bundle, flow in zip(bundles, flows, strict=True):
         rows = add_inflow(bundle.filtered, flow, apart=len(bundle.members) > 1)
         for place, index in enumerate(bundle.members):
-            size = bundle.filtered.sizes[place]
+            size, leaf = bundle.filtered.sizes[place], leaves[index]
+            if bundle.filtered.upright:
+                results[index] = rows[:size].reshape(leaf.shape).astype(leaf.dtype)
+                continue
             own = rows[:, :size] if bundle.split else rows[place : place + 1, :size]
-            restored = walks[index].restore(own, leaves[index].shape)
-            results[index] = restored.astype(leaves[index].dtype)
+            results[index] = walks[index].restore(own, leaf.shape).astype(leaf.dtype)
     return [results[index] for index in range(len(leaves))]
 
 
@@ -177,25 +202,36 @@ def _close_together(bundles: list[Bundle], sizes: list[int], boundary: Boundary)
 
 def _chain(split: Split, ends: Ends, kernel: Decay) -> tuple[Ends, Ends]:
     """Link the runs of a leaf over all devices."""
-    gathered = Ends(*map(split.gather, ends))
+    gathered = Ends(*(split.gather(split.walked(side)) for side in ends))
     return chain(gathered, split.length, kernel)
 
 
 def _into_runs(split: Split, outside: Ends, inflow: Ends, kernel: Decay) -> Ends:
     """Return what flows into the runs on this device, from outside of the row and within."""
     places = split.length * jnp.arange(split.runs + 1, dtype=kernel.rate.dtype)
-    return Ends(*map(split.own, pass_through(outside, inflow, places, kernel)))
+    flow = pass_through(outside, inflow, places, kernel)
+    return Ends(*(split.stored(split.own(side)) for side in flow))
 
 
-def _split(walk: Walk, local: tuple[int, ...], spec: jax.P) -> Split:
-    """Return how a leaf's rows lie on devices, given its transposed local shape."""
-    entries = [*spec, *[None] * (len(walk.order) - len(spec))] if any(spec) else [None] * len(local)
+def _split(walk: Walk, leaf: jax.Array, spec: jax.P) -> Split:
+    """Return how a leaf's rows lie on devices and in memory."""
+    shape = walk.seen_shape(leaf)
+    local = tuple(shape[axis] for axis in walk.order)
+    entries = [*spec, *[None] * (len(local) - len(spec))] if any(spec) else [None] * len(local)
     names = [axis_names(entries[axis]) for axis in walk.order]
-    first = len(local) - walk.trailing
-    cut = max((axis for axis in range(first, len(local)) if names[axis]), default=first)
-    return Split(
-        rows=math.prod(local[:first]),
-        outer=local[first:cut],
-        names=(*names[first:cut], names[cut] if cut < len(names) else ()),
-        length=math.prod(local[cut:]),
-    )
+    first, end = len(local) - walk.trailing, len(local)
+    split_axes = [axis for axis in range(first, end) if names[axis]]
+    cut = max(split_axes, default=first)
+    # The axes that are walked last are stored first: each stretch is a column.
+    upright = next((c for c in range(first, end) if walk.order[c:] == tuple(range(end - c))), end)
+    length = math.prod(local[upright:])
+    is_column = 0 < upright < end and _COLUMN <= length <= leaf.size // _COLUMN
+    if is_column and upright == (cut if split_axes else upright):
+        columns, order = (
+            shape[end - upright :],
+            tuple(a - (end - upright) for a in walk.order[:upright]),
+        )
+        rest = (*names[first:upright], names[upright])
+        return Split(math.prod(local[:first]), local[first:upright], rest, length, columns, order)
+    rest = (*names[first:cut], names[cut] if cut < end else ())
+    return Split(math.prod(local[:first]), local[first:cut], rest, math.prod(local[cut:]))

@@ -58,11 +58,12 @@ class Filtered(NamedTuple):
     """Rows that were filtered as if zeros lay beyond them.
 
     Attributes:
-        inner: (rows, blocks, width): every block as if it were alone.
+        inner: (rows, blocks, width): every block as if it were alone; or (blocks, width, rows).
         inflow: what flows into each block from its neighbours on either side: (rows, blocks).
         ends: the first and the last entry of each row when all is added up.
         sizes: how many entries of each row count: one number for all, or one for each.
         kernel: the one that filtered them.
+        upright: whether rows are columns.
     """
 
     inner: jax.Array
@@ -70,14 +71,18 @@ class Filtered(NamedTuple):
     ends: Ends
     sizes: tuple[int, ...]
     kernel: Decay
+    upright: bool
 
 
 def decay(smoothing: jax.Array | float, dtype: Any) -> Decay:
     """Return rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    So written, neither loses digits where ρ is close to 1.
+    So written, neither loses digits where ρ is close to 1. Where a schedule says σ = 0 another
+    number stands in: what comes of it is not used.
     """
-    rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(jnp.asarray(smoothing, dtype)))
+    positive = jnp.asarray(smoothing, dtype)
+    positive = jnp.where(positive == 0, jnp.ones_like(positive), positive)
+    rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
     reach = math.inf
     if is_number(smoothing):
         known = 2 * math.asinh(0.5 / math.sqrt(smoothing))
@@ -90,56 +95,71 @@ def numbers(values: Sequence[int], dtype: Any) -> jax.Array:
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
-def filter_rows(rows: jax.Array, sizes: Sequence[int], kernel: Decay) -> Filtered:
+def filter_rows(
+    rows: jax.Array, sizes: Sequence[int], kernel: Decay, *, upright: bool = False
+) -> Filtered:
     """Filter rows (rows, length), of which the first `sizes` entries count, the others being zero.
 
-    `sizes` has one entry for each row, or one for all.
+    `sizes` has one entry for each row, or one for all. Upright rows are columns, (length, rows),
+    all of one size: what is stored so need not be transposed.
     """
-    width = _block_width(rows.shape[1], kernel)
+    width = _block_width(rows.shape[0 if upright else 1], kernel)
     place = jnp.arange(width, dtype=jnp.int32)
     toeplitz = kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
-    inner = _product(_blocks(rows, width), toeplitz)
+    if upright:
+        blocks = jnp.pad(rows, ((0, -len(rows) % width), (0, 0))).reshape(-1, width, rows.shape[1])
+        inner = _product(toeplitz, blocks)
+        firsts, lasts = inner[:, 0].T, inner[:, -1].T
+    else:
+        inner = _product(_blocks(rows, width), toeplitz)
+        firsts, lasts = inner[:, :, 0], inner[:, :, -1]
     falling = kernel.every(width)
     inflow = Ends(
-        _shifted(_causal(inner[:, :, -1], falling)),
-        _shifted(_causal(inner[:, ::-1, 0], falling))[:, ::-1],
+        _shifted(_causal(lasts, falling)), _shifted(_causal(firsts[:, ::-1], falling))[:, ::-1]
     )
     row: Any = slice(None)
     last: Any = sizes[0] - 1
     if len(sizes) > 1:
         row, last = jnp.arange(len(sizes), dtype=jnp.int32), numbers(sizes, jnp.int32) - 1
     block, entry = last // width, last % width
-    tails = inner[row, block, entry] + inflow.left[row, block] * kernel.powers(entry + 1)
-    heads = inner[:, 0, 0] + inflow.right[:, 0] * kernel.powers(width)
-    return Filtered(inner, inflow, Ends(heads, tails), tuple(sizes), kernel)
+    alone = inner[block, entry] if upright else inner[row, block, entry]
+    tails = alone + inflow.left[row, block] * kernel.powers(entry + 1)
+    heads = firsts[:, 0] + inflow.right[:, 0] * kernel.powers(width)
+    return Filtered(inner, inflow, Ends(heads, tails), tuple(sizes), kernel, upright)
 
 
 def add_inflow(filtered: Filtered, inflow: Ends, *, apart: bool = False) -> jax.Array:
-    """Return the rows, (rows, length or more), when so much flows into them from either end.
+    """Return the rows, or columns, when so much flows into them from either end.
 
-    Rows that are to be taken apart are made by a product: everything else XLA computes again in
-    each of the kernels that take one.
+    They may be longer than they were. Rows that are to be taken apart are made by a product:
+    everything else XLA computes again in each of the kernels that take one.
     """
-    inner, between, _, sizes, kernel = filtered
-    _, count, width = inner.shape
-    place, starts = jnp.arange(width, dtype=jnp.int32), width * jnp.arange(count, dtype=jnp.int32)
+    inner, between, _, sizes, kernel, upright = filtered
+    width = inner.shape[1 if upright else 2]
+    count = inner.shape[0 if upright else 1]
+    place = jnp.arange(width, dtype=jnp.int32)
+    starts = width * jnp.arange(count, dtype=jnp.int32)
     ends = numbers(sizes, jnp.int32)[:, None]
     beyond = ends - starts - width  # entries between a block and the end of its row
     left = between.left + inflow.left[:, None] * kernel.powers(starts)
     reaching = jnp.where(beyond >= 0, kernel.powers(jnp.maximum(beyond, 0)), 0)
     right = between.right + inflow.right[:, None] * reaching.astype(inner.dtype)
-    result = (
-        inner
-        + left[:, :, None] * kernel.powers(place + 1)
-        + right[:, :, None] * kernel.powers(width - place)
-    )
+
+    def spread(flow: jax.Array, weights: jax.Array) -> jax.Array:
+        """Return flow ⊗ weights: (rows, blocks) and (1 or rows, width)."""
+        if upright:
+            return flow.T[:, None, :] * weights.T[None]
+        return flow[:, :, None] * weights[:, None, :]
+
+    result = inner + spread(left, kernel.powers(place + 1)[None])
+    result += spread(right, kernel.powers(width - place)[None])
     if any(size % width for size in sizes):  # the last block ends before its width does
         is_last = ((beyond < 0) & (beyond > -width)).astype(inner.dtype)
         weights = kernel.powers(jnp.maximum(ends % width - place, 0))
-        result += (inflow.right[:, None] * is_last)[:, :, None] * weights[:, None, :]
+        result += spread(inflow.right[:, None] * is_last, weights)
     if apart:
         result = _product(result, jnp.eye(width, dtype=result.dtype))
-    return result.reshape(len(inner), count * width)
+    return result.reshape(-1, inner.shape[2]) if upright else result.reshape(len(inner), -1)
 
 
 def ring(ends: Ends, sizes: Sequence[int], kernel: Decay) -> Ends:
@@ -231,5 +251,5 @@ def _shifted(x: jax.Array) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., :-1]
 
 
-def _product(blocks: jax.Array, matrix: jax.Array) -> jax.Array:
-    return jnp.matmul(blocks, matrix, precision=jax.lax.Precision.HIGHEST)
+def _product(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)

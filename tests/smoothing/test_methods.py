@@ -140,6 +140,39 @@ def test_a_tree_is_smoothed_as_one_vector(method, boundary):
         )
 
 
+COLUMNS = {
+    "kernel": (300, 70),
+    "conv": (5, 5, 40, 30),
+    "query": (64, 4, 40),
+    "short": (2, 100, 60),
+    "few": (9_000, 2),
+}
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("smoothing", [0.3, 3.0, 300.0])
+def test_columns_are_smoothed_as_they_are_stored(smoothing, scope, boundary):
+    tree = {name: vector(shape, i) for i, (name, shape) in enumerate(COLUMNS.items())}
+    got, expected = (
+        smooth(tree, smoothing, method=method, scope=scope, boundary=boundary)
+        for method in ("recursive", "fft")
+    )
+    for name, leaf in tree.items():
+        assert_close(got[name], np.asarray(expected[name], np.float64), leaf)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_the_columns_of_a_grid_are_rings_of_their_own(axis):
+    x = vector((64, 5, 40))
+
+    def layout(path, shape):
+        return lsdp.Grid((axis,))
+
+    got, expected = (smooth(x, 30.0, method=m, layout=layout) for m in ("recursive", "fft"))
+    assert_close(got, np.asarray(expected, np.float64), x)
+
+
 def test_many_small_leaves_are_smoothed_each_by_itself():
     sizes = [*range(1, 40), 100, 100, 127, 128, 129, 1000, 1023, 5000]
     tree = {f"{i:02}": vector(size, i) for i, size in enumerate(sizes)}
