@@ -85,7 +85,8 @@ def draw_smoothing() -> None:
     looks = {"recursive": ("o", "#c1121f"), "banded": ("s", "#e09f3e"), "fft": ("^", "#2a6f97")}
     looks |= {"noise": ("x", "#9a8c98")}
     for axes, kind in zip(panels, ("round", "prime"), strict=True):
-        rows = [row for row in smoothed_vectors() if row.smoothing == 1 and row.kind == kind]
+        rows = [row for row in sorted(smoothed_vectors()) if row.smoothing == 1]
+        rows = [row for row in rows if row.kind == kind]
         for way, (marker, color) in looks.items():
             points = [(row.size, row.times[way]) for row in rows if way in row.times]
             axes.loglog(*zip(*points, strict=True), marker + "-", color=color, label=way)

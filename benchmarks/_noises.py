@@ -11,25 +11,19 @@ from jax.scipy.special import ndtri
 
 import optax_lsdp as lsdp
 
-Draw = Callable[[jax.Array], Any]
+Draw = Callable[..., jax.Array]
 UNIT = 2.0**-32
 
 
-def ours(impl: str, size: int) -> Draw:
-    """Return `add_gaussian_noise` to zeros: 64 bits, tails to 9.1."""
+def ours(impl: str, size: int) -> tuple[Any, ...]:
+    """Return `add_gaussian_noise` to zeros, and its arguments: 64 bits, tails to 9.1."""
     tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0, impl=impl))
-    zeros = jnp.zeros(size)
-
-    def draw(key: jax.Array) -> Any:
-        state = tx.init(zeros)
-        return tx.update(zeros, state._replace(step=jax.random.key_data(key)[0].astype(int)))[0]
-
-    return draw
+    return lambda state: tx.update(jnp.zeros(size), state)[0], tx.init(None)
 
 
-def with_impl(draw: Callable[[jax.Array, int], Any], impl: str, size: int) -> Draw:
-    """Return a draw from another generator that is seeded by the key."""
-    return lambda key: draw(jax.random.key(jax.random.key_data(key)[0], impl=impl), size)
+def drawn_by(draw: Draw, impl: str, size: int) -> tuple[Any, ...]:
+    """Return a draw from a generator, and its key."""
+    return partial(draw, size=size), jax.random.key(0, impl=impl)
 
 
 def normal(key: jax.Array, size: int) -> jax.Array:
@@ -65,7 +59,7 @@ def sum_of_three(key: jax.Array, size: int) -> jax.Array:
     return sum(normal(k, size) for k in keys) / math.sqrt(3)
 
 
-def ways(size: int) -> dict[str, Callable[[], Draw]]:
+def ways(size: int) -> dict[str, Callable[[], tuple[Any, ...]]]:
     """Return all ways, by name and generator."""
     drawn = {
         "jax.random.normal": normal,
@@ -73,9 +67,9 @@ def ways(size: int) -> dict[str, Callable[[], Draw]]:
         "Box–Muller": box_muller,
         "sum of three": sum_of_three,
     }
-    found: dict[str, Callable[[], Draw]] = {}
+    found: dict[str, Callable[[], tuple[Any, ...]]] = {}
     for impl in ("threefry2x32", "rbg"):
         found[f"add_gaussian_noise, {impl}"] = partial(ours, impl, size)
         for name, draw in drawn.items():
-            found[f"{name}, {impl}"] = partial(with_impl, draw, impl, size)
+            found[f"{name}, {impl}"] = partial(drawn_by, draw, impl, size)
     return found

@@ -55,6 +55,12 @@ def demo() -> str:
     return markdown(["model", "optimizer", "σ", "step size", "test accuracy"], rows)
 
 
+def duration(milliseconds: float) -> str:
+    """Return a time with three digits."""
+    number = f"{milliseconds:.3g}" if milliseconds < 999 else f"{milliseconds:,.0f}"
+    return f"{number} ms"
+
+
 def steps() -> str:
     """Return what smoothing adds to whole training steps."""
     ways = ("SGD", "DP-SGD", "DP-LSSGD")
@@ -65,7 +71,7 @@ def steps() -> str:
             [
                 name,
                 str(row["batch"]),
-                *(f"{time:.3g} ms" for time in times),
+                *map(duration, times),
                 f"{times[1] / times[0]:.2f}",
                 f"{times[2] / times[1]:.2f}",
             ]
@@ -75,18 +81,18 @@ def steps() -> str:
 
 def smoothing() -> str:
     """Return what smoothing a vector costs, beside Fourier's transform and noise."""
-    found = [row for row in smoothed_vectors() if row.smoothing == 1 and row.size >= 10**4]
+    every = sorted(smoothed_vectors())
+    found = [row for row in every if row.smoothing == 1 and row.size >= 10**4]
     rows = [
         [
             f"{row.size:,}",
-            *(f"{row.times[way]:.3g} ms" for way in ("auto", "fft", "noise")),
+            *(duration(row.times[way]) for way in ("auto", "fft", "noise")),
             f"{row.times['fft'] / row.times['auto']:.3g}",
             f"{row.times['auto'] / row.times['noise']:.2f}",
             f"{row.copies['auto']:.2f}",
         ]
         for row in found
     ]
-    every = smoothed_vectors()
     best = max(row.times["auto"] / min(row.smoothers.values()) for row in every)
     fourier = max(row.times["auto"] / row.times["fft"] for row in every if row.size >= 10**4)
     noise = max(
@@ -102,9 +108,10 @@ def smoothing() -> str:
         f"{where['versions']['jax']}; memory is XLA's temporary buffers, in copies of the vector. "
         f"Over all sizes\nand σ from 0.1 to 1,000 `auto` takes at most {best:.2f} times what the "
         f"best method takes, at most {fourier:.2f} of `fft`\nfrom 10⁴ entries on, and at most "
-        f"{noise:.2f} of the noise from 10⁵ on with σ ≤ 10. `privatize` over 10⁶ entries in 100 "
-        f"leaves takes {leaves['100']['milliseconds'] / leaves['1']['milliseconds']:.2f} times\n"
-        "what it takes in one."
+        f"{noise:.2f} of the noise from 10⁵ on with σ ≤ 10. `privatize` over 10⁶ entries\nin 10 "
+        f"leaves takes {leaves['10']['milliseconds'] / leaves['1']['milliseconds']:.2f} times what "
+        f"it takes in one, in 100 leaves "
+        f"{leaves['100']['milliseconds'] / leaves['1']['milliseconds']:.2f} times."
     )
 
 

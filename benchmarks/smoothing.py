@@ -35,18 +35,22 @@ def sizes(decades: range) -> dict[int, str]:
     return found
 
 
-def measure(ways: dict[str, Callable[[], Any]], argument: Any, seconds: float) -> dict[str, Any]:
-    """Compile every way, then time all of them in turn for about so many seconds."""
+def measure(ways: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any]:
+    """Compile every way, then time all of them in turn for about so many seconds.
+
+    A way makes a function and its arguments.
+    """
     runs, rows = {}, {}
     for name, make in ways.items():
         try:
-            run = jax.jit(make()).lower(argument).compile()
+            function, *arguments = make()
+            run = jax.jit(function).lower(*arguments).compile()
         except ValueError as error:  # not for this size and σ
             rows[name] = {"error": str(error)}
             continue
         memory = run.memory_analysis()
         rows[name] = {"temp_bytes": memory.temp_size_in_bytes if memory else None}
-        runs[name] = partial(run, argument)
+        runs[name] = partial(run, *arguments)
     first = {name: _first_call(run) for name, run in runs.items()}
     quick = {name: run for name, run in runs.items() if first[name] < SLOW}
     rounds = int(min(200, max(7, seconds / sum(first[name] for name in quick))))
@@ -62,30 +66,28 @@ def _first_call(run: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def stage(tx: optax.GradientTransformation) -> Callable[[Any], Any]:
-    """Return what a transform makes of updates at its first step."""
-    return lambda updates: tx.update(updates, tx.init(updates), updates)[0]
+def stage(tx: optax.GradientTransformation, updates: Any) -> tuple[Any, ...]:
+    """Return a transform's update and its arguments."""
+    return tx.update, updates, tx.init(updates)
 
 
 def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
     """Measure every method on a vector, and the noise that is drawn for it."""
-    ways: dict[str, Any] = {
-        name: partial(_smooth, smoothing, name)
-        for name in METHODS
-        if name != "matrix" or size <= 4096
-    }
-    ways["noise"] = lambda: stage(lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)))
-    return measure(ways, jnp.ones(size), seconds)
+    vector = jnp.ones(size)
 
+    def smooth(method: Any) -> tuple[Any, ...]:
+        return stage(lsdp.laplacian_smooth(smoothing, method=method), vector)
 
-def _smooth(smoothing: float, method: Any) -> Callable[[Any], Any]:
-    return stage(lsdp.laplacian_smooth(smoothing, method=method))
+    chosen = [name for name in METHODS if name != "matrix" or size <= 4096]
+    ways: dict[str, Any] = {name: partial(smooth, name) for name in chosen}
+    ways["noise"] = lambda: stage(lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)), vector)
+    return measure(ways, seconds)
 
 
 def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]:
     """Measure `privatize` over as many entries in one leaf and in several."""
 
-    def private(count: int) -> Callable[[Any], Any]:
+    def private(count: int) -> tuple[Any, ...]:
         tx = lsdp.privatize(
             optax.sgd(0.1),
             clip_norm=1.0,
@@ -94,15 +96,11 @@ def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]
             smoothing=1.0,
             key=jax.random.key(0),
         )
+        params = {f"{i:05}": jnp.ones(total // count) for i in range(count)}
+        stacked = jax.tree.map(lambda x: x[None], params)  # the gradients of one example
+        return tx.update, stacked, tx.init(params), params
 
-        def run(flat: jax.Array) -> Any:
-            rows = {f"{i:05}": x for i, x in enumerate(flat.reshape(count, 1, total // count))}
-            return tx.update(rows, tx.init(rows), jax.tree.map(lambda x: x[0], rows))[0]
-
-        return run
-
-    ways = {str(count): partial(private, count) for count in counts}
-    return measure(ways, jnp.ones(total), seconds)
+    return measure({str(count): partial(private, count) for count in counts}, seconds)
 
 
 def steps(model: Model, seconds: float) -> dict[str, Any]:
@@ -112,19 +110,19 @@ def steps(model: Model, seconds: float) -> dict[str, Any]:
     private["key"] = jax.random.key(0)
     clipped = lsdp.clipped_grad(model.loss, clip_norm=1.0)
 
-    def step(grad: Any, tx: optax.GradientTransformation) -> Callable[[Any], Any]:
-        def run(params: Any) -> Any:
-            updates, state = tx.update(grad(params, model.batch), tx.init(params), params)
+    def step(grad: Any, tx: optax.GradientTransformation) -> tuple[Any, ...]:
+        def run(params: Any, state: Any, batch: Any) -> Any:
+            updates, state = tx.update(grad(params, batch), state, params)
             return optax.apply_updates(params, updates), state
 
-        return run
+        return run, model.params, tx.init(model.params), model.batch
 
     ways = {
         "SGD": partial(step, _peers.mean_gradient(model), optax.sgd(0.1)),
         "DP-SGD": partial(step, clipped, lsdp.dp_sgd(0.1, **private)),
         "DP-LSSGD": partial(step, clipped, lsdp.dp_lssgd(0.1, **private)),
     }
-    return {"batch": size, "ways": measure(ways, model.params, seconds)}
+    return {"batch": size, "ways": measure(ways, seconds)}
 
 
 def main() -> None:
@@ -139,7 +137,7 @@ def main() -> None:
             label = f"{size} {smoothing:g} {kind}"
             work["methods"][label] = partial(methods, size, smoothing, seconds)
     for size in (10**4,) if args.smoke else (10**6, 10**7):
-        work["noises"][str(size)] = partial(measure, _noises.ways(size), jax.random.key(0), seconds)
+        work["noises"][str(size)] = partial(measure, _noises.ways(size), seconds)
     total = 10**4 if args.smoke else 10**6
     work["trees"] = {str(total): partial(trees, total, (1, 10, 100), seconds)}
     work["steps"] = {name: partial(steps, ZOO[name](None), 3 * seconds) for name in names}

@@ -72,9 +72,10 @@ def add_gaussian_noise(
             runs with the same key draw the same noise, and the difference of their results
             betrays the examples in which they differ. Under `jax.vmap`, map over keys.
             JAX's default generator, Threefry, is a cipher, fit for noise that must not be guessed,
-            and its bits are the same on any mesh. "rbg" is faster where the hardware has a
-            generator; its bits depend on the device and the compiler, so that a run cannot be
-            resumed elsewhere to the bit, and nobody vouches for its strength.
+            and its bits are the same on any mesh. "rbg" is meant for devices that have a
+            generator of their own, and slower on CPUs; its bits depend on the device and the
+            compiler, so that a run cannot be resumed elsewhere to the bit, and nobody vouches for
+            its strength.
         axis_name: inside `shard_map`, the mesh axes over which leaves are split, so that each
             shard draws its own noise. A leaf must be summed over all other axes first.
 
@@ -147,6 +148,11 @@ def _draw(
             chosen = jax.vmap(jax.random.fold_in, (0, None))(chosen, jax.lax.axis_index(axis))
         if len(members) == 1:
             leaf = leaves[members[0]]
+            if leaf.ndim == 1 and leaf.size % 2 and leaf.size > _SMALL and is_threefry(keys):
+                # XLA's CPU backend vectorizes no loop over an odd number of entries.
+                rows = _normal_once(chosen, leaf.size + 1, wide_dtype(leaf), step)
+                noises[members[0]] = rows[0, :-1]
+                continue
             draw = partial(_normal, shape=leaf.shape, dtype=wide_dtype(leaf))
             sharding = stated_sharding(leaf)
             noises[members[0]] = with_automatic_axes(draw, sharding)(chosen[0])

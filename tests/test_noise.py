@@ -80,6 +80,11 @@ def test_other_generators_draw_standard_normals_too():
     assert is_standard_normal(draw(TREE, key=jax.random.key(0, impl="rbg"))[0][0])
 
 
+def test_a_vector_of_odd_size_draws_what_a_matrix_draws():
+    vector, matrix = (draw({"a": jnp.zeros(shape)})[0][0] for shape in ((90_003,), (30_001, 3)))
+    np.testing.assert_allclose(vector, matrix, rtol=1e-6)
+
+
 def test_small_leaves_that_draw_together_draw_what_they_would_alone():
     tree = {f"{i}": jnp.zeros(i, "bfloat16" if i % 3 else "float32") for i in range(1, 40)}
     tree |= {"matrix": jnp.zeros((5, 7)), "scalar": jnp.zeros(()), "empty": jnp.zeros(0)}

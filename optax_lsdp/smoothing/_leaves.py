@@ -147,9 +147,10 @@ def smooth_leaves(
         filtered = filter_rows(rows, sizes, kernels[dtype], upright=upright)
         bundles.append(Bundle(members, split, filtered))
 
-    flows = _close_each(bundles, boundary)
     if scope == "tree":
         flows = _close_together(bundles, [walk.grid[0] for walk in walks], boundary)
+    else:
+        flows = _close_each(bundles, boundary)
     results = dict[int, jax.Array]()
     for bundle, flow in zip(bundles, flows, strict=True):
         rows = add_inflow(bundle.filtered, flow, apart=len(bundle.members) > 1)
@@ -227,11 +228,10 @@ def _split(walk: Walk, leaf: jax.Array, spec: jax.P) -> Split:
     length = math.prod(local[upright:])
     is_column = 0 < upright < end and _COLUMN <= length <= leaf.size // _COLUMN
     if is_column and upright == (cut if split_axes else upright):
-        columns, order = (
-            shape[end - upright :],
-            tuple(a - (end - upright) for a in walk.order[:upright]),
-        )
+        tall = end - upright  # so many axes make a column
+        order = tuple(axis - tall for axis in walk.order[:upright])
         rest = (*names[first:upright], names[upright])
-        return Split(math.prod(local[:first]), local[first:upright], rest, length, columns, order)
+        rows, outer = math.prod(local[:first]), local[first:upright]
+        return Split(rows, outer, rest, length, shape[tall:], order)
     rest = (*names[first:cut], names[cut] if cut < end else ())
     return Split(math.prod(local[:first]), local[first:cut], rest, math.prod(local[cut:]))

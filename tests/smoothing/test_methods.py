@@ -140,6 +140,14 @@ def test_a_tree_is_smoothed_as_one_vector(method, boundary):
         )
 
 
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+def test_smoothing_takes_one_extra_copy(scope):
+    tree = {"kernel": jnp.ones((512, 256)), "table": jnp.ones((2048, 64)), "flat": jnp.ones(65_536)}
+    tx = lsdp.laplacian_smooth(10.0, scope=scope, method="recursive")
+    memory = jax.jit(tx.update).lower(tree, tx.init(tree)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes <= 1.3 * 4 * sum(leaf.size for leaf in tree.values())
+
+
 COLUMNS = {
     "kernel": (300, 70),
     "conv": (5, 5, 40, 30),
