@@ -53,5 +53,5 @@ $(OLDEST)/.ready: pyproject.toml
 	  extras = p["optional-dependencies"]["flax"]; \
 	  print("\n".join(p["dependencies"] + extras).replace(">=", "=="))' > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint $(OLDEST)/constraints.txt --editable '.[test,bench]'
+	  --constraint $(OLDEST)/constraints.txt --editable '.[test]'
 	@touch $@
