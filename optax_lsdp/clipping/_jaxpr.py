@@ -61,8 +61,12 @@ def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in core.jaxprs_in_params(equation.params):
-            yield from _equations(inner)
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(inner, core.ClosedJaxpr):
+                    yield from _equations(inner.jaxpr)
+                elif isinstance(inner, core.Jaxpr):
+                    yield from _equations(inner)
 
 
 def is_literal(atom: Any) -> bool:
@@ -79,5 +83,7 @@ def evaluate(equation: Equation, values: Sequence[Any]) -> list[Any]:
     """Return the outputs of one equation."""
     primitive = equation.primitive
     with equation.ctx.manager, jax.named_scope(primitive.name):
-        outputs = primitive.bind(*values, **primitive.get_bind_params(equation.params))
+        bound: Any = primitive.get_bind_params(equation.params)
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.10
+        outputs = primitive.bind(*functions, *values, **params)
     return list(outputs) if primitive.multiple_results else [outputs]
