@@ -68,12 +68,12 @@ class Walk(NamedTuple):
         rows = math.prod(self.shape) // math.prod(self.grid)
         return self.transpose(leaf).reshape(rows, *self.grid)
 
-    def restore(self, laid: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """Undo `lay` or `transpose`, for a leaf or a shard of this shape."""
-        seen = self.shape if math.prod(shape) == math.prod(self.shape) else shape
+    def restore(self, laid: jax.Array, leaf: jax.Array) -> jax.Array:
+        """Undo `lay` or `transpose`, for such a leaf or shard."""
+        seen = self.seen_shape(leaf)
         transposed = laid.reshape([seen[axis] for axis in self.order])
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return transposed.transpose(inverse).reshape(shape)
+        return transposed.transpose(inverse).reshape(leaf.shape)
 
 
 def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:

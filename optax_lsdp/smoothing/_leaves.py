@@ -37,6 +37,14 @@ _SMALL = 2**13  # entries of a leaf that is worth being copied to be filtered wi
 _COLUMN = 8  # entries of a column, and columns, that are worth being filtered as they are stored
 
 
+class Plan(NamedTuple):
+    """What is smoothed: a walk along each leaf, all of them apart or one after the other."""
+
+    walks: tuple[Walk, ...]
+    scope: str
+    boundary: Boundary
+
+
 class Split(NamedTuple):
     """How the runs of a leaf lie on the devices.
 
@@ -112,15 +120,10 @@ class Bundle(NamedTuple):
 
 
 def smooth_leaves(
-    leaves: Sequence[jax.Array],
-    smoothing: jax.Array | float,
-    *,
-    walks: Sequence[Walk],
-    specs: Sequence[jax.P],
-    scope: str,
-    boundary: Boundary,
+    leaves: Sequence[jax.Array], smoothing: jax.Array | float, specs: Sequence[jax.P], plan: Plan
 ) -> list[jax.Array]:
     """Return the smoothed leaves; `specs` tell how each of them is split over manual mesh axes."""
+    walks, scope, boundary = plan
     wide = [wide_dtype(*leaves) if scope == "tree" else wide_dtype(leaf) for leaf in leaves]
     kernels = {dtype: decay(smoothing, dtype) for dtype in wide}
     groups: dict[Any, list[int]] = {}
@@ -160,7 +163,7 @@ def smooth_leaves(
                 results[index] = rows[:size].reshape(leaf.shape).astype(leaf.dtype)
                 continue
             own = rows[:, :size] if bundle.split else rows[place : place + 1, :size]
-            results[index] = walks[index].restore(own, leaf.shape).astype(leaf.dtype)
+            results[index] = walks[index].restore(own, leaf).astype(leaf.dtype)
     return [results[index] for index in range(len(leaves))]
 
 

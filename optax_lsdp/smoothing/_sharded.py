@@ -13,10 +13,7 @@ from jax.sharding import NamedSharding
 
 from optax_lsdp._shards import manual_axes
 from optax_lsdp._trees import wide_dtype
-from optax_lsdp.smoothing._layout import Walk
-from optax_lsdp.smoothing._leaves import smooth_leaves
-
-Smooth = Callable[[Sequence[jax.Array], jax.Array], list[jax.Array]]
+from optax_lsdp.smoothing._leaves import Plan, smooth_leaves
 
 
 def may_be_split(leaf: jax.Array, spec: jax.P) -> bool:
@@ -30,18 +27,11 @@ def may_be_split(leaf: jax.Array, spec: jax.P) -> bool:
 
 
 def smooth_shards(
-    leaves: Sequence[jax.Array],
-    smoothing: jax.Array | float,
-    *,
-    walks: Sequence[Walk],
-    specs: Sequence[jax.P],
-    scope: str,
-    boundary: Any,
+    leaves: Sequence[jax.Array], smoothing: jax.Array | float, specs: Sequence[jax.P], plan: Plan
 ) -> list[jax.Array]:
     """Smooth leaves where they lie; `specs` are those of a surrounding shard_map."""
-    keep: Any = {"walks": tuple(walks), "scope": scope, "boundary": boundary}
     if manual_axes():
-        return smooth_leaves(leaves, smoothing=smoothing, specs=specs, **keep)
+        return smooth_leaves(leaves, smoothing, specs, plan)
     smoothing = jnp.asarray(smoothing, wide_dtype(*leaves))
     stated = [jax.typeof(leaf).sharding for leaf in leaves]
     explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
@@ -49,7 +39,7 @@ def smooth_shards(
         parts = [sharding.spec for sharding in stated]
 
         def run(leaves: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
-            return smooth_leaves(leaves, smoothing, specs=parts, **keep)
+            return smooth_leaves(leaves, smoothing, parts, plan)
 
         return jax.shard_map(
             run,
@@ -59,19 +49,20 @@ def smooth_shards(
             axis_names=set(explicit[0].mesh.explicit_axes),
             check_vma=False,
         )(list(leaves), smoothing)
-    return _partitioned(len(leaves), **keep)(*leaves, smoothing)
+    return _partitioned(plan)(*leaves, smoothing)
 
 
 @lru_cache(maxsize=256)
-def _partitioned(count: int, **keep: Any) -> Callable[..., list[jax.Array]]:
+def _partitioned(plan: Plan) -> Callable[..., list[jax.Array]]:
     """Return a function of leaves and σ that is told by the compiler how they are split.
 
     Mapped or differentiated, it is an ordinary function.
     """
+    count = len(plan.walks)
 
     def whole(*operands: jax.Array) -> list[jax.Array]:
         *leaves, smoothing = operands
-        return smooth_leaves(leaves, smoothing=smoothing, specs=[jax.P()] * count, **keep)
+        return smooth_leaves(leaves, smoothing, [jax.P()] * count, plan)
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         del results
@@ -83,7 +74,7 @@ def _partitioned(count: int, **keep: Any) -> Callable[..., list[jax.Array]]:
 
         def lower(*operands: jax.Array) -> list[jax.Array]:
             *leaves, smoothing = operands
-            return smooth_leaves(leaves, smoothing=smoothing, specs=specs, **keep)
+            return smooth_leaves(leaves, smoothing, specs, plan)
 
         return mesh, lower, shardings[:-1], tuple(shardings)
 

@@ -19,7 +19,7 @@ from optax_lsdp._shards import axis_names, axis_size, varying_axes
 from optax_lsdp._trees import check_floating, path_name, wide_dtype, widen
 from optax_lsdp.smoothing._choose import ARRAY_METHODS, METHODS, choose_method
 from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
-from optax_lsdp.smoothing._leaves import smooth_leaves
+from optax_lsdp.smoothing._leaves import Plan, smooth_leaves
 from optax_lsdp.smoothing._operator import BOUNDARIES, Boundary, Operator
 from optax_lsdp.smoothing._sharded import may_be_split, smooth_shards
 
@@ -181,7 +181,7 @@ def _smooth_each(
 
             def smooth(arrays: list[jax.Array], walk: Walk = walk, solve: Any = solve) -> Any:
                 laid = solve(walk.lay(widen(arrays[0])), smoothing, operator)
-                return [walk.restore(laid, arrays[0].shape).astype(arrays[0].dtype)]
+                return [walk.restore(laid, arrays[0]).astype(arrays[0].dtype)]
 
             (results[index],) = _keep_shardings(smooth, [x])
     return [results[index] for index in range(len(leaves))]
@@ -207,7 +207,7 @@ def _smooth_together(
         vector = jnp.concatenate(laid, axis=1)
         parts = jnp.split(ARRAY_METHODS[name](vector, smoothing, operator), ends[:-1], axis=1)
         return [
-            leaf.walk.restore(part, x.shape).astype(x.dtype)
+            leaf.walk.restore(part, x).astype(x.dtype)
             for leaf, part, x in zip(leaves, parts, arrays, strict=True)
         ]
 
@@ -220,16 +220,12 @@ def _smooth_runs(
     """Smooth leaves by runs, where they lie if the method is "halo"."""
     if not leaves:
         return []
-    arrays, walks, specs = (list(items) for items in zip(*leaves, strict=True))
-    run = partial(
-        smooth_shards if method == "halo" else smooth_leaves,
-        smoothing=smoothing,
-        walks=walks,
-        specs=specs,
-        scope=scope,
-        boundary=operator.boundary,
-    )
-    return run(arrays) if method == "halo" else _keep_shardings(run, arrays)
+    arrays, walks, specs = zip(*leaves, strict=True)
+    plan = Plan(walks, scope, operator.boundary)
+    if method == "halo":
+        return smooth_shards(arrays, smoothing, specs, plan)
+    run = partial(smooth_leaves, smoothing=smoothing, specs=specs, plan=plan)
+    return _keep_shardings(run, list(arrays))
 
 
 def _keep_shardings(
