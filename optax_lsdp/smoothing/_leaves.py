@@ -17,23 +17,22 @@ import jax.numpy as jnp
 
 from optax_lsdp._shards import axis_names, axis_size, vary, varying_axes
 from optax_lsdp._trees import wide_dtype
+from optax_lsdp.smoothing._decay import Decay, decay
 from optax_lsdp.smoothing._layout import Walk
 from optax_lsdp.smoothing._operator import Boundary
 from optax_lsdp.smoothing._runs import (
     CLOSE,
-    Decay,
     Ends,
-    Filtered,
-    add_inflow,
+    Run,
     chain,
     chain_unequal,
-    decay,
     filter_rows,
     numbers,
     pass_through,
+    read_rows,
 )
 
-_SMALL = 2**13  # entries of a leaf that is worth being copied to be filtered with others
+_SMALL = 2**16  # entries of a leaf that is worth being copied to be filtered with others
 _COLUMN = 8  # entries of a column, and columns, that are worth being filtered as they are stored
 
 
@@ -116,7 +115,7 @@ class Bundle(NamedTuple):
 
     members: list[int]
     split: Split | None
-    filtered: Filtered
+    run: Run
 
 
 def smooth_leaves(
@@ -147,8 +146,8 @@ def smooth_leaves(
             vectors = [walks[i].transpose(leaves[i]).astype(dtype).reshape(-1) for i in members]
             upright, sizes = False, [x.size for x in vectors]
             rows = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-        filtered = filter_rows(rows, sizes, kernels[dtype], upright=upright)
-        bundles.append(Bundle(members, split, filtered))
+        run = read_rows(rows, sizes, kernels[dtype], upright=upright)
+        bundles.append(Bundle(members, split, run))
 
     if scope == "tree":
         flows = _close_together(bundles, [walk.grid[0] for walk in walks], boundary)
@@ -156,10 +155,10 @@ def smooth_leaves(
         flows = _close_each(bundles, boundary)
     results = dict[int, jax.Array]()
     for bundle, flow in zip(bundles, flows, strict=True):
-        rows = add_inflow(bundle.filtered, flow, apart=len(bundle.members) > 1)
+        rows = filter_rows(bundle.run, flow)
         for place, index in enumerate(bundle.members):
-            size, leaf = bundle.filtered.sizes[place], leaves[index]
-            if bundle.filtered.upright:
+            size, leaf = bundle.run.sizes[place], leaves[index]
+            if bundle.run.upright:
                 results[index] = rows[:size].reshape(leaf.shape).astype(leaf.dtype)
                 continue
             own = rows[:, :size] if bundle.split else rows[place : place + 1, :size]
@@ -170,12 +169,12 @@ def smooth_leaves(
 def _close_each(bundles: list[Bundle], boundary: Boundary) -> list[Ends]:
     """Return what flows into each run when every row is closed in itself."""
     flows = []
-    for _, split, filtered in bundles:
-        kernel = filtered.kernel
+    for _, split, run in bundles:
+        kernel = run.kernel
         if split is None or split.runs == 1:
-            flows.append(CLOSE[boundary](filtered.ends, filtered.sizes, kernel))
+            flows.append(CLOSE[boundary](run.ends, run.sizes, kernel))
             continue
-        inflow, ends = _chain(split, filtered.ends, kernel)
+        inflow, ends = _chain(split, run.ends, kernel)
         outside = CLOSE[boundary](ends, [split.runs * split.length], kernel)
         flows.append(_into_runs(split, outside, inflow, kernel))
     return flows
@@ -183,11 +182,11 @@ def _close_each(bundles: list[Bundle], boundary: Boundary) -> list[Ends]:
 
 def _close_together(bundles: list[Bundle], sizes: list[int], boundary: Boundary) -> list[Ends]:
     """Return what flows into each run when all leaves follow one another."""
-    kernel = bundles[-1].filtered.kernel
+    kernel = bundles[-1].run.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     inner = []
-    for members, split, filtered in bundles:
-        inflow, ends = _chain(split, filtered.ends, kernel) if split else (None, filtered.ends)
+    for members, split, run in bundles:
+        inflow, ends = _chain(split, run.ends, kernel) if split else (None, run.ends)
         inner.append(inflow)
         for place, index in enumerate(members):
             lefts[index], rights[index] = ends.left[place], ends.right[place]

@@ -1,9 +1,9 @@
 """Runs: rows of numbers go in, what (I − σL)⁻¹ makes of each comes out, whatever lies beyond.
 
-The kernel of (I − σL)⁻¹ on an endless line is gain·ρ^|k|, ρ = e^(−rate). A run is first filtered as
-if zeros lay beyond its ends. What flows in from there falls by ρ with each entry, so one number
-at either end is all that a run has to know: of its own other end, where it is a ring, of its
-mirror image, where it ends, or of the next run, which may lie on another device.
+The kernel of (I − σL)⁻¹ on an endless line is gain·ρ^|k|. What flows into a run from beyond its
+ends falls by ρ with each entry, so one number at either end is all that a run has to know: of its
+own other end, where it is a ring, of its mirror image, where it ends, or of the next run, which
+may lie on another device.
 
 Within a run it is the same: blocks are products with one small matrix, and two numbers pass from
 block to block. That is exact and linear in time for every σ, traced ones too.
@@ -11,40 +11,21 @@ block to block. That is exact and linear in time for every σ, traced ones too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._checks import is_number
-
-_BLOCK, _SHORT_BLOCK = 64, 32  # entries that are filtered by one product
-
-
-class Decay(NamedTuple):
-    """How the kernel falls.
-
-    Attributes:
-        rate: ρ = e^(−rate) is the decay per entry.
-        gain: the kernel at its centre.
-        reach: the number of entries after which it is too small to count, if σ is known.
-    """
-
-    rate: jax.Array
-    gain: jax.Array
-    reach: float = math.inf
-
-    def powers(self, exponents: Any) -> jax.Array:
-        """Return ρ^k for k ≥ 0."""
-        if not isinstance(exponents, jax.Array):
-            return jnp.exp(-self.rate * exponents)
-        return jnp.exp(-self.rate * exponents.astype(self.rate.dtype))
-
-    def every(self, width: int) -> Decay:
-        """Return how it falls from one block to the next."""
-        return Decay(width * self.rate, self.gain, self.reach / width)
+from optax_lsdp.smoothing._blocks import (
+    block_ends,
+    block_width,
+    causal,
+    filter_blocks,
+    pad_to,
+    shifted,
+)
+from optax_lsdp.smoothing._decay import Decay
 
 
 class Ends(NamedTuple):
@@ -54,19 +35,19 @@ class Ends(NamedTuple):
     right: jax.Array
 
 
-class Filtered(NamedTuple):
-    """Rows that were filtered as if zeros lay beyond them.
+class Run(NamedTuple):
+    """Rows that are to be filtered, and what is known of them before they are.
 
     Attributes:
-        inner: (rows, blocks, width): every block as if it were alone; or (blocks, width, rows).
+        rows: (rows, length), zeros behind the entries that count; or (length, rows).
         inflow: what flows into each block from its neighbours on either side: (rows, blocks).
-        ends: the first and the last entry of each row when all is added up.
+        ends: what the first and the last entry of each row will be, if zeros lie beyond.
         sizes: how many entries of each row count: one number for all, or one for each.
-        kernel: the one that filtered them.
+        kernel: the one that filters them.
         upright: whether rows are columns.
     """
 
-    inner: jax.Array
+    rows: jax.Array
     inflow: Ends
     ends: Ends
     sizes: tuple[int, ...]
@@ -74,92 +55,77 @@ class Filtered(NamedTuple):
     upright: bool
 
 
-def decay(smoothing: jax.Array | float, dtype: Any) -> Decay:
-    """Return rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
-
-    So written, neither loses digits where ρ is close to 1. Where a schedule says σ = 0 another
-    number stands in: what comes of it is not used.
-    """
-    positive = jnp.asarray(smoothing, dtype)
-    positive = jnp.where(positive == 0, jnp.ones_like(positive), positive)
-    rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
-    reach = math.inf
-    if is_number(smoothing):
-        known = 2 * math.asinh(0.5 / math.sqrt(smoothing))
-        reach = -math.log(float(jnp.finfo(dtype).eps) / 8) / known
-    return Decay(rate, jnp.tanh(rate / 2), reach)
-
-
 def numbers(values: Sequence[int], dtype: Any) -> jax.Array:
     """Return an array that is no constant of the program, which partitioning would not allow."""
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
-def filter_rows(
+def read_rows(
     rows: jax.Array, sizes: Sequence[int], kernel: Decay, *, upright: bool = False
-) -> Filtered:
-    """Filter rows (rows, length), of which the first `sizes` entries count, the others being zero.
+) -> Run:
+    """Read rows (rows, length), of which the first `sizes` entries count, the others being zero.
 
     `sizes` has one entry for each row, or one for all. Upright rows are columns, (length, rows),
     all of one size: what is stored so need not be transposed.
     """
-    width = _block_width(rows.shape[0 if upright else 1], kernel)
-    place = jnp.arange(width, dtype=jnp.int32)
-    toeplitz = kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
+    width = block_width(rows.shape[0 if upright else 1], kernel)
+    ends = block_ends(rows if upright else _line(rows, width), width, kernel)
     if upright:
-        blocks = jnp.pad(rows, ((0, -len(rows) % width), (0, 0))).reshape(-1, width, rows.shape[1])
-        inner = _product(toeplitz, blocks)
-        firsts, lasts = inner[:, 0].T, inner[:, -1].T
+        firsts, lasts = ends[:, 0].T, ends[:, 1].T
     else:
-        inner = _product(_blocks(rows, width), toeplitz)
-        firsts, lasts = inner[:, :, 0], inner[:, :, -1]
+        firsts, lasts = (ends[:, side].reshape(len(rows), -1) for side in (0, 1))
     falling = kernel.every(width)
     inflow = Ends(
-        _shifted(_causal(lasts, falling)), _shifted(_causal(firsts[:, ::-1], falling))[:, ::-1]
+        shifted(causal(lasts, falling)), shifted(causal(firsts[:, ::-1], falling))[:, ::-1]
     )
     row: Any = slice(None)
     last: Any = sizes[0] - 1
     if len(sizes) > 1:
         row, last = jnp.arange(len(sizes), dtype=jnp.int32), numbers(sizes, jnp.int32) - 1
     block, entry = last // width, last % width
-    alone = inner[block, entry] if upright else inner[row, block, entry]
+    if len(sizes) > 1:
+        own = pad_to(rows, width, axis=1).reshape(len(rows), -1, width)[row, block]
+        distance = jnp.abs(entry[:, None] - jnp.arange(width, dtype=jnp.int32))
+    else:
+        own = rows[last - entry : last + 1].T if upright else rows[:, last - entry : last + 1]
+        distance = entry - jnp.arange(entry + 1, dtype=jnp.int32)
+    alone = kernel.gain * (own * kernel.powers(distance)).sum(axis=1)
     tails = alone + inflow.left[row, block] * kernel.powers(entry + 1)
     heads = firsts[:, 0] + inflow.right[:, 0] * kernel.powers(width)
-    return Filtered(inner, inflow, Ends(heads, tails), tuple(sizes), kernel, upright)
+    return Run(rows, inflow, Ends(heads, tails), tuple(sizes), kernel, upright)
 
 
-def add_inflow(filtered: Filtered, inflow: Ends, *, apart: bool = False) -> jax.Array:
-    """Return the rows, or columns, when so much flows into them from either end.
-
-    They may be longer than they were. Rows that are to be taken apart are made by a product:
-    everything else XLA computes again in each of the kernels that take one.
-    """
-    inner, between, _, sizes, kernel, upright = filtered
-    width = inner.shape[1 if upright else 2]
-    count = inner.shape[0 if upright else 1]
-    place = jnp.arange(width, dtype=jnp.int32)
-    starts = width * jnp.arange(count, dtype=jnp.int32)
+def filter_rows(run: Run, inflow: Ends) -> jax.Array:
+    """Return the rows, or columns, when so much flows into them from either end."""
+    rows, between, _, sizes, kernel, upright = run
+    length = rows.shape[0 if upright else 1]
+    width = block_width(length, kernel)
+    starts = width * jnp.arange(between.left.shape[1], dtype=jnp.int32)
     ends = numbers(sizes, jnp.int32)[:, None]
     beyond = ends - starts - width  # entries between a block and the end of its row
     left = between.left + inflow.left[:, None] * kernel.powers(starts)
     reaching = jnp.where(beyond >= 0, kernel.powers(jnp.maximum(beyond, 0)), 0)
-    right = between.right + inflow.right[:, None] * reaching.astype(inner.dtype)
-
-    def spread(flow: jax.Array, weights: jax.Array) -> jax.Array:
-        """Return flow ⊗ weights: (rows, blocks) and (1 or rows, width)."""
-        if upright:
-            return flow.T[:, None, :] * weights.T[None]
-        return flow[:, :, None] * weights[:, None, :]
-
-    result = inner + spread(left, kernel.powers(place + 1)[None])
-    result += spread(right, kernel.powers(width - place)[None])
-    if any(size % width for size in sizes):  # the last block ends before its width does
-        is_last = ((beyond < 0) & (beyond > -width)).astype(inner.dtype)
-        weights = kernel.powers(jnp.maximum(ends % width - place, 0))
-        result += spread(inflow.right[:, None] * is_last, weights)
-    if apart:
-        result = _product(result, jnp.eye(width, dtype=result.dtype))
-    return result.reshape(-1, inner.shape[2]) if upright else result.reshape(len(inner), -1)
+    right = between.right + inflow.right[:, None] * reaching.astype(rows.dtype)
+    if upright:
+        flows = jnp.stack([left.T, right.T], axis=1)
+    else:
+        flows = jnp.stack([left.reshape(-1), right.reshape(-1)], axis=1)
+    if upright or len(rows) == 1:  # a last block that is not full is told what flows in at the end
+        line = filter_blocks(rows if upright else rows[0], flows, width, kernel)
+        part = sizes[0] % width
+        if part:
+            weights = kernel.powers(part - jnp.arange(part, dtype=jnp.int32))
+            line = line.at[sizes[0] - part : sizes[0]].add(
+                weights[:, None] * inflow.right if upright else weights * inflow.right
+            )
+        return line if upright else line[None]
+    if any(size % width for size in sizes):  # as above, by an entry that the kernel spreads
+        rows = pad_to(rows, width, axis=1)
+        place = jax.lax.broadcasted_iota(jnp.int32, rows.shape, 1)
+        is_next = (place == ends) & (ends % width > 0)
+        rows = jnp.where(is_next, inflow.right[:, None] / kernel.gain, rows)
+    line = filter_blocks(_line(rows, width), flows, width, kernel)
+    return line.reshape(len(rows), -1)
 
 
 def ring(ends: Ends, sizes: Sequence[int], kernel: Decay) -> Ends:
@@ -185,9 +151,9 @@ def chain(ends: Ends, size: int, kernel: Decay) -> tuple[Ends, Ends]:
     Returns what flows into each run from the others, and the ends of the rows.
     """
     falling = kernel.every(size)
-    left = _causal(ends.right, falling)
-    right = _causal(ends.left[:, ::-1], falling)
-    inflow = Ends(_shifted(left), _shifted(right)[:, ::-1])
+    left = causal(ends.right, falling)
+    right = causal(ends.left[:, ::-1], falling)
+    inflow = Ends(shifted(left), shifted(right)[:, ::-1])
     return inflow, Ends(right[:, -1], left[:, -1])
 
 
@@ -216,40 +182,6 @@ def pass_through(outside: Ends, inflow: Ends, places: jax.Array, kernel: Decay) 
     )
 
 
-def _block_width(length: int, kernel: Decay) -> int:
-    """Return the width of blocks: all, or a divisor if there is a good one."""
-    most = _SHORT_BLOCK if kernel.reach <= _SHORT_BLOCK else _BLOCK
-    if length <= 2 * most:
-        return length
-    return next((width for width in range(most, most // 2, -1) if length % width == 0), most)
-
-
-def _blocks(rows: jax.Array, width: int) -> jax.Array:
-    missing = -rows.shape[-1] % width
-    padded = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, missing)]) if missing else rows
-    return padded.reshape(*rows.shape[:-1], padded.shape[-1] // width, width)
-
-
-def _causal(x: jax.Array, kernel: Decay) -> jax.Array:
-    """Return Σ_l ρ^l x_(k−l) along the last axis, l ≥ 0."""
-    if kernel.reach <= 1:
-        return x
-    width = _block_width(x.shape[-1], kernel)
-    place = jnp.arange(width, dtype=jnp.int32)
-    distance = place - place[:, None]
-    lower = jnp.where(distance >= 0, kernel.powers(jnp.maximum(distance, 0)), 0)
-    blocks = _blocks(x, width)
-    inner = _product(blocks, lower.astype(x.dtype))
-    if blocks.shape[-2] > 1:
-        carried = _shifted(_causal(inner[..., -1], kernel.every(width)))
-        inner += carried[..., None] * kernel.powers(place + 1)
-    return inner.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
-
-
-def _shifted(x: jax.Array) -> jax.Array:
-    """Return x one place later along the last axis, behind a zero."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., :-1]
-
-
-def _product(one: jax.Array, other: jax.Array) -> jax.Array:
-    return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)
+def _line(rows: jax.Array, width: int) -> jax.Array:
+    """Put whole blocks of all rows one after the other."""
+    return rows[0] if len(rows) == 1 else pad_to(rows, width, axis=1).reshape(-1)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
+from optax_lsdp.smoothing import _blocks, _leaves
 from optax_lsdp.smoothing._banded import reach
 from optax_lsdp.smoothing._operator import Operator
 from tests import oracles
@@ -142,19 +143,57 @@ def test_a_tree_is_smoothed_as_one_vector(method, boundary):
 
 @pytest.mark.parametrize("scope", ["leaf", "tree"])
 def test_smoothing_takes_one_extra_copy(scope):
-    tree = {"kernel": jnp.ones((512, 256)), "table": jnp.ones((2048, 64)), "flat": jnp.ones(65_536)}
+    shapes = {"kernel": (512, 1024), "table": (4096, 64), "flat": (300_000,)}
+    tree = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     tx = lsdp.laplacian_smooth(10.0, scope=scope, method="recursive")
     memory = jax.jit(tx.update).lower(tree, tx.init(tree)).compile().memory_analysis()
-    assert memory.temp_size_in_bytes <= 1.3 * 4 * sum(leaf.size for leaf in tree.values())
+    assert memory.temp_size_in_bytes <= 1.1 * 4 * sum(leaf.size for leaf in tree.values())
+
+
+@pytest.mark.parametrize("shape", [2**23, 2**23 + 1, (2**13, 2**10)])
+def test_a_very_large_leaf_is_smoothed_in_place(shape):
+    leaf = jax.ShapeDtypeStruct(np.atleast_1d(shape), jnp.float32)
+    tx = lsdp.laplacian_smooth(10.0, method="recursive")
+    compiled = jax.jit(tx.update, donate_argnums=0).lower(leaf, tx.init(None)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * leaf.size
+    assert memory.temp_size_in_bytes <= 0.3 * 4 * leaf.size
+
+
+@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("smoothing", [0.01, 1.0, 1000.0])
+def test_chunks_change_nothing(smoothing, scope, boundary, monkeypatch):
+    shapes = {"long": 1_000, "prime": 1_009, "kernel": (300, 40), "odd": (269, 40), "one": 512}
+    tree = {name: vector(shape, i) for i, (name, shape) in enumerate(shapes.items())}
+
+    def run():
+        return {
+            boundary: smooth(tree, smoothing, method="recursive", scope=scope, boundary=boundary),
+            "rows": smooth(
+                tree["kernel"],
+                smoothing,
+                method="recursive",
+                layout=lambda path, shape: lsdp.Grid((1,)),
+                boundary=boundary,
+            ),
+        }
+
+    expected = run()
+    for name, value in {"_CHUNK": 128, "_ODD": 256, "_LONG": 256}.items():
+        monkeypatch.setattr(_blocks, name, value)
+    monkeypatch.setattr(_leaves, "_SMALL", 0)
+    for got, whole in zip(*map(jax.tree.leaves, (run(), expected)), strict=True):
+        np.testing.assert_allclose(got, whole, atol=1e-6)
 
 
 COLUMNS = {
     "kernel": (300, 70),
-    "conv": (5, 5, 40, 30),
+    "conv": (5, 5, 40, 80),
     "query": (64, 4, 40),
-    "short": (2, 100, 60),
-    "few": (9_000, 2),
-}
+    "short": (2, 100, 20),
+    "few": (35_000, 2),
+}  # of sizes so different that none is packed with another
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])

@@ -106,6 +106,22 @@ def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, sc
     assert sum(moved(compiled.as_text())) <= 2 * stretches
 
 
+@pytest.mark.parametrize("method", ["recursive", "fft", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
+    """Then all arrays have explicit axes, those that are made in between too."""
+    tx = lsdp.laplacian_smooth(2.0, method=method)
+    expected, _ = tx.update(tree(), tx.init(None))
+    mesh = make_mesh(kind)
+    with jax.set_mesh(mesh):
+        for update in (tx.update, jax.jit(tx.update)):
+            got, _ = update(put(mesh, SPECS["two axes"]), tx.init(None))
+            for leaf in TREE:
+                np.testing.assert_allclose(got[leaf], expected[leaf], atol=1e-6)
+                sharding = NamedSharding(mesh, SPECS["two axes"][leaf])
+                assert got[leaf].sharding.is_equivalent_to(sharding, got[leaf].ndim)
+
+
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("scope", ["leaf", "tree"])
 @pytest.mark.parametrize("name", ["fully sharded", "two axes"])
