@@ -35,22 +35,24 @@ def sizes(decades: range) -> dict[int, str]:
     return found
 
 
-def measure(ways: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any]:
+def measure(ways: dict[str, Callable[[], Any]], seconds: float, fed: int = 0) -> dict[str, Any]:
     """Compile every way, then time all of them in turn for about so many seconds.
 
-    A way makes a function and its arguments.
+    A way makes a function and its arguments. The first `fed` of these are given away, as training
+    does with gradients, parameters and states, and are next what the function returned.
     """
     runs, rows = {}, {}
     for name, make in ways.items():
         try:
             function, *arguments = make()
-            run = jax.jit(function).lower(*arguments).compile()
+            donated = tuple(range(fed))
+            run = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
         except ValueError as error:  # not for this size and σ
             rows[name] = {"error": str(error)}
             continue
         memory = run.memory_analysis()
         rows[name] = {"temp_bytes": memory.temp_size_in_bytes if memory else None}
-        runs[name] = partial(run, *arguments)
+        runs[name] = _again(run, arguments, fed)
     first = {name: _first_call(run) for name, run in runs.items()}
     quick = {name: run for name, run in runs.items() if first[name] < SLOW}
     rounds = int(min(200, max(7, seconds / sum(first[name] for name in quick))))
@@ -58,6 +60,18 @@ def measure(ways: dict[str, Callable[[], Any]], seconds: float) -> dict[str, Any
     for name, milliseconds in times.items():
         rows[name]["milliseconds"] = milliseconds
     return rows
+
+
+def _again(run: Callable[..., Any], arguments: list[Any], fed: int) -> Callable[[], Any]:
+    """Return a call that takes the results of the last one instead of the first arguments."""
+    given, rest = jax.tree.map(jnp.copy, arguments[:fed]), arguments[fed:]
+
+    def call() -> Any:
+        results = run(*given, *rest)
+        given[:] = results[:fed]
+        return results
+
+    return call
 
 
 def _first_call(run: Callable[[], Any]) -> float:
@@ -81,7 +95,7 @@ def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
     chosen = [name for name in METHODS if name != "matrix" or size <= 4096]
     ways: dict[str, Any] = {name: partial(smooth, name) for name in chosen}
     ways["noise"] = lambda: stage(lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)), vector)
-    return measure(ways, seconds)
+    return measure(ways, seconds, fed=2)
 
 
 def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]:
@@ -97,10 +111,14 @@ def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]
             key=jax.random.key(0),
         )
         params = {f"{i:05}": jnp.ones(total // count) for i in range(count)}
-        stacked = jax.tree.map(lambda x: x[None], params)  # the gradients of one example
-        return tx.update, stacked, tx.init(params), params
+        clipped = lsdp.clipped_grad(_linear, clip_norm=1.0)(params, jnp.ones(1))
+        return tx.update, clipped, tx.init(params), params
 
     return measure({str(count): partial(private, count) for count in counts}, seconds)
+
+
+def _linear(params: Any, example: jax.Array) -> jax.Array:
+    return example * sum(leaf.sum() for leaf in jax.tree.leaves(params))
 
 
 def steps(model: Model, seconds: float) -> dict[str, Any]:
@@ -122,7 +140,7 @@ def steps(model: Model, seconds: float) -> dict[str, Any]:
         "DP-SGD": partial(step, clipped, lsdp.dp_sgd(0.1, **private)),
         "DP-LSSGD": partial(step, clipped, lsdp.dp_lssgd(0.1, **private)),
     }
-    return {"batch": size, "ways": measure(ways, seconds)}
+    return {"batch": size, "ways": measure(ways, seconds, fed=2)}
 
 
 def main() -> None:
