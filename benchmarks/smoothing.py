@@ -55,7 +55,8 @@ def measure(ways: dict[str, Callable[[], Any]], seconds: float, fed: int = 0) ->
         runs[name] = _again(run, arguments, fed)
     first = {name: _first_call(run) for name, run in runs.items()}
     quick = {name: run for name, run in runs.items() if first[name] < SLOW}
-    rounds = int(min(200, max(7, seconds / sum(first[name] for name in quick))))
+    once = sum(first[name] for name in quick)
+    rounds = int(min(200, max(21 if once < SLOW else 7, seconds / once)))
     times = {name: 1e3 * first[name] for name in runs} | _timing.medians(quick, rounds)
     for name, milliseconds in times.items():
         rows[name]["milliseconds"] = milliseconds

@@ -14,7 +14,7 @@ from optax_lsdp.smoothing._decay import Decay
 _WIDTH, _SHORT_WIDTH = 64, 32  # entries that are filtered by one product
 _CHUNK = 2**19  # entries that stay in a CPU's cache while they are filtered
 _LONG = 2**23  # entries whose memory a CPU must ask for anew at every step
-_ODD = 2**19  # entries that are worth going by chunks if they need not be padded then
+_PADDED = 2**20  # entries that go by chunks if they would have to be padded otherwise
 
 
 def block_width(length: int, kernel: Decay) -> int:
@@ -28,7 +28,7 @@ def block_width(length: int, kernel: Decay) -> int:
 def block_ends(line: jax.Array, width: int, kernel: Decay) -> jax.Array:
     """Return the first and the last entry of every block as if it were alone: (blocks, 2, …).
 
-    A line is (entries, …): all that follows are lines of their own.
+    A line is (entries, …): each entry of the other axes is a line of its own.
     """
     place = jnp.arange(width, dtype=jnp.int32)
     weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
@@ -59,10 +59,7 @@ def filter_blocks(line: jax.Array, flows: jax.Array, width: int, kernel: Decay) 
 
     `flows` are (blocks, 2, …). A last block that is not full ends in zeros.
     """
-    place = jnp.arange(width, dtype=jnp.int32)
-    toeplitz = kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
-    inflow = kernel.powers(jnp.stack([place + 1, width - place], axis=1))
-    weights = jnp.concatenate([toeplitz, inflow], axis=1)
+    weights = jnp.concatenate([_toeplitz(width, kernel), _inflow(width, kernel)], axis=1)
 
     def whole(line: jax.Array, flows: jax.Array) -> jax.Array:
         blocks = pad_to(line, width).reshape(-1, width, *line.shape[1:])
@@ -86,6 +83,17 @@ def filter_blocks(line: jax.Array, flows: jax.Array, width: int, kernel: Decay) 
     if not _goes_by_chunks(line, width):
         return whole(line, flows)
     return jax.lax.platform_dependent(line, flows, cpu=by_chunks, default=whole)
+
+
+def filter_alone(line: jax.Array, width: int, kernel: Decay) -> jax.Array:
+    """Return all blocks, each as if it were alone: (blocks, width)."""
+    return _weigh(_toeplitz(width, kernel), pad_to(line, width).reshape(-1, width))
+
+
+def add_flows(blocks: jax.Array, flows: jax.Array, kernel: Decay) -> jax.Array:
+    """Return what `filter_blocks` returns, of blocks that were filtered alone."""
+    left, right = _inflow(blocks.shape[1], kernel).T
+    return blocks + flows[:, :1] * left + flows[:, 1:] * right
 
 
 def causal(x: jax.Array, kernel: Decay) -> jax.Array:
@@ -119,8 +127,20 @@ def pad_to(x: jax.Array, width: int, axis: int = 0) -> jax.Array:
     return jnp.pad(x, after)
 
 
+def _toeplitz(width: int, kernel: Decay) -> jax.Array:
+    """Return the matrix that filters a block: (width, width)."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    return kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
+
+
+def _inflow(width: int, kernel: Decay) -> jax.Array:
+    """Return how what flows in from the left and the right falls within a block: (width, 2)."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    return kernel.powers(jnp.stack([place + 1, width - place], axis=1))
+
+
 def _goes_by_chunks(line: jax.Array, width: int) -> bool:
-    return line.size >= (_ODD if len(line) % width else _LONG)
+    return line.size >= (_PADDED if len(line) % width else _LONG)
 
 
 def _chunks(line: jax.Array, width: int) -> tuple[int, int]:

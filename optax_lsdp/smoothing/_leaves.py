@@ -142,11 +142,13 @@ def smooth_leaves(
             upright, sizes = split.columns is not None, [split.length]
             shape = (split.length, -1) if upright else (-1, split.length)
             rows = (leaf if upright else walk.transpose(leaf)).reshape(shape)
+            copied = not upright and walk.order != tuple(sorted(walk.order))
         else:
             vectors = [walks[i].transpose(leaves[i]).astype(dtype).reshape(-1) for i in members]
             upright, sizes = False, [x.size for x in vectors]
             rows = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-        run = read_rows(rows, sizes, kernels[dtype], upright=upright)
+            copied = False
+        run = read_rows(rows, sizes, kernels[dtype], upright=upright, copied=copied)
         bundles.append(Bundle(members, split, run))
 
     if scope == "tree":

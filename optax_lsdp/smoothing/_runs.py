@@ -18,9 +18,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp.smoothing._blocks import (
+    add_flows,
     block_ends,
     block_width,
     causal,
+    filter_alone,
     filter_blocks,
     pad_to,
     shifted,
@@ -45,6 +47,7 @@ class Run(NamedTuple):
         sizes: how many entries of each row count: one number for all, or one for each.
         kernel: the one that filters them.
         upright: whether rows are columns.
+        alone: the blocks of one row, each filtered as if it were alone, if that is done already.
     """
 
     rows: jax.Array
@@ -53,6 +56,7 @@ class Run(NamedTuple):
     sizes: tuple[int, ...]
     kernel: Decay
     upright: bool
+    alone: jax.Array | None
 
 
 def numbers(values: Sequence[int], dtype: Any) -> jax.Array:
@@ -61,15 +65,20 @@ def numbers(values: Sequence[int], dtype: Any) -> jax.Array:
 
 
 def read_rows(
-    rows: jax.Array, sizes: Sequence[int], kernel: Decay, *, upright: bool = False
+    rows: jax.Array, sizes: Sequence[int], kernel: Decay, *, upright: bool, copied: bool
 ) -> Run:
     """Read rows (rows, length), of which the first `sizes` entries count, the others being zero.
 
     `sizes` has one entry for each row, or one for all. Upright rows are columns, (length, rows),
-    all of one size: what is stored so need not be transposed.
+    all of one size: what is stored so need not be transposed. One row that was `copied` from
+    a transposed array is filtered at once, as XLA would transpose it whenever it is read.
     """
     width = block_width(rows.shape[0 if upright else 1], kernel)
-    ends = block_ends(rows if upright else _line(rows, width), width, kernel)
+    alone = filter_alone(rows[0], width, kernel) if copied and len(rows) == 1 else None
+    if alone is None:
+        ends = block_ends(rows if upright else _line(rows, width), width, kernel)
+    else:
+        ends = jnp.stack([alone[:, 0], alone[:, -1]], axis=1)
     if upright:
         firsts, lasts = ends[:, 0].T, ends[:, 1].T
     else:
@@ -89,15 +98,15 @@ def read_rows(
     else:
         own = rows[last - entry : last + 1].T if upright else rows[:, last - entry : last + 1]
         distance = entry - jnp.arange(entry + 1, dtype=jnp.int32)
-    alone = kernel.gain * (own * kernel.powers(distance)).sum(axis=1)
-    tails = alone + inflow.left[row, block] * kernel.powers(entry + 1)
+    tails = kernel.gain * (own * kernel.powers(distance)).sum(axis=1)
+    tails += inflow.left[row, block] * kernel.powers(entry + 1)
     heads = firsts[:, 0] + inflow.right[:, 0] * kernel.powers(width)
-    return Run(rows, inflow, Ends(heads, tails), tuple(sizes), kernel, upright)
+    return Run(rows, inflow, Ends(heads, tails), tuple(sizes), kernel, upright, alone)
 
 
 def filter_rows(run: Run, inflow: Ends) -> jax.Array:
     """Return the rows, or columns, when so much flows into them from either end."""
-    rows, between, _, sizes, kernel, upright = run
+    rows, between, _, sizes, kernel, upright, alone = run
     length = rows.shape[0 if upright else 1]
     width = block_width(length, kernel)
     starts = width * jnp.arange(between.left.shape[1], dtype=jnp.int32)
@@ -111,7 +120,10 @@ def filter_rows(run: Run, inflow: Ends) -> jax.Array:
     else:
         flows = jnp.stack([left.reshape(-1), right.reshape(-1)], axis=1)
     if upright or len(rows) == 1:  # a last block that is not full is told what flows in at the end
-        line = filter_blocks(rows if upright else rows[0], flows, width, kernel)
+        if alone is None:
+            line = filter_blocks(rows if upright else rows[0], flows, width, kernel)
+        else:
+            line = add_flows(alone, flows, kernel).reshape(-1)[:length]
         part = sizes[0] % width
         if part:
             weights = kernel.powers(part - jnp.arange(part, dtype=jnp.int32))

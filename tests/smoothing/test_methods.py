@@ -180,7 +180,7 @@ def test_chunks_change_nothing(smoothing, scope, boundary, monkeypatch):
         }
 
     expected = run()
-    for name, value in {"_CHUNK": 128, "_ODD": 256, "_LONG": 256}.items():
+    for name, value in {"_CHUNK": 128, "_PADDED": 256, "_LONG": 256}.items():
         monkeypatch.setattr(_blocks, name, value)
     monkeypatch.setattr(_leaves, "_SMALL", 0)
     for got, whole in zip(*map(jax.tree.leaves, (run(), expected)), strict=True):
