@@ -10,8 +10,13 @@ from typing import Any
 
 _HOME = {
     "Clipped": "clipping",
+    "FixedSizeSampler": "sampling",
     "Grid": "smoothing",
     "PerExample": "clipping",
+    "Piecewise": "planning",
+    "PoissonSampler": "sampling",
+    "PrivacyPlan": "planning",
+    "UnamplifiedShuffle": "sampling",
     "accounting": "accounting",
     "add_gaussian_noise": "noise",
     "clip_per_example": "clipping",
@@ -25,6 +30,7 @@ _HOME = {
     "laplacian_smooth": "smoothing",
     "privatize": "optimizers",
     "sensitivity": "clipping",
+    "training": "training",
     "value_and_clipped_grad": "clipping",
 }
 __all__ = sorted(_HOME)

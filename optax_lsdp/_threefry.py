@@ -10,9 +10,11 @@ References:
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
@@ -31,7 +33,7 @@ def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ja
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]))
         place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return _threefry(data[..., 0], data[..., 1], place)
+    return threefry((data[..., 0], data[..., 1]), (jnp.zeros_like(place), place))
 
 
 def is_threefry(keys: jax.Array) -> bool:
@@ -39,16 +41,17 @@ def is_threefry(keys: jax.Array) -> bool:
     return str(jax.random.key_impl(keys)) == "threefry2x32"
 
 
-def _threefry(first: jax.Array, second: jax.Array, count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return both words of the cipher of (0, count) under the key (first, second)."""
-    schedule = (first, second, first ^ second ^ jnp.uint32(_PARITY))
-    x, y = jnp.zeros_like(count) + first, count + second
+def threefry(key: tuple[Any, Any], count: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return both words of the cipher of a count under a key, of NumPy's arrays or of JAX's."""
+    first, second = key
+    schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
+    x, y = count[0] + first, count[1] + second
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
-            x += y
-            y = x ^ (y << jnp.uint32(rotation) | y >> jnp.uint32(32 - rotation))
-        x += schedule[(group + 1) % 3]
-        y += schedule[(group + 2) % 3] + jnp.uint32(group + 1)
+            x = x + y
+            y = x ^ (y << np.uint32(rotation) | y >> np.uint32(32 - rotation))
+        x = x + schedule[(group + 1) % 3]
+        y = y + (schedule[(group + 2) % 3] + np.uint32(group + 1))
     return x, y
 
 

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "_keys": {"jax", "numpy"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
-    "_threefry": {"jax"},
+    "_threefry": {"jax", "numpy"},
     "_trees": {"jax"},
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "accounting._events": {"dp_accounting"},
@@ -38,6 +38,21 @@ MAY_IMPORT = {
     "noise": STAGE,
     "smoothing": STAGE,
     "smoothing._kernel": {"numpy"},
+    "sampling": {
+        "jax",
+        "numpy",
+        "scipy",
+        *(f"optax_lsdp.{n}" for n in ("_checks", "_keys", "_threefry")),
+    },
+    "planning": STAGE
+    | {"scipy"}
+    | {
+        f"optax_lsdp.{name}"
+        for name in ("accounting", "clipping", "optimizers", "sampling", "smoothing")
+    },
+    "training": STAGE
+    | {"orbax", "tqdm"}
+    | {f"optax_lsdp.{name}" for name in ("accounting", "noise", "optimizers", "planning")},
     "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
     "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
     "__main__": {

@@ -2,8 +2,9 @@
 
 import math
 import textwrap
+from dataclasses import replace
 
-from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._queries import Mechanism
 
 _DIFFERENCE = {
     "add_remove": "whether any one example was in the data",
@@ -21,14 +22,24 @@ _BATCHES = {
 }
 
 
-def statement(run: SampledGaussian, delta: float) -> str:
-    """Return what the run guarantees at δ, and everything that was assumed.
+def statement(mechanism: Mechanism, delta: float) -> str:
+    """Return what a run guarantees at δ, and everything that was assumed.
 
+    Runs that follow each other, such as those of a schedule, must sample alike.
+
+    >>> from optax_lsdp.accounting import SampledGaussian
     >>> run = SampledGaussian(1.1, 256 / 60_000, 14_100)
     >>> print(statement(run, 1e-5).splitlines()[0])
     ε = 2.386 at δ = 1e-05.
     """
-    epsilon = run.epsilon(delta)
+    epsilon = mechanism.epsilon(delta)
+    run, noises = mechanism.runs[0], [run.noise_multiplier for run in mechanism.runs]
+    alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.runs}
+    if len(alike) > 1:
+        raise ValueError(f"`mechanism` must sample alike in all its runs, got {alike!r}.")
+    noise = f"{min(noises):.6g}·C"
+    if max(noises) > min(noises):
+        noise += f" to {max(noises):.6g}·C, as scheduled,"
     difference = _DIFFERENCE[run.neighbouring]
     if run.group_size > 1:
         difference += f", nor any {run.group_size} examples that change together"
@@ -45,10 +56,9 @@ def statement(run: SampledGaussian, delta: float) -> str:
         f"{grows} times as probable, but for a probability of {delta:g}."
     )
     assumed = [
-        f"{run.steps:,} steps; {batches};",
+        f"{sum(one.steps for one in mechanism.runs):,} steps; {batches};",
         "the contribution of each example to a step's sum is clipped to a norm of C;",
-        f"Gaussian noise of standard deviation {run.noise_multiplier:.6g}·C is added to the sum, "
-        "fresh in every step;",
+        f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every step;",
         "a mean divides by the expected batch size, not by the realised one;",
         "no setting was chosen by looking at these data;",
         "arithmetic is exact.",

@@ -1,0 +1,281 @@
+"""PrivacyPlan: sizes, noise and a budget go in; sampler, gradient, optimizer and ε come out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from optax_lsdp._checks import check_delta, check_whole
+from optax_lsdp._keys import check_key, fold_in_text
+from optax_lsdp.accounting import (
+    Composition,
+    Ledger,
+    SampledGaussian,
+    statement,
+)
+from optax_lsdp.clipping import clipped_grad, value_and_clipped_grad
+from optax_lsdp.optimizers import Smoothing, privatize
+from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, run_of, steps_of
+from optax_lsdp.planning._json import read_plan, write_plan
+from optax_lsdp.planning._piecewise import Piecewise
+from optax_lsdp.sampling import (
+    FixedSizeSampler,
+    FullBatch,
+    PoissonSampler,
+    Sampler,
+    UnamplifiedShuffle,
+    room_for_batch,
+)
+
+_RESERVED = 0.01  # of δ, for Poisson batches that are cut
+
+
+@dataclass(frozen=True)
+class PrivacyPlan:
+    """One private training run, and all its parts, which agree because they come from here.
+
+    Say how many `steps`, or `epochs`; and either the budget `epsilon`, for which the smallest
+    sufficient noise is found, or the `noise_multiplier`, whose ε is computed.
+
+    Attributes:
+        dataset_size: n, which is public.
+        expected_batch_size: b.
+        delta: δ, which should be well below 1/n.
+        epsilon: ε, the budget.
+        steps: how many noisy sums are released.
+        epochs: n/b steps each; they are turned into `steps`.
+        noise_multiplier: z, the noise on the clipped sum in units of its sensitivity.
+        noise_schedule: factors by which z is multiplied from some steps on; the accountant
+            composes them.
+        clip_norm: C, as in `clip_per_example`: a number, a prefix tree, or a `Piecewise`.
+        smoothing: σ of the Laplacian smoothing, a number or a `Piecewise`.
+        sampling: "poisson", "without_replacement", "full", or "shuffled", for which no
+            amplification is claimed: as in `accounting.SampledGaussian`.
+        neighbouring: what differs between datasets that are to be confused, as there.
+        group_size: how many examples one person contributes.
+        max_batch_size: a Poisson batch that would be larger is cut, and the accountant analyses
+            that. By default there is so much `room` that a cut batch is covered by a hundredth
+            of δ, which is set aside for it.
+
+    >>> plan = PrivacyPlan(
+    ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
+    ... )
+    >>> plan.steps, round(plan.noise_multiplier, 3)
+    (3516, 0.728)
+    >>> PrivacyPlan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    _: KW_ONLY
+    dataset_size: int
+    expected_batch_size: int
+    delta: float
+    epsilon: float = None  # type: ignore[assignment]  # filled in below, like all that is None
+    steps: int = None  # type: ignore[assignment]
+    epochs: float | None = None
+    noise_multiplier: float = None  # type: ignore[assignment]
+    noise_schedule: Piecewise | None = None
+    clip_norm: Any = 1.0
+    smoothing: float | Piecewise = 0.0
+    sampling: Any = "poisson"
+    neighbouring: Any = None
+    group_size: int = 1
+    max_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_whole("dataset_size", self.dataset_size)
+        check_whole("expected_batch_size", self.expected_batch_size)
+        check_delta("delta", self.delta)
+        if self.expected_batch_size > self.dataset_size:
+            raise ValueError(
+                "`expected_batch_size` must be at most the dataset's size, "
+                f"{self.dataset_size}, got {self.expected_batch_size}."
+            )
+        for name in ("clip_norm", "smoothing"):
+            if callable(getattr(self, name)) and not isinstance(getattr(self, name), Piecewise):
+                raise TypeError(
+                    f"`{name}` must be a number or a Piecewise, got {getattr(self, name)!r}; "
+                    "Piecewise.sample(schedule, steps) makes one of any schedule."
+                )
+        if self.delta * self.dataset_size >= 1:
+            warnings.warn(
+                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
+                f"{self.delta:g}: a mechanism that publishes one example outright has δ = 1/n.",
+                stacklevel=3,
+            )
+        self._set("steps", steps_of(self))
+        self._set("epochs", None)
+        unit = mechanism_of(self, 1.0)  # raises if sampling and relation do not go together
+        self._set("neighbouring", unit.runs[0].neighbouring)
+        noise_multiplier, epsilon = noise_and_epsilon(self)
+        self._set("noise_multiplier", noise_multiplier)
+        self._set("epsilon", epsilon)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
+
+    @cached_property
+    def mechanism(self) -> Composition:
+        """What the accountant is asked about: all steps of the plan."""
+        return mechanism_of(self, self.noise_multiplier)
+
+    @property
+    def delta_of_noise(self) -> float:
+        """What the accountant is given of δ: all but the share that covers batches that are cut."""
+        reserves = self.sampling == "poisson" and self.max_batch_size is None
+        return self.delta * (1 - _RESERVED) if reserves else self.delta
+
+    @cached_property
+    def room(self) -> int:
+        """How many examples a batch has room for.
+
+        A mechanism that deviates with probability P in a step costs (1 + e^ε)·T·P of δ at most;
+        twice as many steps are allowed for, as some may have to be counted twice.
+        """
+        if self.sampling != "poisson":
+            return self.dataset_size if self.sampling == "full" else self.expected_batch_size
+        if self.max_batch_size is not None:
+            return self.max_batch_size
+        log_rare = math.log(_RESERVED * self.delta / 2 / self.steps) - np.logaddexp(0, self.epsilon)
+        return room_for_batch(
+            self.dataset_size, self.expected_batch_size, math.exp(max(log_rare, -690.0))
+        )
+
+    def event(self, step: int) -> SampledGaussian:
+        """Return one step, as it goes into a `Ledger`."""
+        check_whole("step", step, least=0)
+        factor = 1.0
+        if self.noise_schedule is not None:
+            place = np.searchsorted(self.noise_schedule.starts, step, side="right") - 1
+            factor = self.noise_schedule.values[place]
+        return self._events.setdefault(factor, run_of(self, self.noise_multiplier * factor, 1))
+
+    @cached_property
+    def _events(self) -> dict[float, SampledGaussian]:
+        return {}
+
+    def epsilon_after(self, steps: int) -> float:
+        """Return ε after the first `steps`, from above; all answers are computed at the first."""
+        check_whole("steps", steps, least=0)
+        if steps > self.steps:
+            raise ValueError(f"`steps` must be at most {self.steps}, as planned, got {steps}.")
+        return min(float(self._curve[steps - 1]), self.epsilon) if steps else 0.0
+
+    @cached_property
+    def _curve(self) -> np.ndarray:
+        return Ledger(self.mechanism.runs).epsilons(self.delta_of_noise)
+
+    def allows(self, ledger: Ledger, step: int) -> bool:
+        """Tell whether the budget covers all that was recorded, and this step after it."""
+        if ledger.steps == step < self.steps:  # nothing was taken but the plan's own steps
+            return True
+        return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
+
+    def spent(self, ledger: Ledger) -> float:
+        """Return ε of all that was recorded."""
+        if ledger.steps <= self.steps and not self.noise_schedule:
+            return self.epsilon_after(ledger.steps)
+        return ledger.epsilon(self.delta_of_noise)
+
+    def remaining_steps(self, ledger: Ledger) -> int:
+        """Return how many more steps are planned and covered by the budget."""
+        if not ledger.steps:
+            return self.steps
+        within_budget = ledger.remaining_steps(self.epsilon, self.delta_of_noise)
+        return min(within_budget, max(0, self.steps - ledger.steps))
+
+    def sampler(self, key: jax.Array, *, multiple_of: int = 1) -> Sampler:
+        """Return the sampler that the accountant counts on; see `optax_lsdp.sampling`."""
+        size, batch = self.dataset_size, self.expected_batch_size
+        if self.sampling == "full":
+            return FullBatch(size, multiple_of=multiple_of)
+        key = self.derive_key(key, "sampling")
+        if self.sampling == "poisson":
+            rate = batch / size
+            return PoissonSampler(
+                size, rate, key, max_batch_size=self.room, multiple_of=multiple_of
+            )
+        kind = UnamplifiedShuffle if self.sampling == "shuffled" else FixedSizeSampler
+        return kind(size, batch, key, multiple_of=multiple_of)
+
+    def clipped_grad(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm."""
+        return clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+
+    def value_and_clipped_grad(
+        self, loss_fn: Callable[..., Any], **options: Any
+    ) -> Callable[..., Any]:
+        """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
+        return value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+
+    def optimizer(
+        self,
+        optimizer: optax.GradientTransformation,
+        key: jax.Array,
+        *,
+        smoothing: Smoothing | None = None,
+    ) -> optax.GradientTransformationExtraArgs:
+        """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform."""
+        noise: Any = self.noise_multiplier
+        if self.noise_schedule is not None:
+            values = [self.noise_multiplier * value for value in self.noise_schedule.values]
+            noise = Piecewise(self.noise_schedule.starts, tuple(values))
+        return privatize(
+            optimizer,
+            clip_norm=self.clip_norm,
+            noise_multiplier=noise,
+            expected_batch_size=self.expected_batch_size,
+            smoothing=self.smoothing if smoothing is None else smoothing,
+            key=self.derive_key(key, "noise"),
+        )
+
+    def derive_key(self, key: jax.Array, label: str) -> jax.Array:
+        """Return a key for one purpose in one plan: no two plans or purposes share randomness."""
+        check_key("key", key)
+        return fold_in_text(fold_in_text(key, self.digest), label)
+
+    def statement(self) -> str:
+        """Return in plain words what is protected, from whom, and what was assumed.
+
+        >>> plan = PrivacyPlan(
+        ...     dataset_size=1000,
+        ...     expected_batch_size=1000,
+        ...     steps=50,
+        ...     epsilon=1.0,
+        ...     delta=1e-4,
+        ...     sampling="full",
+        ... )
+        >>> print(plan.statement().splitlines()[0])
+        ε = 1.0000 at δ = 0.0001.
+        """
+        text = statement(self.mechanism, self.delta_of_noise)
+        if self.delta_of_noise < self.delta:
+            text = text.replace(f"{self.delta_of_noise:g}", f"{self.delta:g}")
+            text += (
+                f"\n\nBatches have room for {self.room:,} examples. Of a larger one that many are "
+                f"kept\nat random, for which {_RESERVED:.0%} of δ is set aside."
+            )
+        return text
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of all settings."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """Return the plan as text; it holds no key."""
+        return write_plan(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> PrivacyPlan:
+        """Return the plan that `to_json` wrote; its ε is computed again, and not believed."""
+        return cls(**read_plan(text, {field.name for field in fields(cls)}))

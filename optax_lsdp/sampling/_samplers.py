@@ -1,0 +1,249 @@
+"""Sampling: a dataset's size, a rate and a step go in, the indices of that step's batch come out.
+
+A batch is a function of the key and the step alone: any step, out of order, on any host, in NumPy
+or inside `jax.jit`, to the same bits. What it costs grows with the batch, not with the dataset:
+from 64 random bits a table tells how many examples there are, and as many different indices are
+drawn, each by multiplying 64 bits with n. No example's rate is off by more than n·2⁻⁶⁴ of itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.stats import binom
+
+from optax_lsdp._checks import check_rate, check_whole
+from optax_lsdp._keys import check_key
+from optax_lsdp._threefry import is_threefry
+from optax_lsdp.sampling._subsets import Batch, Words, subset
+
+_MOST = 2**31 - 1  # examples, whose indices are int32
+_RARE = 1e-15  # the probability with which a batch is larger than its room, about b + 8√b
+
+
+@dataclass(frozen=True, eq=False)
+class PoissonSampler:
+    """Every example is in every batch with probability q, independently of all else.
+
+    Batches are as large as chance wills, arrays are not: they have room for `max_batch_size`, and
+    of a batch that is larger that many are kept, chosen uniformly. `overflow_probability` tells how
+    probable that is in a step. It has to be accounted for: pass `max_batch_size` and `dataset_size`
+    to `accounting.SampledGaussian`, or let `PrivacyPlan` do so.
+
+    Args:
+        dataset_size: n, at most 2³¹ − 1.
+        sampling_rate: q = b/n, with b the expected batch size.
+        key: one typed key, used for nothing else. Whoever has it knows who was in which batch, and
+            the guarantee counts on nobody knowing: it is as secret as the data.
+        max_batch_size: the room for a batch; by default about b + 8√b.
+        multiple_of: the length of the arrays is a multiple of this: the number of devices, say, or
+            the size of a microbatch.
+
+    >>> sampler = PoissonSampler(60_000, 256 / 60_000, key=jax.random.key(0))
+    >>> batch = sampler.batch(step=7)
+    >>> batch.indices.shape, int(batch.mask.sum())
+    ((393,), 230)
+    """
+
+    dataset_size: int
+    sampling_rate: float
+    key: jax.Array = field(repr=False)
+    max_batch_size: int | None = None
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.dataset_size, self.key, self.multiple_of)
+        check_rate("sampling_rate", self.sampling_rate)
+        if self.max_batch_size is None:
+            room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
+            object.__setattr__(self, "max_batch_size", room)
+        check_whole("max_batch_size", self.max_batch_size)
+
+    @property
+    def size(self) -> int:
+        """The length of a batch's arrays."""
+        return _rounded_up(self.max_batch_size or 0, self.multiple_of)
+
+    @property
+    def overflow_probability(self) -> float:
+        """The probability that a step's batch is larger than its room, and is cut."""
+        return float(binom.sf(self.max_batch_size or 0, self.dataset_size, self.sampling_rate))
+
+    def batch(self, step: Any) -> Batch:
+        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
+        words = Words(self.key, step)
+        return subset(words, self.dataset_size, words.below(self._counts), self.size)
+
+    @cached_property
+    def _counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for all k below the room, as two words each."""
+        k = np.arange(self.max_batch_size or 0)
+        low = binom.cdf(k, self.dataset_size, self.sampling_rate)
+        high = binom.sf(k, self.dataset_size, self.sampling_rate)  # precise where the other is not
+        whole = [
+            math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
+            for a, b in zip(low, high, strict=True)
+        ]
+        whole = [min(x, 2**64 - 1) for x in whole]
+        words = np.array([divmod(x, 2**32) for x in whole], np.uint32).reshape(-1, 2)
+        return words[:, 0], words[:, 1]
+
+
+@dataclass(frozen=True, eq=False)
+class FixedSizeSampler:
+    """Every batch is a fresh uniform subset of `batch_size` examples, without replacement.
+
+    For the accountant this is `sampling="without_replacement"`. The arguments are those of
+    `PoissonSampler`.
+
+    >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
+    >>> sampler.batch(0).indices
+    array([4, 9, 3, 8], dtype=int32)
+    """
+
+    dataset_size: int
+    batch_size: int
+    key: jax.Array = field(repr=False)
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.dataset_size, self.key, self.multiple_of)
+        _check_batch_size(self.batch_size, self.dataset_size)
+
+    @property
+    def size(self) -> int:
+        """The length of a batch's arrays."""
+        return _rounded_up(self.batch_size, self.multiple_of)
+
+    def batch(self, step: Any) -> Batch:
+        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
+        words = Words(self.key, step)
+        return subset(words, self.dataset_size, self.batch_size, self.size)
+
+
+@dataclass(frozen=True, eq=False)
+class UnamplifiedShuffle:
+    """Every epoch is one pass over the shuffled data, in ⌊n/b⌋ batches; the rest of it is left out.
+
+    What most data loaders do. The accountant claims no amplification by sampling for it
+    (`sampling="shuffled"`), and the noise for a given ε is many times larger: take it
+    for comparison, or where data cannot be read in any other way. An epoch costs one sort of n
+    numbers, which is kept for its other steps.
+
+    >>> sampler = UnamplifiedShuffle(10, batch_size=5, key=jax.random.key(0))
+    >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    dataset_size: int
+    batch_size: int
+    key: jax.Array = field(repr=False)
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        _check(self.dataset_size, self.key, self.multiple_of)
+        _check_batch_size(self.batch_size, self.dataset_size)
+        object.__setattr__(self, "_kept", {})
+
+    @property
+    def size(self) -> int:
+        """The length of a batch's arrays."""
+        return _rounded_up(self.batch_size, self.multiple_of)
+
+    def batch(self, step: Any) -> Batch:
+        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
+        count = self.dataset_size // self.batch_size
+        epoch, place = step // count, step % count
+        order = self._order(epoch)
+        xp: Any = jnp if isinstance(step, jax.Array) else np
+        within = xp.arange(self.size, dtype=np.int32)
+        mask = within < self.batch_size
+        found = order[place * self.batch_size + xp.where(mask, within, np.int32(0))]
+        return Batch(xp.where(mask, found, np.int32(0)), mask)
+
+    def _order(self, epoch: Any) -> Any:
+        words = Words(self.key, epoch)
+        if words.xp is jnp:
+            return words.permutation(self.dataset_size)
+        kept: dict[int, np.ndarray] = self._kept  # type: ignore[attr-defined]  # set when made
+        if epoch not in kept:
+            kept.clear()
+            kept[epoch] = words.permutation(self.dataset_size)
+        return kept[epoch]
+
+
+@dataclass(frozen=True)
+class FullBatch:
+    """Every batch is the whole dataset: `sampling="full"` for the accountant.
+
+    >>> FullBatch(3).batch(0).indices
+    array([0, 1, 2], dtype=int32)
+    """
+
+    dataset_size: int
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        check_whole("dataset_size", self.dataset_size)
+        check_whole("multiple_of", self.multiple_of)
+
+    @property
+    def size(self) -> int:
+        """The length of a batch's arrays."""
+        return _rounded_up(self.dataset_size, self.multiple_of)
+
+    def batch(self, step: Any) -> Batch:
+        """Return all examples, whatever the step."""
+        xp: Any = jnp if isinstance(step, jax.Array) else np
+        place = xp.arange(self.size, dtype=np.int32)
+        mask = place < self.dataset_size
+        return Batch(xp.where(mask, place, np.int32(0)), mask)
+
+
+Sampler = PoissonSampler | FixedSizeSampler | UnamplifiedShuffle | FullBatch
+
+
+def room_for_batch(dataset_size: int, expected_batch_size: float, rare: float = _RARE) -> int:
+    """Return a size that a Poisson batch exceeds with a probability of at most `rare`, about 1e-15.
+
+    Whether one example more is in the data or not.
+
+    >>> room_for_batch(60_000, 256)
+    393
+    """
+    rate = expected_batch_size / dataset_size
+    room = int(binom.isf(rare, dataset_size + 1, rate))
+    while room < dataset_size and binom.sf(room, dataset_size + 1, rate) > rare:
+        room += 1
+    return min(room, dataset_size)
+
+
+def _rounded_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _check(dataset_size: int, key: jax.Array, multiple_of: int) -> None:
+    check_whole("dataset_size", dataset_size)
+    if dataset_size > _MOST:
+        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {dataset_size}.")
+    check_whole("multiple_of", multiple_of)
+    check_key("key", key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, which other devices "
+            "may read differently; use fresh_key()."
+        )
+
+
+def _check_batch_size(batch_size: int, dataset_size: int) -> None:
+    check_whole("batch_size", batch_size)
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"`batch_size` must be at most the dataset's size, {dataset_size}, got {batch_size}."
+        )

@@ -1,0 +1,24 @@
+"""Training: a plan, a loss and data go in, private parameters come out, whatever happens."""
+
+try:
+    from optax_lsdp.training._fit import fit
+    from optax_lsdp.training._folder import export_params
+    from optax_lsdp.training._run import Report, Trained
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] not in ("orbax", "tqdm"):
+        raise
+    raise ModuleNotFoundError(
+        "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
+    ) from error
+from optax_lsdp.training._data import DataError
+from optax_lsdp.training._losses import average_views, mixed_precision
+
+__all__ = [
+    "DataError",
+    "Report",
+    "Trained",
+    "average_views",
+    "export_params",
+    "fit",
+    "mixed_precision",
+]

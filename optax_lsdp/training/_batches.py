@@ -1,0 +1,118 @@
+"""Batches: a step goes in, its examples come out, in chunks and on the devices that need them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp._checks import check_whole
+from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._data import Examples, update_digest
+from optax_lsdp.training._step import Chunk
+
+
+class Read(NamedTuple):
+    """The chunks of a batch, and a hash of the examples that this process has read."""
+
+    chunks: list[Chunk]
+    digest: str
+
+
+class Batches:
+    """What the sampler of a plan chooses, read by each process for its own devices."""
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        examples: Examples,
+        key: jax.Array,
+        microbatch_size: int | None,
+        mesh: jax.sharding.Mesh | None,
+    ) -> None:
+        devices = 1 if mesh is None else mesh.size
+        if microbatch_size is None:
+            microbatch_size = -(-plan.room // devices) * devices
+        check_whole("microbatch_size", microbatch_size)
+        if microbatch_size % devices:
+            raise ValueError(
+                f"`microbatch_size` must be a multiple of the {devices} devices, got "
+                f"{microbatch_size}."
+            )
+        self.sampler = plan.sampler(key, multiple_of=microbatch_size)
+        self.key = plan.derive_key(key, "examples")
+        self.examples, self.size = examples, microbatch_size
+        self.count = self.sampler.size // microbatch_size
+        self.rows: Any = None
+        self.everywhere: Any = None
+        if mesh is not None:
+            self.rows = jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
+            self.everywhere = jax.sharding.NamedSharding(mesh, jax.P())
+
+    def read(self, step: int) -> Read:
+        """Read the batch of a step."""
+        indices, mask = self.sampler.batch(step)
+        digest = hashlib.blake2b(digest_size=16)
+        chunks = []
+        for place in range(self.count):
+            part = slice(place * self.size, (place + 1) * self.size)
+            chunks.append(self._chunk(step, place, indices[part], mask[part], digest))
+        return Read(chunks, digest.hexdigest() if jax.process_count() == 1 else "")
+
+    def _chunk(self, step: int, place: int, indices: Any, mask: Any, digest: Any) -> Chunk:
+        key = jax.random.fold_in(jax.random.fold_in(self.key, step), place)
+        number = np.int32(step)
+        if self.rows is None:
+            found = self.examples.take(indices, mask)
+            update_digest(digest, (indices, mask, found))
+            return Chunk(jax.tree.map(jnp.asarray, found), jnp.asarray(mask), key, number)
+        parts = {}
+        for where in self.rows.addressable_devices_indices_map((self.size,)).values():
+            start, stop, _ = where[0].indices(self.size)
+            if start not in parts:
+                parts[start] = self.examples.take(indices[start:stop], mask[start:stop])
+                update_digest(digest, (indices[start:stop], mask[start:stop], parts[start]))
+
+        def spread(select: Any, like: np.ndarray) -> jax.Array:
+            def shard(where: Any) -> np.ndarray:
+                return select(where[0].indices(self.size)[0])
+
+            return jax.make_array_from_callback(
+                (self.size, *like.shape), self.rows, shard, dtype=like.dtype
+            )
+
+        leaves, structure = jax.tree.flatten(self.examples.first)
+        arrays = [
+            spread(lambda start, i=i: jax.tree.leaves(parts[start])[i], leaf)
+            for i, leaf in enumerate(leaves)
+        ]
+        each = self.size // math.prod(self.rows.mesh.shape.values())
+        masks = spread(lambda start: mask[start : start + each], np.zeros((), bool))
+        key = jax.device_put(key, self.everywhere)
+        return Chunk(jax.tree.unflatten(structure, arrays), masks, key, number)
+
+    def like(self) -> Chunk:
+        """Return a chunk's shapes, with a key and a number in their places."""
+
+        def row(x: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(
+                (self.size, *x.shape), jnp.asarray(x).dtype, sharding=self.rows
+            )
+
+        key = self.key if self.everywhere is None else jax.device_put(self.key, self.everywhere)
+        first = jax.tree.map(row, self.examples.first)
+        return Chunk(first, row(np.zeros((), bool)), key, np.int32(0))
+
+
+def abstract(tree: Any, on_mesh: bool) -> Any:
+    """Return shapes without numbers, and where they lie if that is on a mesh."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=getattr(x, "sharding", None) if on_mesh else None
+        ),
+        tree,
+    )

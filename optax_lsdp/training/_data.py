@@ -1,0 +1,120 @@
+"""Data: indices go in, the examples at these places come out, or an error that names one."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+_HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
+_LOOKED_AT = 256  # examples, if not all are hashed
+
+
+class DataError(ValueError):
+    """An example could not be read or used. The run stopped cleanly and can go on."""
+
+
+class Source(Protocol):
+    """Anything with a length that gives one example for an index, such as a Grain data source."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class Examples:
+    """Examples of one shape, from a tree of arrays with a leading axis, or from a `Source`."""
+
+    def __init__(self, data: Any) -> None:
+        self.source = None
+        if hasattr(data, "__getitem__") and not isinstance(
+            data, dict | list | tuple | np.ndarray | jax.Array
+        ):
+            self.source, self.size = data, len(data)
+            self.first = jax.tree.map(np.asarray, self._read(0))
+            return
+        self.arrays = data
+        sizes = {len(leaf) for leaf in jax.tree.leaves(data)}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every array "
+                "has a leading axis of examples."
+            )
+        (self.size,) = sizes
+        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), data)
+
+    def take(self, indices: np.ndarray, mask: np.ndarray) -> Any:
+        """Return the examples at these places, zeros where masked."""
+        wanted = indices[mask]
+        if self.source is None:
+            rows = jax.tree.map(lambda leaf: np.asarray(leaf[wanted]), self.arrays)
+        else:
+            read = [self._checked(int(index)) for index in wanted]
+            rows = (
+                jax.tree.map(lambda first, *rest: np.stack(rest), self.first, *read)
+                if read
+                else None
+            )
+
+        def fill(first: np.ndarray, found: np.ndarray | None) -> np.ndarray:
+            room = np.zeros((len(indices), *first.shape), first.dtype)
+            if found is not None:
+                _check_finite(found, wanted)
+                room[mask] = found
+            return room
+
+        if rows is None:
+            return jax.tree.map(lambda first: fill(first, None), self.first)
+        return jax.tree.map(fill, self.first, rows)
+
+    def fingerprint(self) -> str:
+        """Return a hash of the data: of all bytes if they are in memory, else of some examples."""
+        digest = hashlib.blake2b(repr((self.size, jax.tree.structure(self.first))).encode())
+        leaves = jax.tree.leaves(self.arrays) if self.source is None else []
+        if leaves and sum(leaf.nbytes for leaf in leaves) <= _HASHED:
+            for leaf in leaves:
+                digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
+                for start in range(0, len(leaf), 65_536):
+                    digest.update(np.ascontiguousarray(leaf[start : start + 65_536]).data)
+        else:
+            places = np.unique(np.linspace(0, self.size - 1, _LOOKED_AT).astype(int))
+            update_digest(digest, self.take(places, np.ones(len(places), bool)))
+        return digest.hexdigest()
+
+    def _read(self, index: int) -> Any:
+        try:
+            return self.source[index]  # type: ignore[index]  # there is one
+        except Exception as error:
+            raise DataError(f"`data` must give example {index}, but raised {error!r}.") from error
+
+    def _checked(self, index: int) -> Any:
+        example = jax.tree.map(np.asarray, self._read(index))
+
+        def describe(tree: Any) -> Any:
+            return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
+
+        if describe(example) != describe(self.first):
+            raise DataError(
+                f"`data` must give examples like the first, {describe(self.first)}, got "
+                f"{describe(example)} at index {index}."
+            )
+        return example
+
+
+def update_digest(digest: Any, tree: Any) -> None:
+    """Add all arrays of a tree to a hash."""
+    for leaf in jax.tree.leaves(tree):
+        digest.update(np.ascontiguousarray(leaf).data)
+
+
+def _check_finite(rows: np.ndarray, indices: np.ndarray) -> None:
+    if not (rows.size and np.issubdtype(rows.dtype, np.floating)):
+        return
+    finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)
+    if not finite.all():
+        index = int(indices[np.argmin(finite)])
+        raise DataError(
+            f"`data` must be finite, got NaN or infinity in example {index}; mend it or remove it."
+        )

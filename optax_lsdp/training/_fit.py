@@ -1,0 +1,101 @@
+"""fit: a plan, a loss, parameters and data go in, trained parameters come out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+
+from optax_lsdp._checks import check_whole
+from optax_lsdp._keys import check_key, fresh_key
+from optax_lsdp.optimizers import Smoothing
+from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._data import Examples
+from optax_lsdp.training._losses import Loss
+from optax_lsdp.training._run import Report, Run, Trained
+from optax_lsdp.training._step import Average
+
+
+def fit(
+    plan: PrivacyPlan,
+    loss_fn: Loss,
+    params: optax.Params,
+    data: Any,
+    *,
+    optimizer: optax.GradientTransformation,
+    smoothing: Smoothing | None = None,
+    average: Average = None,
+    microbatch_size: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    folder: Path | str | None = None,
+    save_every: int = 100,
+    callbacks: Sequence[Callable[[Report], None]] = (),
+    progress: bool = True,
+    key: jax.Array | None = None,
+) -> Trained:
+    """Train as planned, and go on where a run in the same folder was interrupted.
+
+    Args:
+        plan: what is to be spent, and how.
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis; or
+            `loss_fn(params, example, key)`, with a key for each example, for dropout and
+            `average_views`. See `mixed_precision`.
+        params: the first parameters. Placed on a mesh, they stay as they are placed.
+        data: a tree of arrays with a leading axis of examples, in memory or memory-mapped; or a
+            source with `len` and `[index]`, such as Grain's.
+        optimizer: any Optax optimizer, which the plan makes private.
+        smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
+        average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
+            one that forgets exponentially.
+        microbatch_size: how many examples are on the devices at a time, to bound memory.
+        mesh: devices over which examples are spread.
+        folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
+            and are as secret as the data. `export_params` writes what may be released.
+        save_every: steps between checkpoints.
+        callbacks: functions that are told of each step.
+        progress: whether a bar is shown.
+        key: the key of a new run; a run that goes on has its own. By default it is fresh.
+
+    A killed run that is started again in the same folder, with nothing changed, takes the very same
+    steps and ends with the same parameters to the bit. Whatever has changed (data, code,
+    versions, devices), it then draws other noise, and steps that may have been seen are counted
+    twice. SIGTERM saves and stops.
+
+    Raises:
+        DataError: an example cannot be read; its index is named, and the run can go on.
+    """
+    check_whole("save_every", save_every)
+    examples = Examples(data)
+    if examples.size != plan.dataset_size:
+        raise ValueError(
+            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}."
+        )
+    if key is not None:
+        check_key("key", key)
+    run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)
+    run.start(loss_fn, params, fresh_key() if key is None else key, folder)
+    try:
+        with _until_terminated() as terminated:
+            return run.loop(save_every, callbacks, progress, terminated)
+    finally:
+        run.close()
+
+
+@contextmanager
+def _until_terminated() -> Iterator[threading.Event]:
+    """Let SIGTERM set an event, if this is the main thread."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGTERM, before)

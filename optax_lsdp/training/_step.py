@@ -1,0 +1,95 @@
+"""The step: parameters and a batch go in, new parameters come out, compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lsdp.noise import AddGaussianNoiseState
+from optax_lsdp.planning import Piecewise, PrivacyPlan
+from optax_lsdp.training._losses import Loss, takes_key
+
+Average = float | str | None
+
+
+class State(NamedTuple):
+    """What a run carries from step to step; it holds keys and is a secret.
+
+    Attributes:
+        params: the parameters, which may be released.
+        optimizer: the state of the optimizer, the noise key in it.
+        average: the average of the parameters, which may be released, or an empty tuple.
+        key: the key of the run.
+    """
+
+    params: Any
+    optimizer: Any
+    average: Any
+    key: jax.Array
+
+
+class Chunk(NamedTuple):
+    """Some examples of a batch, and what else a step needs to know of them."""
+
+    examples: Any
+    mask: Any
+    key: jax.Array
+    step: Any
+
+
+def make_steps(
+    plan: PrivacyPlan,
+    loss_fn: Loss,
+    optimizer: optax.GradientTransformation,
+    average: Average,
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return `add(params, sums, chunk)` and `step(state, sums, chunk)`.
+
+    A batch is cut into chunks. `add` adds the clipped gradients of one to `sums`, which are None
+    at first; `step` takes the last chunk, adds the noise and updates. Both return the sum of the
+    losses as well, which is private.
+    """
+    keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        return loss_fn(params, *example) if keyed else loss_fn(params, example)
+
+    gradient = plan.value_and_clipped_grad(loss)
+
+    def add(params: Any, sums: Any, chunk: Chunk) -> Any:
+        batch = chunk.examples
+        if keyed:
+            batch = batch, jax.random.split(chunk.key, len(chunk.mask))
+        options = {"step": chunk.step} if scheduled else {}
+        private, total = gradient(params, batch, chunk.mask, **options)
+        found = total, private.values.sum()
+        return found if sums is None else jax.tree.map(jnp.add, sums, found)
+
+    def step(state: State, sums: Any, chunk: Chunk) -> tuple[State, jax.Array]:
+        total, losses = add(state.params, sums, chunk)
+        updates, inner = optimizer.update(total, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        mean = _average(average, state.average, params, chunk.step)
+        return State(params, inner, mean, state.key), losses / plan.expected_batch_size
+
+    return add, step
+
+
+def _average(kind: Average, mean: Any, params: Any, step: Any) -> Any:
+    """Return the mean of all parameters so far, or one that forgets exponentially."""
+    if kind is None:
+        return mean
+    rate = 1 / (step + 1.0) if kind == "polyak" else 1 - jnp.asarray(kind, jnp.float32)
+    return jax.tree.map(lambda m, p: m + (rate * (p - m)).astype(m.dtype), mean, params)
+
+
+def with_noise_key(state: Any, key: jax.Array) -> Any:
+    """Return an optimizer's state that draws its noise from another key."""
+    is_noise = lambda x: isinstance(x, AddGaussianNoiseState)  # noqa: E731  # a predicate
+    return jax.tree.map(
+        lambda x: x._replace(key=key) if is_noise(x) else x, state, is_leaf=is_noise
+    )

@@ -1,0 +1,228 @@
+"""The parts of a plan agree, and its ε is the accountant's."""
+
+import dataclasses
+import json
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy.stats import binom
+
+import optax_lsdp as lsdp
+from optax_lsdp.accounting import Ledger, SampledGaussian
+
+BASE = {"dataset_size": 1000, "expected_batch_size": 50, "steps": 100, "delta": 1e-5}
+PIECES = lsdp.Piecewise((0, 30), (2.0, 1.0))
+KEY = jax.random.key(0)
+PLANS = {
+    "poisson": {"epsilon": 2.0},
+    "noise": {"noise_multiplier": 1.5},
+    "cut": {"noise_multiplier": 2.0, "max_batch_size": 60, "steps": 3},
+    "fixed": {"epsilon": 2.0, "sampling": "without_replacement", "neighbouring": "replace_one"},
+    "shuffled": {"epsilon": 8.0, "sampling": "shuffled", "neighbouring": "zero_out"},
+    "full": {"epsilon": 1.0, "sampling": "full", "expected_batch_size": 1000},
+    "scheduled": {
+        "epsilon": 2.0,
+        "noise_schedule": PIECES,
+        "clip_norm": PIECES,
+        "smoothing": PIECES,
+    },
+    "grouped": {"epsilon": 2.0, "group_size": 2},
+}
+
+
+def make(name="poisson", **changes):
+    return lsdp.PrivacyPlan(**{**BASE, **PLANS[name], **changes})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_budget_is_kept_and_used(name):
+    plan = make(name)
+    spent = plan.mechanism.epsilon(plan.delta_of_noise)
+    assert spent <= plan.epsilon * (1 + 1e-12)
+    assert spent >= 0.999 * plan.epsilon
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_json_gives_the_same_plan(name):
+    plan = make(name)
+    again = lsdp.PrivacyPlan.from_json(plan.to_json())
+    assert again == plan and again.digest == plan.digest
+    assert "key" not in json.loads(plan.to_json())
+
+
+def test_a_plan_that_claims_too_small_an_epsilon_is_refused():
+    found = json.loads(make().to_json())
+    found["epsilon"] /= 2
+    with pytest.raises(ValueError, match="`epsilon` must be at least"):
+        lsdp.PrivacyPlan.from_json(json.dumps(found))
+    found["surprise"] = 1
+    with pytest.raises(ValueError, match="`text` must be a plan of version 1"):
+        lsdp.PrivacyPlan.from_json(json.dumps(found))
+    with pytest.raises(ValueError, match="`text` must be what to_json wrote"):
+        lsdp.PrivacyPlan.from_json("[]")
+
+
+def test_epochs_are_steps():
+    plan = lsdp.PrivacyPlan(
+        dataset_size=1000, expected_batch_size=30, epochs=3, delta=1e-5, noise_multiplier=1.0
+    )
+    assert plan.steps == 100
+
+
+def test_a_cut_batch_is_covered_by_delta():
+    """δ + (1 + e^ε)·T·P[cut], for one example more or less, is not above the plan's δ."""
+    for plan in (make(), make(epsilon=8.0), make(steps=10_000, epsilon=None, noise_multiplier=0.8)):
+        rate = plan.expected_batch_size / plan.dataset_size
+        cut = binom.sf(plan.room, plan.dataset_size + 1, rate)
+        extra = (1 + np.exp(plan.epsilon)) * plan.steps * cut
+        assert plan.delta_of_noise + extra <= plan.delta
+        assert plan.delta_of_noise >= 0.98 * plan.delta
+        assert plan.sampler(KEY).max_batch_size == plan.room
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_parts_agree_with_the_accountant(name):
+    plan = make(name)
+    sampler = plan.sampler(KEY)
+    run = plan.mechanism.runs[0]
+    assert sampler.dataset_size == plan.dataset_size
+    kinds = {
+        "poisson": lsdp.PoissonSampler,
+        "without_replacement": lsdp.FixedSizeSampler,
+        "shuffled": lsdp.UnamplifiedShuffle,
+    }
+    if plan.sampling in kinds:
+        assert type(sampler) is kinds[plan.sampling]
+    rate = getattr(sampler, "sampling_rate", None)
+    rate = rate or getattr(sampler, "batch_size", plan.dataset_size) / plan.dataset_size
+    assert rate == run.sampling_rate
+    if run.max_batch_size is not None:
+        assert sampler.max_batch_size == run.max_batch_size
+
+
+def noise_of(plan, step):
+    """Measure the noise that the optimizer adds at a step, in units of the clip norm."""
+    params = jnp.zeros(20_000)
+    tx = plan.optimizer(optax.sgd(-float(plan.expected_batch_size)), KEY, smoothing=0.0)
+    state = tx.init(params)
+    state = jax.tree.map(
+        lambda x: x + step if x.dtype == jnp.int32 else x, state, is_leaf=lambda x: False
+    )
+    gradient = plan.clipped_grad(lambda p, x: x * p.sum())
+    options = {"step": step} if callable(plan.clip_norm) else {}
+    total = gradient(params, jnp.zeros(2), **options)
+    updates, _ = tx.update(total, state, params)
+    clip_norm = plan.clip_norm(step) if callable(plan.clip_norm) else plan.clip_norm
+    return float(updates.std() / clip_norm)
+
+
+@pytest.mark.parametrize("name", ["poisson", "scheduled"])
+def test_the_noise_is_what_the_accountant_was_told(name):
+    plan = make(name)
+    for step in (0, 29, 30, 99):
+        expected = plan.event(step).noise_multiplier
+        assert noise_of(plan, step) == pytest.approx(expected, rel=0.03)  # of 20,000 draws
+
+
+@pytest.mark.parametrize("name", ["poisson", "scheduled"])
+def test_steps_add_up_to_the_mechanism(name):
+    plan = make(name)
+    ledger = Ledger(plan.event(step) for step in range(plan.steps))
+    assert ledger == Ledger(plan.mechanism.runs)
+    assert plan.spent(ledger) <= plan.epsilon
+    assert plan.remaining_steps(ledger) == 0
+
+
+def test_epsilon_grows_with_every_step_and_ends_at_the_budget():
+    plan = make()
+    curve = [plan.epsilon_after(step) for step in range(plan.steps + 1)]
+    assert curve[0] == 0 and curve == sorted(curve)
+    assert 0.999 * plan.epsilon <= curve[-1] <= plan.epsilon
+    exact = dataclasses.replace(plan.event(0), steps=40).epsilon(plan.delta_of_noise)
+    assert exact * 0.9999 <= curve[40] <= exact * 1.002
+
+
+def test_no_step_beyond_the_budget_is_allowed():
+    plan = make()
+    ledger = Ledger()
+    assert plan.allows(ledger, 0)
+    ledger.append(dataclasses.replace(plan.event(0), steps=99))
+    assert plan.allows(ledger, 99) and plan.remaining_steps(ledger) == 1
+    ledger.append(plan.event(0))
+    assert not plan.allows(ledger, 99) and not plan.allows(ledger, 100)
+    counted_twice = Ledger([dataclasses.replace(plan.event(0), steps=130)])
+    assert not plan.allows(counted_twice, 50)
+
+
+def test_keys_of_different_plans_and_purposes_differ():
+    one, other = make(), make(clip_norm=2.0)
+    keys = [p.derive_key(KEY, label) for p in (one, other) for label in ("noise", "sampling")]
+    assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == 4
+
+
+def test_the_statement_tells_all():
+    text = make("scheduled").statement()
+    for words in (
+        "ε = 2",
+        "δ = 1e-05",
+        "100 steps",
+        "as scheduled",
+        "room for",
+        "probability 0.05",
+    ):
+        assert words in text, words
+    assert "9.9e-06" not in text
+
+
+def test_a_schedule_is_sampled():
+    pieces = lsdp.Piecewise.sample(optax.linear_schedule(2.0, 1.0, 100), steps=100, pieces=4)
+    assert pieces == lsdp.Piecewise((0, 25, 50, 75), (2.0, 1.75, 1.5, 1.25))
+    assert float(jax.jit(pieces)(60)) == 1.5
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expected_batch_size": 1001}, "`expected_batch_size` must be at most the dataset's size"),
+        ({"steps": 0}, "`steps` must be a whole number"),
+        ({"steps": None}, "`steps` or `epochs` must be given"),
+        ({"epochs": 2}, "`steps` or `epochs` must be given, and only one"),
+        ({"epsilon": None}, "`epsilon` or `noise_multiplier` must be given"),
+        ({"epsilon": -1.0}, "`epsilon` must be positive"),
+        ({"epsilon": 1e-12, "delta": 1e-300}, "`epsilon` must be reachable"),
+        ({"noise_multiplier": 0.5}, "`epsilon` must be at least"),
+        ({"delta": 1.0}, "`delta` must be above 0 and below 1"),
+        ({"sampling": "without_replacement"}, "`neighbouring` must be"),
+        ({"sampling": "bernoulli"}, "`sampling` must be one of"),
+        (
+            {"noise_schedule": lsdp.Piecewise((0,), (1.0,)), "epsilon": 1e-12, "delta": 1e-300},
+            "reach",
+        ),
+    ],
+)
+def test_bad_input_is_told(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+def test_a_schedule_that_is_not_piecewise_is_refused():
+    with pytest.raises(TypeError, match=r"Piecewise\.sample"):
+        make(clip_norm=optax.constant_schedule(1.0))
+    with pytest.raises(ValueError, match="`starts` must begin at 0"):
+        lsdp.Piecewise((1, 2), (1.0, 2.0))
+
+
+def test_a_large_delta_is_warned_of():
+    with pytest.warns(UserWarning, match="publishes one example outright"):
+        make(delta=1e-2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make()
+
+
+def test_an_event_is_a_single_step():
+    assert make().event(3) == SampledGaussian(make().noise_multiplier, 0.05, 1)

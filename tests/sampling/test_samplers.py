@@ -1,0 +1,151 @@
+"""Batches have the distribution that the accountant counts on, and nothing else to depend on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import binom, chisquare
+
+from optax_lsdp import FixedSizeSampler, PoissonSampler, UnamplifiedShuffle
+from optax_lsdp._threefry import threefry
+from optax_lsdp.sampling import FullBatch, room_for_batch
+
+KEY = jax.random.key(7)
+SAMPLERS = {
+    "poisson": PoissonSampler(1000, 0.05, KEY),
+    "dense": PoissonSampler(100, 0.5, KEY),
+    "padded": PoissonSampler(1000, 0.05, KEY, multiple_of=64),
+    "fixed": FixedSizeSampler(1000, 50, KEY),
+    "all but one": FixedSizeSampler(12, 11, KEY, multiple_of=8),
+    "shuffle": UnamplifiedShuffle(103, 10, KEY, multiple_of=4),
+    "full": FullBatch(50, multiple_of=8),
+}
+TAIL = 1e-6  # the probability with which a statistical test fails though all is well
+
+
+def chosen(sampler, steps):
+    """Return which examples are in which batch: (steps, n)."""
+    found = np.zeros((steps, sampler.dataset_size), bool)
+    for step in range(steps):
+        batch = sampler.batch(step)
+        found[step, batch.indices[batch.mask]] = True
+    return found
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_batch_holds_different_valid_indices_and_has_a_fixed_shape(name):
+    sampler = SAMPLERS[name]
+    for step in (0, 1, 5, 10**6, 2**31 - 1):
+        indices, mask = sampler.batch(step)
+        assert indices.shape == mask.shape == (sampler.size,)
+        assert indices.dtype == np.int32 and mask.dtype == bool
+        kept = indices[mask]
+        assert len(set(kept.tolist())) == len(kept)
+        assert (indices >= 0).all() and (indices < sampler.dataset_size).all()
+        assert (indices[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_numpy_and_jit_draw_the_same_batch_in_any_order(name):
+    sampler = SAMPLERS[name]
+    compiled = jax.jit(sampler.batch)
+    for step in (12, 0, 7):
+        for one, other in zip(sampler.batch(step), compiled(jnp.int32(step)), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_the_cipher_is_that_of_jax():
+    words = np.arange(10, dtype=np.uint32)
+    data = np.asarray(jax.random.key_data(KEY))
+    mine = threefry((data[:1], data[1:]), (words * 0, words))
+    drawn = jax.random.bits(KEY, (10,), jnp.uint32)
+    np.testing.assert_array_equal(mine[0] ^ mine[1], drawn)
+
+
+@pytest.mark.parametrize("name", ["poisson", "dense"])
+def test_sizes_of_poisson_batches_are_binomial(name):
+    sampler, steps = SAMPLERS[name], 4000
+    sizes = np.array([sampler.batch(step).mask.sum() for step in range(steps)])
+    n, q = sampler.dataset_size, sampler.sampling_rate
+    edges = np.unique(binom.ppf(np.linspace(0.05, 0.95, 12), n, q))
+    expected = np.diff(np.concatenate([[0], binom.cdf(edges, n, q), [1]]))
+    counted = np.histogram(sizes, np.concatenate([[-np.inf], edges + 0.5, [np.inf]]))[0]
+    assert chisquare(counted, steps * expected).pvalue > TAIL
+
+
+@pytest.mark.parametrize("name", ["poisson", "dense", "fixed", "all but one"])
+def test_examples_are_alike_and_pairs_too(name):
+    sampler, steps = SAMPLERS[name], 3000
+    found = chosen(sampler, steps).astype(float)
+    rate = getattr(sampler, "sampling_rate", None) or sampler.batch_size / sampler.dataset_size
+    deviations = (found.sum(0) - steps * rate) / np.sqrt(steps * rate * (1 - rate))
+    assert np.abs(deviations).max() < 6  # 1,000 normal numbers
+    together = (found[:, 0] * found[:, 1]).mean()
+    pair = rate**2
+    if isinstance(sampler, FixedSizeSampler):
+        pair = rate * (sampler.batch_size - 1) / (sampler.dataset_size - 1)
+    assert abs(together - pair) < 6 * np.sqrt(pair * (1 - pair) / steps)
+
+
+def test_batches_of_different_steps_are_independent():
+    found = chosen(SAMPLERS["dense"], 4000).astype(float) - 0.5
+    for lag in (1, 2):
+        product = (found[lag:] * found[:-lag]).mean(0) / 0.25
+        assert np.abs(product).max() < 6 / np.sqrt(4000)
+
+
+def test_a_batch_that_is_too_large_is_cut_at_random():
+    sampler = PoissonSampler(100, 0.5, KEY, max_batch_size=50)
+    found = chosen(sampler, 3000)
+    sizes = found.sum(1)
+    assert sizes.max() == 50
+    expected = binom.sf(49, 100, 0.5)
+    assert abs((sizes == 50).mean() - expected) < 6 * 0.5 / np.sqrt(3000)
+    full = found[sizes == 50].mean(0)  # no place in the data is cut more often
+    assert np.abs(full - 0.5).max() < 6 * 0.5 / np.sqrt((sizes == 50).sum())
+    assert sampler.overflow_probability == pytest.approx(binom.sf(50, 100, 0.5))
+
+
+def test_the_room_is_seldom_exceeded():
+    for n, b in ((60_000, 256), (1000, 3), (10**8, 65_536), (100, 100), (5, 1)):
+        room = room_for_batch(n, b)
+        assert binom.sf(room, n + 1, b / n) <= 1e-15 or room == n
+        assert room == n or room <= b + 9 * np.sqrt(b) + 12  # not much more than it must be
+
+
+def test_an_epoch_uses_no_example_twice():
+    sampler = SAMPLERS["shuffle"]
+    for epoch in (0, 3):
+        seen = chosen(sampler, 0)
+        batches = [sampler.batch(10 * epoch + i) for i in range(10)]
+        seen = np.concatenate([b.indices[b.mask] for b in batches])
+        assert len(seen) == 100 == len(set(seen.tolist()))
+    one, other = (sampler.batch(step).indices.tolist() for step in (0, 10))
+    assert one != other
+
+
+def test_keys_and_steps_make_different_batches():
+    other = PoissonSampler(1000, 0.05, jax.random.key(8))
+    assert not np.array_equal(SAMPLERS["poisson"].batch(0).indices, other.batch(0).indices)
+    far = [SAMPLERS["poisson"].batch(step).indices.tolist() for step in (0, 1, 2**32, 2**40)]
+    assert len({tuple(f) for f in far}) == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PoissonSampler(100, 1.5, KEY), "`sampling_rate` must be above 0 and at most 1"),
+        (lambda: PoissonSampler(0, 0.5, KEY), "`dataset_size` must be a whole number"),
+        (lambda: PoissonSampler(2**31, 0.5, KEY), "`dataset_size` must be at most 2147483647"),
+        (lambda: FixedSizeSampler(10, 11, KEY), "`batch_size` must be at most the dataset's size"),
+        (lambda: UnamplifiedShuffle(10, 0, KEY), "`batch_size` must be a whole number"),
+        (
+            lambda: FixedSizeSampler(10, 5, jax.random.key(0, impl="rbg")),
+            "`key` must be a Threefry",
+        ),
+        (lambda: FixedSizeSampler(10, 5, KEY, multiple_of=0), "`multiple_of` must be a whole"),
+    ],
+)
+def test_bad_input_is_told(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
