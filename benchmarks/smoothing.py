@@ -21,7 +21,7 @@ from benchmarks.zoo import ZOO, Model
 
 PRIMES = {3: 1_009, 4: 10_007, 5: 100_003, 6: 1_000_003, 7: 10_000_019, 8: 100_000_007}
 SMOOTHINGS = (0.1, 1.0, 10.0, 1000.0)
-METHODS = ("auto", "recursive", "banded", "matrix", "fft")
+METHODS = ("auto", "recursive", "banded", "fft")
 SLOW = 1.0  # seconds of a first call, beyond which a method is not called again
 
 
@@ -93,8 +93,7 @@ def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
     def smooth(method: Any) -> tuple[Any, ...]:
         return stage(lsdp.laplacian_smooth(smoothing, method=method), vector)
 
-    chosen = [name for name in METHODS if name != "matrix" or size <= 4096]
-    ways: dict[str, Any] = {name: partial(smooth, name) for name in chosen}
+    ways: dict[str, Any] = {name: partial(smooth, name) for name in METHODS}
     ways["noise"] = lambda: stage(lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)), vector)
     return measure(ways, seconds, fed=2)
 

@@ -27,6 +27,7 @@ from optax_lsdp._trees import check_floating, path_name, wide_dtype
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
 
+_LAST_STEP = 2**31 - 1  # at which the step stops counting, and noise would repeat
 _SMALL = 2**13  # entries of a leaf that draws together with others
 # Of −Φ⁻¹(p) in log(−log p) − _CENTRE, highest power first; tests/test_noise.py fits them again.
 _CENTRE = 1.7283144504315484
@@ -91,6 +92,8 @@ def add_gaussian_noise(
     check_positive("stddev", stddev, remedy, schedule=True)
     _check_precision(stddev)
     check_key("key", key)
+    if not isinstance(axis_name, str | tuple | list):
+        raise TypeError(f"`axis_name` must be a mesh axis or a tuple of them, got {axis_name!r}.")
     axes = axis_names(axis_name)
 
     def init(params: optax.Params) -> AddGaussianNoiseState:
@@ -109,6 +112,8 @@ def add_gaussian_noise(
         check_floating("updates", updates)
         scale = stddev(state.step) if callable(stddev) else stddev
         _check_precision(scale)
+        if jnp.shape(scale):
+            raise ValueError(f"`stddev` must give one number, got an array of {jnp.shape(scale)}.")
         step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
         paths, structure = jax.tree.flatten_with_path(updates)
         leaves = [leaf for _, leaf in paths]
@@ -119,8 +124,9 @@ def add_gaussian_noise(
         keys = fold_in_texts(step_key, [jax.tree_util.keystr(path) for path, _ in paths])
 
         def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
-            scaled = jnp.asarray(scale, noise.dtype) * noise
-            scaled = jnp.where(jnp.asarray(scale) > 0, scaled, jnp.nan)
+            wide = jnp.asarray(scale, noise.dtype)
+            is_good = (wide >= jnp.finfo(wide.dtype).tiny) & (state.step < _LAST_STEP)
+            scaled = jnp.where(is_good, wide * noise, jnp.nan)
             return (leaf.astype(noise.dtype) + scaled).astype(leaf.dtype)
 
         noises = _draw(keys, leaves, axes, state.step)
@@ -135,9 +141,10 @@ def _draw(
 ) -> list[jax.Array]:
     """Return unit noise for each leaf; small leaves draw theirs together."""
     groups: dict[Any, list[int]] = {}
+    tracked = are_shards_tracked()
     for index, leaf in enumerate(leaves):
         room = 1 << max(leaf.size - 1, 0).bit_length()
-        folded = tuple(axis for axis in axes if axis in varying_axes(leaf))
+        folded = tuple(axis for axis in axes if not tracked or axis in varying_axes(leaf))
         alone = leaf.size > _SMALL or not is_threefry(keys)
         own = (index,) if alone else (room, wide_dtype(leaf))
         groups.setdefault((folded, own), []).append(index)
@@ -217,12 +224,13 @@ def _check_shards(
     tracked = are_shards_tracked()
     repeated = varying_axes(leaf) - varying_axes(key) - set(axes)
     if not tracked:
-        repeated = set(manual_axes())
+        repeated = set(manual_axes()) - set(axes)
     if repeated:
         reason = "varies" if tracked else "may vary, which check_vma=False and pmap do not tell"
+        remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
         raise ValueError(
             "`updates` must be the same on all shards inside shard_map, got "
             f"{path_name(path)!r}, which {reason}, over {', '.join(sorted(repeated))}: every shard "
-            "would draw the same noise; sum it with jax.lax.psum, call `update` outside, or name "
+            f"would draw the same noise; {remedy}, call `update` outside, or name "
             "as `axis_name` the axes over which a summed gradient is split."
         )

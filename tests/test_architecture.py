@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "clipping": STAGE,
     "noise": STAGE,
     "smoothing": STAGE,
-    "smoothing._kernel": {"numpy"},
+    "smoothing._kernel": {"numpy", "optax_lsdp._checks"},
     "sampling": {
         "jax",
         "numpy",

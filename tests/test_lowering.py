@@ -23,7 +23,7 @@ TRANSFORMS = {
     **{
         f"laplacian_smooth, {method}": (
             lsdp.laplacian_smooth(0.1, method=method, boundary="neumann"),
-            jnp.ones(4_000),
+            jnp.ones(300),
         )
         for method in ("recursive", "halo", "banded", "matrix", "fft")
     },

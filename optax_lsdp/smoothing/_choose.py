@@ -20,7 +20,7 @@ from optax_lsdp.smoothing._operator import Operator
 ARRAY_METHODS = {"fft": smooth_fft, "matrix": smooth_matrix, "banded": smooth_banded}
 METHODS = ("auto", "recursive", "halo", *ARRAY_METHODS)
 _LARGEST_MATRIX = 256  # along an axis, where products still beat Fourier's transform
-_LARGEST_POSSIBLE_MATRIX = 4096  # which takes 64 MiB
+_LARGEST_POSSIBLE_MATRIX = 300  # whose products are still as precise as they should be
 
 
 def choose_method(
@@ -36,7 +36,7 @@ def choose_method(
         return next(m for m in order if not _obstacle(m, walk, operator, smoothing, dtype))
     obstacle = _obstacle(method, walk, operator, smoothing, dtype)
     if obstacle:
-        raise ValueError(f"`method` must fit the layout, got {method!r}, which {obstacle}.")
+        raise ValueError(f"`method` must fit the task, got {method!r}, which {obstacle}.")
     return method
 
 

@@ -35,17 +35,22 @@ class Decay(NamedTuple):
         return Decay(width * self.rate, self.gain, self.reach / width)
 
 
+def is_zero(smoothing: jax.Array | float, dtype: Any) -> jax.Array:
+    """Tell whether σ is zero, or too small for its dtype to tell it from zero."""
+    return jnp.abs(jnp.asarray(smoothing, dtype)) < jnp.finfo(dtype).tiny
+
+
 def decay(smoothing: jax.Array | float, dtype: Any) -> Decay:
     """Return rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    So written, neither loses digits where ρ is close to 1. Where a schedule says σ = 0 another
-    number stands in: what comes of it is not used.
+    So written, neither loses digits where ρ is close to 1. Where σ is zero another number stands
+    in: what comes of it is not used.
     """
     positive = jnp.asarray(smoothing, dtype)
-    positive = jnp.where(positive == 0, jnp.ones_like(positive), positive)
+    positive = jnp.where(is_zero(positive, dtype), jnp.ones_like(positive), positive)
     rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
     reach = math.inf
     if is_number(smoothing):
-        known = 2 * math.asinh(0.5 / math.sqrt(smoothing))
+        known = 2 * math.asinh(0.5 / math.sqrt(max(smoothing, 1e-300)))
         reach = -math.log(float(jnp.finfo(dtype).eps) / 8) / known
     return Decay(rate, jnp.tanh(rate / 2), reach)

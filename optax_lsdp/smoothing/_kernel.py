@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from optax_lsdp._checks import check_choice, check_non_negative, check_whole
+
 
 def ring_decay(smoothing: Any) -> Any:
     """Return ρ = 2σ / (1 + 2σ + √(1 + 4σ)), the decay of (I − σL)⁻¹ per entry.
@@ -114,6 +116,11 @@ def _grid_means(
     With r the roots of 1 + σrⁿ = 0, E the energy of the other axes, s that of the last, u = r − E,
     1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
     """
+    check_non_negative("smoothing", smoothing)
+    check_whole("order", order)
+    check_choice("boundary", boundary, ("periodic", "neumann"))
+    if not len(sizes):
+        raise ValueError("`sizes` must name the size of at least one axis, got none.")
     if smoothing == 0:
         return 1.0, 1.0
     *others, last = sizes

@@ -31,6 +31,11 @@ class Grid:
     axes: tuple[int, ...]
     shape: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        _check_tuple("Grid.axes", self.axes, -math.inf)
+        if self.shape is not None:
+            _check_tuple("Grid.shape", self.shape, 1)
+
 
 Layout = (
     Literal["inputs", "stored"]
@@ -64,9 +69,9 @@ class Walk(NamedTuple):
         return leaf.reshape(self.seen_shape(leaf)).transpose(self.order)
 
     def lay(self, leaf: jax.Array) -> jax.Array:
-        """Return the leaf as (rows, *grid)."""
-        rows = math.prod(self.shape) // math.prod(self.grid)
-        return self.transpose(leaf).reshape(rows, *self.grid)
+        """Return the leaf, or a shard of whole grids, as (…, *grid)."""
+        laid = self.transpose(leaf)
+        return laid.reshape(*laid.shape[: laid.ndim - self.trailing], *self.grid)
 
     def restore(self, laid: jax.Array, leaf: jax.Array) -> jax.Array:
         """Undo `lay` or `transpose`, for such a leaf or shard."""
@@ -84,7 +89,7 @@ def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
         return None
     if isinstance(chosen, Grid):
         return _grid_walk(chosen, path, shape)
-    if chosen not in LAYOUTS:
+    if not isinstance(chosen, str) or chosen not in LAYOUTS:
         raise ValueError(
             f"`layout` must give 'inputs', 'stored', a Grid or None, got {chosen!r} for {path!r}."
         )
@@ -94,8 +99,19 @@ def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
 
 def check_layout(layout: Any) -> None:
     """Raise unless `layout` is a known name or a function."""
+    if isinstance(layout, Grid):
+        raise ValueError(
+            f"`layout` must be a function that returns a Grid where one fits, got {layout!r} for "
+            "all leaves; write lambda path, shape: …"
+        )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)
+
+
+def _check_tuple(name: str, value: object, least: float) -> None:
+    if not (isinstance(value, tuple | list) and all(type(n) is int and n >= least for n in value)):
+        kind = "whole numbers" if least < 0 else "positive whole numbers"
+        raise ValueError(f"`{name}` must be a tuple of {kind}, got {value!r}.")
 
 
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:

@@ -196,7 +196,7 @@ def _close_together(bundles: list[Bundle], sizes: list[int], boundary: Boundary)
     ends = Ends(*(jnp.stack([side[i] for i in order]) for side in (lefts, rights)))
     inflow, whole = chain_unequal(ends, sizes, kernel)
     outside = CLOSE[boundary](whole, [sum(sizes)], kernel)
-    places = numbers(list(accumulate(sizes, initial=0)), kernel.rate.dtype)
+    places = numbers(list(accumulate(sizes, initial=0)), jnp.int32)
     flow = pass_through(Ends(*(side[0] for side in outside)), inflow, places, kernel)
     flows = []
     for (members, split, _), within in zip(bundles, inner, strict=True):
@@ -213,7 +213,7 @@ def _chain(split: Split, ends: Ends, kernel: Decay) -> tuple[Ends, Ends]:
 
 def _into_runs(split: Split, outside: Ends, inflow: Ends, kernel: Decay) -> Ends:
     """Return what flows into the runs on this device, from outside of the row and within."""
-    places = split.length * jnp.arange(split.runs + 1, dtype=kernel.rate.dtype)
+    places = split.length * jnp.arange(split.runs + 1, dtype=jnp.int32)
     flow = pass_through(outside, inflow, places, kernel)
     return Ends(*(split.stored(split.own(side)) for side in flow))
 

@@ -25,7 +25,8 @@ def energies(waves: jax.Array, size: int) -> jax.Array:
 
     That is 2 − 2cos(2πk/d) without its cancellation, and obeys the matrix at sizes 1 and 2 too.
     """
-    return 4 * jnp.sin(waves * jnp.asarray(math.pi / size, waves.dtype)) ** 2
+    folded = jnp.minimum(waves, size - waves)  # as π − x is x, and loses no digits
+    return 4 * jnp.sin(folded * jnp.asarray(math.pi / size, waves.dtype)) ** 2
 
 
 def inverse_spectrum(

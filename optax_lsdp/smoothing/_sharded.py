@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
-from optax_lsdp._shards import manual_axes
+from optax_lsdp._shards import axis_names, manual_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._leaves import Plan, smooth_leaves
 
@@ -70,6 +71,9 @@ def _partitioned(plan: Plan) -> Callable[..., list[jax.Array]]:
         named = all(isinstance(sharding, NamedSharding) for sharding in shardings)
         if not named:  # a mesh that has no names: gather
             shardings = [NamedSharding(mesh, jax.P())] * len(operands)
+        for place, operand in enumerate(operands):
+            if not _divides(operand.shape, shardings[place]):  # shards would be padded: gather
+                shardings[place] = NamedSharding(mesh, jax.P())
         specs = [sharding.spec for sharding in shardings[:-1]]
 
         def lower(*operands: jax.Array) -> list[jax.Array]:
@@ -101,3 +105,9 @@ def _partitioned(plan: Plan) -> Callable[..., list[jax.Array]]:
         return jax.jvp(whole, primals, tangents)
 
     return jax.jit(smooth)
+
+
+def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
+    """Tell whether all shards have the same shape."""
+    counts = [math.prod(sharding.mesh.shape[n] for n in axis_names(e)) for e in sharding.spec]
+    return not any(size % count for size, count in zip(shape, counts, strict=False))

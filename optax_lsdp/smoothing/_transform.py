@@ -15,13 +15,16 @@ from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole, is_number
 from optax_lsdp._marked import check_unmarked
-from optax_lsdp._shards import axis_names, axis_size, varying_axes
 from optax_lsdp._trees import check_floating, path_name, wide_dtype, widen
 from optax_lsdp.smoothing._choose import ARRAY_METHODS, METHODS, choose_method
-from optax_lsdp.smoothing._layout import Layout, Walk, check_layout, choose_walk
+from optax_lsdp.smoothing._decay import is_zero
+from optax_lsdp.smoothing._layout import Layout, Walk, check_layout
 from optax_lsdp.smoothing._leaves import Plan, smooth_leaves
 from optax_lsdp.smoothing._operator import BOUNDARIES, Boundary, Operator
+from optax_lsdp.smoothing._placed import Leaf, check_whole_grids, place, read_specs
 from optax_lsdp.smoothing._sharded import may_be_split, smooth_shards
+
+_MOST = 1e30  # the largest σ: its products with the spectrum stay within float32
 
 
 class LaplacianSmoothState(NamedTuple):
@@ -50,7 +53,8 @@ def laplacian_smooth(
     not; `layout` says which entries are neighbours.
 
     Args:
-        smoothing: σ ≥ 0; a number or a function of the step. Zero is the identity, to the bit.
+        smoothing: 0 ≤ σ ≤ 1e30; a number or a function of the step. Zero is the identity, to
+            the bit. A scheduled or injected value beyond these gives NaN.
         scope: "leaf" smooths every array by itself; "tree" all of them in one ring, in
             the order of `jax.tree.leaves`.
         layout: "inputs" walks the inputs of each output unit, space innermost: a Dense kernel
@@ -65,7 +69,8 @@ def laplacian_smooth(
         boundary: "periodic" joins the last entry to the first; "neumann" lets both ends
             reflect, as if each entry at an end were its own neighbour.
         order: n, which smooths with I + (−1)ⁿ σ Lⁿ instead: a higher order spares slow waves
-            and shrinks fast ones more. None is 1, and no number for `optax.inject_hyperparams`.
+            and shrinks fast ones more. None is 1, and no number for `optax.inject_hyperparams`,
+            which else needs static_args=("layout", "order").
         method: how the system is solved; all methods give the same result. "recursive" takes
             linear time and any σ; "halo" does so on sharded arrays, whose devices exchange two
             numbers for each stretch that they hold; "banded" cuts the kernel off where floats
@@ -81,7 +86,7 @@ def laplacian_smooth(
     >>> print(np.asarray(smoothed).round(3))  # its mean is still 1
     [1.867 0.8   0.533 0.8  ]
     """
-    check_non_negative("smoothing", smoothing, schedule=True)
+    _check_smoothing(smoothing)
     check_choice("scope", scope, ("leaf", "tree"))
     check_choice("boundary", boundary, BOUNDARIES)
     check_whole("order", 1 if order is None else order)
@@ -104,62 +109,39 @@ def laplacian_smooth(
         check_unmarked("laplacian_smooth", updates)
         check_floating("updates", updates)
         now = smoothing(state.step) if callable(smoothing) else smoothing
+        _check_smoothing(now)
         state = LaplacianSmoothState(optax.safe_increment(state.step))
         if is_number(now) and now == 0:
             return updates, state
         paths, structure = jax.tree.flatten_with_path(updates)
         found = [
-            _lay(layout, path_name(path), leaf, spec)
-            for (path, leaf), spec in zip(paths, _specs(shards, updates), strict=True)
+            place(layout, path_name(path), leaf, spec)
+            for (path, leaf), spec in zip(paths, read_specs(shards, updates), strict=True)
         ]
         walked = [leaf for leaf in found if leaf is not None]
         smoothed = iter(smooth_tree(walked, now, operator, method) if walked else [])
         results = [
-            leaf if place is None else jnp.where(jnp.asarray(now) == 0, leaf, next(smoothed))
-            for (_, leaf), place in zip(paths, found, strict=True)
+            leaf if laid is None else _unless_odd(now, leaf, next(smoothed))
+            for (_, leaf), laid in zip(paths, found, strict=True)
         ]
         return jax.tree.unflatten(structure, results), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-class Leaf(NamedTuple):
-    """A leaf or a shard, the walk over the whole of it, and how shard_map splits it."""
-
-    array: jax.Array
-    walk: Walk
-    spec: jax.P
+def _check_smoothing(smoothing: Any) -> None:
+    check_non_negative("smoothing", smoothing, schedule=True)
+    if is_number(smoothing) and smoothing > _MOST:
+        raise ValueError(f"`smoothing` must be at most {_MOST:g}, got {smoothing!r}.")
 
 
-def _lay(layout: Layout, path: str, leaf: jax.Array, spec: jax.P) -> Leaf | None:
-    """Choose the walk over a leaf, or None to leave it alone; raise if it is an unknown shard."""
-    if not leaf.size:
-        return None
-    named = {name for entry in spec for name in axis_names(entry)}
-    unknown = varying_axes(leaf) - named
-    if unknown:
-        raise ValueError(
-            "`updates` must be whole inside shard_map, got a shard over "
-            f"{', '.join(sorted(unknown))} at {path!r}; sum it with jax.lax.psum, or say with "
-            "`shards` along which axes it is split."
-        )
-    counts = [axis_size(axis_names(entry)) for entry in spec] + [1] * (leaf.ndim - len(spec))
-    shape = tuple(n * count for n, count in zip(leaf.shape, counts, strict=True))
-    walk = choose_walk(layout, path, shape)
-    return None if walk is None else Leaf(leaf, walk, spec)
-
-
-def _specs(shards: Any, updates: optax.Updates) -> list[jax.P]:
-    """Return a PartitionSpec for each leaf."""
-    if shards is None or isinstance(shards, jax.P):
-        return [shards or jax.P()] * len(jax.tree.leaves(updates))
-    specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, jax.P))
-    if len(specs) != len(jax.tree.leaves(updates)):
-        raise ValueError(
-            "`shards` must be a PartitionSpec, or a tree of them like `updates`, "
-            f"got {len(specs)} of them for {len(jax.tree.leaves(updates))} arrays."
-        )
-    return specs
+def _unless_odd(smoothing: Any, leaf: jax.Array, smoothed: jax.Array) -> jax.Array:
+    """Return what was smoothed; the leaf itself if σ is zero, and NaN if it is nonsense."""
+    now = jnp.asarray(smoothing, wide_dtype(leaf))
+    chosen = jnp.where(is_zero(now, now.dtype), leaf, smoothed)
+    if is_number(smoothing):
+        return chosen
+    return jnp.where((now >= 0) & (now <= _MOST), chosen, jnp.nan)
 
 
 def _smooth_each(
@@ -177,13 +159,20 @@ def _smooth_each(
         results |= dict(zip(chosen, smoothed, strict=True))
     for index, (x, walk, _) in enumerate(leaves):
         if index not in results:
-            solve = ARRAY_METHODS[methods[index]]
+            check_whole_grids(methods[index], walk, leaves[index].spec)
+            solve, dims = ARRAY_METHODS[methods[index]], len(walk.grid)
 
-            def smooth(arrays: list[jax.Array], walk: Walk = walk, solve: Any = solve) -> Any:
-                laid = solve(walk.lay(widen(arrays[0])), smoothing, operator)
+            def smooth(
+                arrays: list[jax.Array],
+                smoothing: Any,
+                walk: Walk = walk,
+                solve: Any = solve,
+                dims: int = dims,
+            ) -> Any:
+                laid = solve(walk.lay(widen(arrays[0])), smoothing, operator, dims)
                 return [walk.restore(laid, arrays[0]).astype(arrays[0].dtype)]
 
-            (results[index],) = _keep_shardings(smooth, [x])
+            (results[index],) = _keep_shardings(smooth, [x], smoothing)
     return [results[index] for index in range(len(leaves))]
 
 
@@ -191,7 +180,7 @@ def _smooth_together(
     leaves: list[Leaf], smoothing: Any, operator: Operator, method: str
 ) -> list[jax.Array]:
     """Smooth all leaves as if one followed the other."""
-    if any(len(walk.shape) != walk.trailing for _, walk, _ in leaves):
+    if any(len(walk.shape) != walk.trailing or len(walk.grid) > 1 for _, walk, _ in leaves):
         raise ValueError("`layout` must not give a Grid with scope='tree', which is one ring.")
     dtype = wide_dtype(*(leaf.array for leaf in leaves))
     sizes = [walk.grid[0] for _, walk, _ in leaves]
@@ -201,17 +190,19 @@ def _smooth_together(
     if name in ("recursive", "halo"):
         return _smooth_runs(leaves, smoothing, operator, name, "tree")
     ends = list(accumulate(sizes))
+    for leaf in leaves:
+        check_whole_grids(name, leaf.walk, leaf.spec)
 
-    def smooth(arrays: list[jax.Array]) -> list[jax.Array]:
+    def smooth(arrays: list[jax.Array], smoothing: Any) -> list[jax.Array]:
         laid = [leaf.walk.lay(x).astype(dtype) for leaf, x in zip(leaves, arrays, strict=True)]
-        vector = jnp.concatenate(laid, axis=1)
-        parts = jnp.split(ARRAY_METHODS[name](vector, smoothing, operator), ends[:-1], axis=1)
+        whole = ARRAY_METHODS[name](jnp.concatenate(laid), smoothing, operator, 1)
+        parts = jnp.split(whole, ends[:-1])
         return [
             leaf.walk.restore(part, x).astype(x.dtype)
             for leaf, part, x in zip(leaves, parts, arrays, strict=True)
         ]
 
-    return _keep_shardings(smooth, [leaf.array for leaf in leaves])
+    return _keep_shardings(smooth, [leaf.array for leaf in leaves], smoothing)
 
 
 def _smooth_runs(
@@ -224,16 +215,23 @@ def _smooth_runs(
     plan = Plan(walks, scope, operator.boundary)
     if method == "halo":
         return smooth_shards(arrays, smoothing, specs, plan)
-    run = partial(smooth_leaves, smoothing=smoothing, specs=specs, plan=plan)
-    return _keep_shardings(run, list(arrays))
+    for walk, spec in zip(walks, specs, strict=True):
+        check_whole_grids(method, walk, spec)
+    run = partial(smooth_leaves, specs=specs, plan=plan)
+    return _keep_shardings(run, list(arrays), smoothing)
 
 
 def _keep_shardings(
-    run: Callable[[list[jax.Array]], list[jax.Array]], leaves: list[jax.Array]
+    run: Callable[[list[jax.Array], Any], list[jax.Array]], leaves: list[jax.Array], smoothing: Any
 ) -> list[jax.Array]:
-    """Return `run(leaves)`, each result sharded like its leaf, on any kind of mesh."""
+    """Return `run(leaves, σ)`, each result sharded like its leaf, on any kind of mesh."""
+    traced = [] if is_number(smoothing) else [jnp.asarray(smoothing)]
+
+    def call(leaves: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:
+        return run(leaves, traced[0] if traced else smoothing)
+
     shardings = [jax.typeof(leaf).sharding for leaf in leaves]
     if any(AxisType.Explicit in (sharding.mesh.axis_types or ()) for sharding in shardings):
-        run = auto_axes(run, out_sharding=shardings)
-    pairs = zip(run(leaves), leaves, strict=True)
+        call = auto_axes(call, out_sharding=shardings)
+    pairs = zip(call(leaves, traced), leaves, strict=True)
     return [shard_alike(smoothed, leaf)[0] for smoothed, leaf in pairs]

@@ -83,7 +83,8 @@ def _average(kind: Average, mean: Any, params: Any, step: Any) -> Any:
     """Return the mean of all parameters so far, or one that forgets exponentially."""
     if kind is None:
         return mean
-    rate = 1 / (step + 1.0) if kind == "polyak" else 1 - jnp.asarray(kind, jnp.float32)
+    count = jnp.asarray(step, jnp.float32) + 1
+    rate = 1 / count if kind == "polyak" else 1 - jnp.asarray(kind, jnp.float32)
     return jax.tree.map(lambda m, p: m + (rate * (p - m)).astype(m.dtype), mean, params)
 
 

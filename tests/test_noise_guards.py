@@ -1,0 +1,39 @@
+"""Noise that would repeat itself, or not be there at all, is refused or NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lsdp as lsdp
+
+
+def test_noise_that_would_repeat_or_vanish_is_nan():
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+    last = tx.init(None)._replace(step=jnp.int32(2**31 - 1))  # where the step stops counting
+    for size in (3, 9_001, 10_000):
+        assert np.isnan(tx.update(jnp.zeros(size), last)[0]).all()
+    with jax.enable_x64(True):
+        tiny = lsdp.add_gaussian_noise(1e-50, key=jax.random.key(0))  # 0 in float32
+        assert np.isnan(tiny.update(jnp.zeros(3, jnp.float32), tiny.init(None))[0]).all()
+
+
+def test_a_schedule_gives_one_number():
+    tx = lsdp.add_gaussian_noise(lambda step: jnp.ones(3), key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`stddev` must give one number"):
+        tx.update(jnp.zeros(3), tx.init(None))
+    with pytest.raises(TypeError, match="`axis_name` must be a mesh axis"):
+        lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), axis_name=5)
+
+
+def test_named_axes_are_folded_in_where_jax_does_not_track_them():
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), axis_name="a")
+    state = tx.init(None)
+    got = jax.shard_map(
+        lambda x: tx.update(x, state)[0],
+        mesh=jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=jax.P("a"),
+        out_specs=jax.P("a"),
+        check_vma=False,
+    )(jnp.zeros(64))
+    assert len(set(np.asarray(got).tolist())) == 64
