@@ -20,12 +20,14 @@ def smooth_matrix(
         energies(jnp.arange(size).astype(x.dtype), size if periodic else 2 * size)
         for size in x.shape[-dims:]
     ]
+    mean = x.mean(axis=tuple(axes), keepdims=True)  # stays as it is, and would only be rounded
+    x = x - mean
     for axis, basis in zip(axes, bases, strict=True):
         x = _along(axis, x, basis)
     x = x * inverse_spectrum(energy, smoothing, operator.order, x.dtype)
     for axis, basis in zip(axes, bases, strict=True):
         x = _along(axis, x, basis.T)
-    return x
+    return x + mean
 
 
 def _rings(size: int) -> np.ndarray:
