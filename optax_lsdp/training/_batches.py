@@ -92,7 +92,7 @@ class Batches:
         ]
         each = self.size // math.prod(self.rows.mesh.shape.values())
         masks = spread(lambda start: mask[start : start + each], np.zeros((), bool))
-        key = jax.device_put(key, self.everywhere)
+        key = replicate(key, self.everywhere)
         return Chunk(jax.tree.unflatten(structure, arrays), masks, key, number)
 
     def like(self) -> Chunk:
@@ -103,9 +103,20 @@ class Batches:
                 (self.size, *x.shape), jnp.asarray(x).dtype, sharding=self.rows
             )
 
-        key = self.key if self.everywhere is None else jax.device_put(self.key, self.everywhere)
+        key = replicate(self.key, self.everywhere)
         first = jax.tree.map(row, self.examples.first)
         return Chunk(first, row(np.zeros((), bool)), key, np.int32(0))
+
+
+def replicate(x: jax.Array, everywhere: Any) -> jax.Array:
+    """Put the same array on all devices, those of other processes included."""
+    if everywhere is None:
+        return x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = replicate(jax.random.key_data(x), everywhere)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    known = np.asarray(x)
+    return jax.make_array_from_callback(known.shape, everywhere, lambda where: known[where])
 
 
 def abstract(tree: Any, on_mesh: bool) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -79,10 +79,11 @@ def fit(
     if key is not None:
         check_key("key", key)
     run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)
-    run.start(loss_fn, params, fresh_key() if key is None else key, folder)
     try:
-        with _until_terminated() as terminated:
-            return run.loop(save_every, callbacks, progress, terminated)
+        with nullcontext() if mesh is None else jax.set_mesh(mesh):
+            run.start(loss_fn, params, fresh_key() if key is None else key, folder)
+            with _until_terminated() as terminated:
+                return run.loop(save_every, callbacks, progress, terminated)
     finally:
         run.close()
 

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._journal import Journal
+from optax_lsdp.training._journal import Journal, no_room
 
 _KEPT = 2  # checkpoints; the older one is for the day when the newer one cannot be read
 
@@ -44,18 +44,20 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            self._lock.close()
             raise ValueError(
                 f"`folder` must belong to one run at a time, got {str(self.path)!r}, in which "
                 "another one is under way; wait for it or take another folder."
             ) from error
         self._check_plan(plan)
-        self.journal = Journal(self.path / f"journal-{jax.process_index()}.jsonl")
+        self.journal = Journal(self.path / f"journal-{jax.process_index()}.jsonl", plan.steps)
         logging.getLogger("absl").setLevel(logging.ERROR)
         self._checkpointer = ocp.StandardCheckpointer()
 
     def _check_plan(self, plan: PrivacyPlan) -> None:
         path = self.path / "plan.json"
         if path.exists() and PrivacyPlan.from_json(path.read_text()) != plan:
+            self._lock.close()
             raise ValueError(
                 f"`plan` must be the one of the run in {str(self.path)!r}, got another; read it "
                 "with PrivacyPlan.from_json, or take another folder."
@@ -77,11 +79,8 @@ class RunFolder:
             self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:
                 self._write_manifest(target, saved)
-        except OSError as error:
-            raise OSError(
-                f"`folder` must have room for a checkpoint, got {error} in {str(self.path)!r}; the "
-                "run goes on from the checkpoint before, once there is room."
-            ) from error
+        except Exception as error:  # Orbax has many ways to say so
+            raise no_room(self.path, error) from error
         _wait_for_all("saved")
 
     def _write_manifest(self, target: Path, saved: Saved) -> None:

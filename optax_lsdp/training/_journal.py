@@ -14,29 +14,47 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-_AHEAD = 64  # steps that are announced together; lines may be lost with the power, these are not
+_MOST_AHEAD = 64
+FIRST = "first"  # the nonce of a run to which nothing has happened
+
+
+def no_room(folder: Path, error: BaseException) -> OSError:
+    """Return what to say if something cannot be written."""
+    return OSError(
+        f"`folder` must have room for journal and checkpoints, got {error} in {str(folder)!r}; the "
+        "run goes on from the last checkpoint, once there is room."
+    )
 
 
 class Journal:
     """What was announced, in the file `path`.
 
+    A hundredth of all `steps` is announced together, and waits for the disk: lines may be lost with
+    the power, announcements are not.
+
     Attributes:
         nonce: of the circumstances that hold now.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, steps: int) -> None:
         self.path = path
+        self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self.nonce = self._fingerprint = ""
         self._announced: dict[str, int] = {}  # steps that may have been seen, for each nonce
         self._digests: dict[int, str] = {}
         if path.exists():
             self._read()
-        self._file = path.open("a", encoding="utf-8")
+        self._file: Any = None
 
     @property
     def era(self) -> int:
         """How often circumstances have changed."""
         return len(self._announced)
+
+    @property
+    def has_steps(self) -> bool:
+        """Tell whether any step was announced."""
+        return any(self._announced.values())
 
     def is_same(self, fingerprint: str) -> bool:
         """Tell whether circumstances are those of the last lines."""
@@ -44,8 +62,8 @@ class Journal:
 
     def renew(self, fingerprint: str) -> None:
         """Begin with other circumstances."""
-        # The first run is a function of its key; whatever follows is a function of nothing known.
-        self.nonce = secrets.token_hex(8) if self._announced else "first"
+        # What is seen first is a function of the key; whatever follows is one of nothing known.
+        self.nonce = secrets.token_hex(8) if self.has_steps else FIRST
         self._fingerprint = fingerprint
         self._announced[self.nonce], self._digests = 0, {}
         self._write({"nonce": self.nonce, "fingerprint": fingerprint}, safe=True)
@@ -57,32 +75,39 @@ class Journal:
     def record(self, step: int, digest: str) -> None:
         """Announce a step, before its result can be seen."""
         if step >= self._announced[self.nonce]:
-            self._announced[self.nonce] = step + _AHEAD
-            self._write({"announced": step + _AHEAD}, safe=True)
+            self._announced[self.nonce] = step + self._ahead
+            self._write({"announced": step + self._ahead}, safe=True)
         if step not in self._digests:
             self._digests[step] = digest
             self._write({"step": step, "examples": digest})
 
     def seen_since(self, step: int, nonce: str) -> list[int]:
         """Return all steps that may have been seen and are not in a checkpoint of that nonce."""
-        if nonce and nonce not in self._announced:
+        if nonce not in self._announced:
             raise ValueError(
                 f"`folder` must hold the journal of its checkpoints, got another in {self.path}: "
                 "what they have spent is not known; start again in an empty folder."
             )
         nonces = list(self._announced)
-        later = nonces[nonces.index(nonce) :] if nonce else nonces
+        later = nonces[nonces.index(nonce) :]
         return [seen for one in later for seen in range(step, self._announced[one])]
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
     def _write(self, line: dict[str, Any], *, safe: bool = False) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        if safe:
-            os.fsync(self._file.fileno())
+        if self._file is None:
+            self._file = self.path.open("ab", buffering=0)
+        try:
+            text = (json.dumps(line) + "\n").encode()
+            if self._file.write(text) < len(text):
+                raise OSError("the line was cut")
+            if safe:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise no_room(self.path.parent, error) from error
 
     def _read(self) -> None:
         lines = self.path.read_text(encoding="utf-8").split("\n")

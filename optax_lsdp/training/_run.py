@@ -22,9 +22,10 @@ from optax_lsdp._keys import fold_in_text
 from optax_lsdp.accounting import Ledger, show_epsilon
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._batches import Batches, abstract
+from optax_lsdp.training._batches import Batches, abstract, replicate
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
+from optax_lsdp.training._journal import FIRST
 from optax_lsdp.training._losses import Loss
 from optax_lsdp.training._step import Average, State, make_steps, with_noise_key
 
@@ -87,7 +88,7 @@ class Run:
         self.private = lambda key: plan.optimizer(optimizer, key, smoothing=smoothing)
         self.folder: RunFolder | None = None
         self.workers = ThreadPoolExecutor(1)
-        self.ledger, self.step, self.nonce = Ledger(), 0, ""
+        self.ledger, self.step, self.nonce = Ledger(), 0, FIRST
 
     def start(
         self, loss_fn: Loss, params: optax.Params, key: jax.Array, folder: Path | str | None
@@ -106,14 +107,19 @@ class Run:
         if self.folder is None:
             return
         journal = self.folder.journal
-        if saved is None or not (journal.is_same(self.fingerprint) and journal.nonce == self.nonce):
-            self._renew()
+        if saved is None and journal.has_steps:
+            raise ValueError(
+                f"`folder` must hold the checkpoints of its journal, got none in {str(folder)!r}: "
+                "what was spent is not known; take another folder."
+            )
+        if not (saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce):
+            self._renew(counted=saved is not None)
 
     def _first_state(self, params: optax.Params, key: jax.Array) -> State:
         def place(x: jax.Array) -> jax.Array:
             if self.mesh is None or getattr(x.sharding, "mesh", None) == self.mesh:
                 return x
-            return jax.device_put(x, self.everywhere)
+            return replicate(x, self.everywhere)
 
         params = jax.tree.map(lambda x: place(jnp.array(x)), params)
         inner = self.private(key).init(params)
@@ -123,9 +129,7 @@ class Run:
     def _place(self, nonce: str) -> None:
         """Derive all keys of these circumstances."""
         key = fold_in_text(self.state.key, nonce)
-        noise_key = self.plan.derive_key(key, "noise")
-        if self.everywhere is not None:
-            noise_key = jax.device_put(noise_key, self.everywhere)
+        noise_key = replicate(self.plan.derive_key(key, "noise"), self.everywhere)
         self.state = self.state._replace(optimizer=with_noise_key(self.state.optimizer, noise_key))
         self.batches = Batches(self.plan, self.examples, key, self.microbatch_size, self.mesh)
 
@@ -153,12 +157,13 @@ class Run:
         self.take_step = last.compile()
         return "\n".join([*texts, last.as_text()])
 
-    def _renew(self) -> None:
+    def _renew(self, *, counted: bool = True) -> None:
         """Go on under other circumstances: other keys, and what may have been seen counts again."""
         if self.folder is None:
             return
-        for step in self.folder.journal.seen_since(self.step, self.nonce):
-            self.ledger.append(self.plan.event(min(step, self.plan.steps - 1)))
+        if counted:
+            for step in self.folder.journal.seen_since(self.step, self.nonce):
+                self.ledger.append(self.plan.event(min(step, self.plan.steps - 1)))
         self.folder.journal.renew(self.fingerprint)
         self.nonce = self.folder.journal.nonce
         self._place(self.nonce)

@@ -17,7 +17,7 @@ KEY = jax.random.key(5)
 
 def by_hand(plan, optimizer, steps, seen=None):
     """Train with the parts of a plan, as README shows, from the keys that fit would derive."""
-    run_key = lsdp.training._run.fold_in_text(KEY, "")
+    run_key = lsdp.training._run.fold_in_text(KEY, "first")
     sampler, data = plan.sampler(run_key), make_data(plan.dataset_size)
     tx, params = plan.optimizer(optimizer, run_key), make_params()
     state, gradient = tx.init(params), plan.clipped_grad(loss)

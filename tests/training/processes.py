@@ -1,0 +1,28 @@
+"""One of two processes that train together: `python processes.py PORT RANK FOLDER`."""
+
+import json
+import sys
+from pathlib import Path
+
+import jax
+
+
+def main(port, rank, folder):
+    """Train with the other process, and write down which examples this one has read."""
+    jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
+    from optax_lsdp import training  # after the processes have met
+    from tests.training.problem import fit, make_data
+    from tests.training.test_fit import Source
+
+    # It would read examples of its own.
+    training._data.Examples.fingerprint = lambda self: "the same"
+    source = Source(make_data())
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    done = fit(data=source, mesh=mesh, folder=folder / "run", save_every=20)
+    training.export_params(folder / "model.npz", done.params)
+    read = sorted(set(source.read[1:]))  # the first one is looked at for its shape
+    (folder / f"read-{rank}.json").write_text(json.dumps(read))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
