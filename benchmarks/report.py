@@ -105,7 +105,8 @@ def smoothing() -> str:
     where = load("smoothing")["circumstances"]
     return (
         f"{markdown([*head, 'memory'], rows)}\n\nσ = 1, on {where['device']}, jax "
-        f"{where['versions']['jax']}; memory is XLA's temporary buffers, in copies of the vector. "
+        f"{where['versions']['jax']}; what is smoothed is given away, as in a step; memory is "
+        "XLA's\ntemporary buffers, in copies of the vector. "
         f"Over all sizes\nand σ from 0.1 to 1,000 `auto` takes at most {best:.2f} times what the "
         f"best method takes, at most {fourier:.2f} of `fft`\nfrom 10⁴ entries on, and at most "
         f"{noise:.2f} of the noise from 10⁵ on with σ ≤ 10. `privatize` over 10⁶ entries\nin 10 "

@@ -19,7 +19,8 @@ def _strict_promotion():
         yield
 
 
-def test_every_block_runs_as_printed():
+def test_every_block_runs_as_printed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     assert len(BLOCKS) >= 4
     names = {}
     for block in BLOCKS:

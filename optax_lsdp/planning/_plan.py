@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -176,15 +176,26 @@ class PrivacyPlan:
 
     def allows(self, ledger: Ledger, step: int) -> bool:
         """Tell whether the budget covers all that was recorded, and this step after it."""
-        if ledger.steps == step < self.steps:  # nothing was taken but the plan's own steps
+        if ledger.steps == step < self.steps and self._began(ledger):
             return True
         return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 
     def spent(self, ledger: Ledger) -> float:
         """Return ε of all that was recorded."""
-        if ledger.steps <= self.steps and not self.noise_schedule:
+        if self._began(ledger):
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta_of_noise)
+
+    def _began(self, ledger: Ledger) -> bool:
+        """Tell whether all that was recorded are the plan's first steps, each of them once."""
+        *whole, last = ledger.runs or (self.event(0),)
+        planned = self.mechanism.runs
+        return (
+            tuple(whole) == planned[: len(whole)]
+            and len(whole) < len(planned)
+            and replace(last, steps=1) == replace(planned[len(whole)], steps=1)
+            and last.steps <= planned[len(whole)].steps
+        )
 
     def remaining_steps(self, ledger: Ledger) -> int:
         """Return how many more steps are planned and covered by the budget."""
