@@ -218,10 +218,14 @@ def room_for_batch(dataset_size: int, expected_batch_size: float, rare: float = 
     393
     """
     rate = expected_batch_size / dataset_size
-    room = int(binom.isf(rare, dataset_size + 1, rate))
-    while room < dataset_size and binom.sf(room, dataset_size + 1, rate) > rare:
-        room += 1
-    return min(room, dataset_size)
+    low, high = math.floor(expected_batch_size), dataset_size
+    while low < high:  # SciPy's own inverse gives up below 1e-16
+        middle = (low + high) // 2
+        if binom.sf(middle, dataset_size + 1, rate) > rare:
+            low = middle + 1
+        else:
+            high = middle
+    return high
 
 
 def _rounded_up(size: int, multiple: int) -> int:

@@ -49,27 +49,25 @@ class Examples:
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> Any:
         """Return the examples at these places, zeros where masked."""
-        wanted = indices[mask]
         if self.source is None:
-            rows = jax.tree.map(lambda leaf: np.asarray(leaf[wanted]), self.arrays)
-        else:
-            read = [self._checked(int(index)) for index in wanted]
-            rows = (
-                jax.tree.map(lambda first, *rest: np.stack(rest), self.first, *read)
-                if read
-                else None
-            )
 
-        def fill(first: np.ndarray, found: np.ndarray | None) -> np.ndarray:
+            def cut(leaf: Any) -> np.ndarray:
+                rows = np.asarray(leaf[indices])
+                rows[~mask] = 0
+                _check_finite(rows, indices)
+                return rows
+
+            return jax.tree.map(cut, self.arrays)
+        read = [self._checked(int(index)) for index in indices[mask]]
+
+        def stack(first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
             room = np.zeros((len(indices), *first.shape), first.dtype)
-            if found is not None:
-                _check_finite(found, wanted)
-                room[mask] = found
+            if rows:
+                room[mask] = rows
+            _check_finite(room, indices)
             return room
 
-        if rows is None:
-            return jax.tree.map(lambda first: fill(first, None), self.first)
-        return jax.tree.map(fill, self.first, rows)
+        return jax.tree.map(stack, self.first, *read)
 
     def fingerprint(self) -> str:
         """Return a hash of the data: of all bytes if they are in memory, else of some examples."""

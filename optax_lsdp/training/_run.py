@@ -131,7 +131,10 @@ class Run:
         key = fold_in_text(self.state.key, nonce)
         noise_key = replicate(self.plan.derive_key(key, "noise"), self.everywhere)
         self.state = self.state._replace(optimizer=with_noise_key(self.state.optimizer, noise_key))
-        self.batches = Batches(self.plan, self.examples, key, self.microbatch_size, self.mesh)
+        hashed = self.folder is not None
+        self.batches = Batches(
+            self.plan, self.examples, key, self.microbatch_size, self.mesh, hashed=hashed
+        )
 
     def _compile(self, loss_fn: Loss) -> str:
         """Compile the step, and return the text of its program."""

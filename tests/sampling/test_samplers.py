@@ -110,7 +110,11 @@ def test_the_room_is_seldom_exceeded():
     for n, b in ((60_000, 256), (1000, 3), (10**8, 65_536), (100, 100), (5, 1)):
         room = room_for_batch(n, b)
         assert binom.sf(room, n + 1, b / n) <= 1e-15 or room == n
-        assert room == n or room <= b + 9 * np.sqrt(b) + 12  # not much more than it must be
+        assert room == n or binom.sf(room - 1, n + 1, b / n) > 1e-15  # no more than it must be
+    for rare, most in ((1e-40, 14.5), (1e-100, 24), (1e-300, 44)):
+        room = room_for_batch(10**6, 16_384, rare)
+        assert binom.sf(room, 10**6 + 1, 0.016384) <= rare
+        assert room <= 16_384 + most * 128
 
 
 def test_an_epoch_uses_no_example_twice():
