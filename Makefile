@@ -34,6 +34,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping
 	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
+	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
 

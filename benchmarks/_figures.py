@@ -97,3 +97,25 @@ def draw_smoothing() -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(looks))
     figure.savefig(RESULTS / "smoothing.png", dpi=150)
+
+
+def draw_scaling() -> None:
+    """Draw the time of a step against batch, parameters and devices, and of sampling."""
+    record = load("scaling")
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    labels = {
+        "batches": "logical batch (MNIST CNN)",
+        "parameters": "parameters (linear model)",
+        "devices": "devices of one host",
+        "datasets": "examples to choose 256 from",
+    }
+    for axes, (part, label) in zip(figure.subplots(1, 4, sharey=True), labels.items(), strict=True):
+        points = [(int(size), row["milliseconds"]) for size, row in record[part].items()]
+        axes.loglog(*zip(*points, strict=True), "o-", color="#c1121f")
+        axes.set_xlabel(label)
+        if part == "devices":
+            axes.set_xscale("log", base=2)
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("milliseconds")
+    figure.savefig(RESULTS / "scaling.png", dpi=150)

@@ -88,7 +88,7 @@ def devices(count: int, rounds: int) -> dict[str, Any]:
     script = (
         "import json, jax; from benchmarks import scaling; "
         f"mesh = jax.make_mesh(({count},), ('data',), "
-        "axis_types=(jax.sharding.AxisType.Auto,)); "
+        "axis_types=(jax.sharding.AxisType.Auto,)); jax.set_mesh(mesh); "
         "run = scaling.start(scaling.plan_of(10_000, 1024), scaling.first_params(0), scaling.loss, "
         f"scaling.images(10_000), mesh); print(json.dumps(scaling.measured(run, {rounds})))"
     )

@@ -13,6 +13,12 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_spread() -> bool:
+    """Tell whether a mesh is set over whose devices XLA may spread arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
+
+
 def are_shards_tracked() -> bool:
     """Tell whether JAX knows what varies: not under check_vma=False, and not in pmap."""
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())

@@ -15,6 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import optax_lsdp as lsdp
+from optax_lsdp.training import _run
+from optax_lsdp.training._data import Examples
+from tests.smoothing.test_sharded import moved
 from tests.training.problem import PLAN, bits, fit, make_params
 
 ROOT = Path(__file__).parents[2]
@@ -122,3 +125,27 @@ def test_two_processes_train_what_one_trains(tmp_path):
     with np.load(tmp_path / "model.npz") as found:
         for name, leaf in again.params.items():
             np.testing.assert_array_equal(found[name], jnp.asarray(leaf))
+
+
+def convolution(kernel, image):
+    """Return a loss whose patches are larger than a cache."""
+    dims = ("NHWC", "HWIO", "NHWC")
+    images = image[None]
+    return jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=dims
+    ).sum()
+
+
+def test_data_parallel_steps_reduce_gradients_and_move_nothing_else():
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400, expected_batch_size=40, steps=3, noise_multiplier=1.0, delta=1e-5
+    )
+    mesh = make_mesh(AxisType.Auto)
+    data = np.ones((400, 32, 32, 8), np.float32)
+    run = _run.Run(plan, Examples(data), optax.sgd(0.1), None, None, None, mesh)
+    with jax.set_mesh(mesh):
+        run.start(convolution, jnp.ones((5, 5, 8, 16)), jax.random.key(0), None)
+    run.close()
+    text = run.take_step.as_text()
+    assert "all-gather" not in text and "all-to-all" not in text
+    assert sum(moved(text)) <= 5 * 5 * 8 * 16 + 16

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._shards import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping._jaxpr import Loss, Program, trace
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
@@ -207,11 +207,14 @@ def _use_gradients(
 
 
 def _form(form: Callable[..., jax.Array], site: Site, entry: tuple[jax.Array, ...]) -> jax.Array:
-    """Form gradients; where factors are large, on a CPU, of a few examples at a time."""
+    """Form gradients; where factors are large, on a CPU, of a few examples at a time.
+
+    Not if examples are spread over a mesh, which would have to be gathered to be taken in turn.
+    """
     blocks, rows, inputs, outputs = piece_size(site, site.pieces[0])
     n, floats = len(entry[0]), blocks * rows * (inputs + outputs)
     most = max(1, _CACHE_FLOATS // max(floats, 1))
-    if not site.rule.expands or n <= most:
+    if not site.rule.expands or n <= most or is_spread():
         return form(*entry)
 
     def form_few(*entry: jax.Array) -> jax.Array:
