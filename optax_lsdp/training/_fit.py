@@ -13,10 +13,11 @@ import jax
 import optax
 
 from optax_lsdp._checks import check_whole
-from optax_lsdp._keys import check_key, fresh_key
+from optax_lsdp._keys import check_key
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._data import Examples
+from optax_lsdp.training._hosts import agreed_key
 from optax_lsdp.training._losses import Loss
 from optax_lsdp.training._run import Report, Run, Trained
 from optax_lsdp.training._step import Average
@@ -81,7 +82,7 @@ def fit(
     run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)
     try:
         with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            run.start(loss_fn, params, fresh_key() if key is None else key, folder)
+            run.start(loss_fn, params, agreed_key() if key is None else key, folder)
             with _until_terminated() as terminated:
                 return run.loop(save_every, callbacks, progress, terminated)
     finally:

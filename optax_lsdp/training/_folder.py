@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._hosts import wait_for_all
 from optax_lsdp.training._journal import Journal, no_room
 
 _KEPT = 2  # checkpoints; the older one is for the day when the newer one cannot be read
@@ -73,7 +74,7 @@ class RunFolder:
             return
         if jax.process_index() == 0 and target.exists():  # begun, and never finished
             shutil.rmtree(target)
-        _wait_for_all("clean")
+        wait_for_all("clean")
         try:
             self._checkpointer.save(target, _unwrapped(saved.state))
             self._checkpointer.wait_until_finished()
@@ -81,7 +82,7 @@ class RunFolder:
                 self._write_manifest(target, saved)
         except Exception as error:  # Orbax has many ways to say so
             raise no_room(self.path, error) from error
-        _wait_for_all("saved")
+        wait_for_all("saved")
 
     def _write_manifest(self, target: Path, saved: Saved) -> None:
         manifest = {
@@ -187,8 +188,3 @@ def _write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
-
-
-def _wait_for_all(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)

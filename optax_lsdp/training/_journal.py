@@ -14,6 +14,8 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+from optax_lsdp.training._hosts import agreed_text
+
 _MOST_AHEAD = 64
 FIRST = "first"  # the nonce of a run to which nothing has happened
 
@@ -63,7 +65,7 @@ class Journal:
     def renew(self, fingerprint: str) -> None:
         """Begin with other circumstances."""
         # What is seen first is a function of the key; whatever follows is one of nothing known.
-        self.nonce = secrets.token_hex(8) if self.has_steps else FIRST
+        self.nonce = agreed_text(secrets.token_hex(8)) if self.has_steps else FIRST
         self._fingerprint = fingerprint
         self._announced[self.nonce], self._digests = 0, {}
         self._write({"nonce": self.nonce, "fingerprint": fingerprint}, safe=True)

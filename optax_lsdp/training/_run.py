@@ -25,6 +25,7 @@ from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._batches import Batches, abstract, replicate
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
+from optax_lsdp.training._hosts import holds_anywhere
 from optax_lsdp.training._journal import FIRST
 from optax_lsdp.training._losses import Loss
 from optax_lsdp.training._step import Average, State, make_steps, with_noise_key
@@ -112,7 +113,8 @@ class Run:
                 f"`folder` must hold the checkpoints of its journal, got none in {str(folder)!r}: "
                 "what was spent is not known; take another folder."
             )
-        if not (saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce):
+        same = saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce
+        if holds_anywhere(not same):
             self._renew(counted=saved is not None)
 
     def _first_state(self, params: optax.Params, key: jax.Array) -> State:
@@ -192,8 +194,11 @@ class Run:
         try:
             with shown:
                 while self.step < plan.steps:
-                    if terminated.is_set() or not plan.allows(self.ledger, self.step):
-                        stopped = "signal" if terminated.is_set() else "budget"
+                    if holds_anywhere(terminated.is_set()):
+                        stopped = "signal"
+                        break
+                    if not plan.allows(self.ledger, self.step):
+                        stopped = "budget"
                         break
                     batch = upcoming.result()
                     if self.folder is not None:

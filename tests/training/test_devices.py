@@ -120,6 +120,9 @@ def test_two_processes_train_what_one_trains(tmp_path):
         for rank, part in enumerate(np.split(np.arange(sampler.size), 2)):
             halves[rank] |= set(batch.indices[part][batch.mask[part]].tolist())
     assert reads == halves  # each process reads its own examples, and no others
+    # A fresh key is agreed upon: both have drawn the same noise.
+    with np.load(tmp_path / "secret-0.npz") as one, np.load(tmp_path / "secret-1.npz") as other:
+        assert all(one[name].tobytes() == other[name].tobytes() for name in one)
     # The checkpoint of both is read by one process with another number of devices.
     again = fit(folder=tmp_path / "run", mesh=make_mesh(AxisType.Auto, devices=2))
     with np.load(tmp_path / "model.npz") as found:
