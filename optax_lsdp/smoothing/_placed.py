@@ -50,21 +50,24 @@ def place(layout: Layout, path: str, leaf: jax.Array, spec: jax.P) -> Leaf | Non
 
 def read_specs(shards: Any, updates: optax.Updates) -> list[jax.P]:
     """Return a PartitionSpec for each leaf."""
-    if shards is not None and not manual_axes():
-        raise ValueError("`shards` must be given inside shard_map alone, got them outside of it.")
     if shards is None and manual_axes() and not are_shards_tracked():
         raise ValueError(
             "`shards` must be given where JAX does not track what varies (check_vma=False, pmap), "
             "got None; PartitionSpec() says that updates are whole."
         )
-    if shards is None or isinstance(shards, jax.P):
-        return [shards or jax.P()] * len(jax.tree.leaves(updates))
+    count = len(jax.tree.leaves(updates))
+    if shards is None:
+        return [jax.P()] * count
     specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, jax.P))
-    if len(specs) != len(jax.tree.leaves(updates)):
+    if isinstance(shards, jax.P):
+        specs = [shards] * count
+    if len(specs) != count:
         raise ValueError(
             "`shards` must be a PartitionSpec, or a tree of them like `updates`, "
-            f"got {len(specs)} of them for {len(jax.tree.leaves(updates))} arrays."
+            f"got {len(specs)} of them for {count} arrays."
         )
+    if not manual_axes():
+        raise ValueError("`shards` must be given inside shard_map alone, got them outside of it.")
     return specs
 
 

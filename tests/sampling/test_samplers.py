@@ -64,7 +64,7 @@ def test_the_cipher_is_that_of_jax():
 
 @pytest.mark.parametrize("name", ["poisson", "dense"])
 def test_sizes_of_poisson_batches_are_binomial(name):
-    sampler, steps = SAMPLERS[name], 4000
+    sampler, steps = SAMPLERS[name], 2000
     sizes = np.array([sampler.batch(step).mask.sum() for step in range(steps)])
     n, q = sampler.dataset_size, sampler.sampling_rate
     edges = np.unique(binom.ppf(np.linspace(0.05, 0.95, 12), n, q))
@@ -75,7 +75,7 @@ def test_sizes_of_poisson_batches_are_binomial(name):
 
 @pytest.mark.parametrize("name", ["poisson", "dense", "fixed", "all but one"])
 def test_examples_are_alike_and_pairs_too(name):
-    sampler, steps = SAMPLERS[name], 3000
+    sampler, steps = SAMPLERS[name], 1500
     found = chosen(sampler, steps).astype(float)
     rate = getattr(sampler, "sampling_rate", None) or sampler.batch_size / sampler.dataset_size
     deviations = (found.sum(0) - steps * rate) / np.sqrt(steps * rate * (1 - rate))
@@ -88,19 +88,19 @@ def test_examples_are_alike_and_pairs_too(name):
 
 
 def test_batches_of_different_steps_are_independent():
-    found = chosen(SAMPLERS["dense"], 4000).astype(float) - 0.5
+    found = chosen(SAMPLERS["dense"], 2000).astype(float) - 0.5
     for lag in (1, 2):
         product = (found[lag:] * found[:-lag]).mean(0) / 0.25
-        assert np.abs(product).max() < 6 / np.sqrt(4000)
+        assert np.abs(product).max() < 6 / np.sqrt(2000)
 
 
 def test_a_batch_that_is_too_large_is_cut_at_random():
     sampler = PoissonSampler(100, 0.5, KEY, max_batch_size=50)
-    found = chosen(sampler, 3000)
+    found = chosen(sampler, 1500)
     sizes = found.sum(1)
     assert sizes.max() == 50
     expected = binom.sf(49, 100, 0.5)
-    assert abs((sizes == 50).mean() - expected) < 6 * 0.5 / np.sqrt(3000)
+    assert abs((sizes == 50).mean() - expected) < 6 * 0.5 / np.sqrt(1500)
     full = found[sizes == 50].mean(0)  # no place in the data is cut more often
     assert np.abs(full - 0.5).max() < 6 * 0.5 / np.sqrt((sizes == 50).sum())
     assert sampler.overflow_probability == pytest.approx(binom.sf(50, 100, 0.5))

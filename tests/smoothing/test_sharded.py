@@ -106,7 +106,7 @@ def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, sc
     assert sum(moved(compiled.as_text())) <= 2 * stretches
 
 
-@pytest.mark.parametrize("method", ["recursive", "fft", "auto"])
+@pytest.mark.parametrize("method", ["fft", "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
     """Then all arrays have explicit axes, those that are made in between too."""
