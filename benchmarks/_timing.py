@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from tqdm import tqdm
 
 from benchmarks._results import RESULTS
 
@@ -58,7 +59,18 @@ def arguments(description: str, default: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
+def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
+    """Run what is not in the record yet, and write each result as soon as it is there."""
+    record = json.loads(path.read_text()) if path.exists() else {}
+    tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
+    for part, name, run in tqdm(tasks, desc=path.stem):
+        if name not in record.setdefault(part, {}):
+            record[part][name] = run()
+            write(path, record)
+
+
 def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record beside the circumstances in which it was made."""
-    text = json.dumps({"circumstances": circumstances(), **record}, indent=1, ensure_ascii=False)
+    record = {**record, "circumstances": circumstances()}
+    text = json.dumps(record, indent=1, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from tqdm import tqdm
 
 import optax_lsdp as lsdp
 from benchmarks import _timing
@@ -141,7 +140,6 @@ def overhead(rounds: int) -> dict[str, Any]:
 def main() -> None:
     """Measure what is not in the record yet."""
     args = _timing.arguments(__doc__, "scaling.json")
-    record = json.loads(args.output.read_text()) if args.output.exists() else {}
     smoke, rounds = args.smoke, 2 if args.smoke else 5
     work: dict[str, dict[str, Callable[[], Any]]] = {
         "batches": {
@@ -159,11 +157,7 @@ def main() -> None:
         },
         "overhead": {"MNIST CNN": partial(overhead, 5 if smoke else 40)},
     }
-    tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
-    for part, name, run in tqdm(tasks, desc="scaling"):
-        if name not in record.setdefault(part, {}):
-            record[part][name] = run()
-            _timing.write(args.output, record)
+    _timing.measure_missing(args.output, work)
 
 
 if __name__ == "__main__":

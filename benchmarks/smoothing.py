@@ -4,7 +4,6 @@ Every result is written as soon as it is there; a run that was interrupted goes 
 unchanged on any device, and names it.
 """
 
-import json
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from tqdm import tqdm
 
 import optax_lsdp as lsdp
 from benchmarks import _noises, _peers, _timing
@@ -146,7 +144,6 @@ def steps(model: Model, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Measure what is not in the record yet."""
     args = _timing.arguments(__doc__, "smoothing.json")
-    record = json.loads(args.output.read_text()) if args.output.exists() else {}
     seconds = 0.1 if args.smoke else 3.0
     decades, names = (range(3, 5), list(ZOO)[:1]) if args.smoke else (range(3, 9), list(ZOO))
     work: dict[str, dict[str, Callable[[], Any]]] = {"methods": {}, "noises": {}}
@@ -159,11 +156,7 @@ def main() -> None:
     total = 10**4 if args.smoke else 10**6
     work["trees"] = {str(total): partial(trees, total, (1, 10, 100), seconds)}
     work["steps"] = {name: partial(steps, ZOO[name](None), 3 * seconds) for name in names}
-    tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
-    for part, name, run in tqdm(tasks, desc="smoothing"):
-        if name not in record.setdefault(part, {}):
-            record[part][name] = run()
-            _timing.write(args.output, record)
+    _timing.measure_missing(args.output, work)
 
 
 if __name__ == "__main__":

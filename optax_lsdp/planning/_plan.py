@@ -79,10 +79,10 @@ class PrivacyPlan:
     dataset_size: int
     expected_batch_size: int
     delta: float
-    epsilon: float = None  # type: ignore[assignment]  # filled in below, like all that is None
-    steps: int = None  # type: ignore[assignment]
+    epsilon: float = None  # type: ignore[assignment]  # None is filled in below
+    steps: int = None  # type: ignore[assignment]  # None is filled in below
     epochs: float | None = None
-    noise_multiplier: float = None  # type: ignore[assignment]
+    noise_multiplier: float = None  # type: ignore[assignment]  # None is filled in below
     noise_schedule: Piecewise | None = None
     clip_norm: Any = 1.0
     smoothing: float | Piecewise = 0.0

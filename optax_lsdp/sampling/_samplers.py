@@ -56,19 +56,15 @@ class PoissonSampler:
     key: jax.Array = field(repr=False)
     max_batch_size: int | None = None
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check(self.dataset_size, self.key, self.multiple_of)
         check_rate("sampling_rate", self.sampling_rate)
+        check_whole("dataset_size", self.dataset_size)
         if self.max_batch_size is None:
             room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
             object.__setattr__(self, "max_batch_size", room)
-        check_whole("max_batch_size", self.max_batch_size)
-
-    @property
-    def size(self) -> int:
-        """The length of a batch's arrays."""
-        return _rounded_up(self.max_batch_size or 0, self.multiple_of)
+        _settle(self, "max_batch_size", self.max_batch_size, self.key)
 
     @property
     def overflow_probability(self) -> float:
@@ -111,15 +107,10 @@ class FixedSizeSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check(self.dataset_size, self.key, self.multiple_of)
-        _check_batch_size(self.batch_size, self.dataset_size)
-
-    @property
-    def size(self) -> int:
-        """The length of a batch's arrays."""
-        return _rounded_up(self.batch_size, self.multiple_of)
+        _settle(self, "batch_size", self.batch_size, self.key)
 
     def batch(self, step: Any) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
@@ -145,16 +136,11 @@ class UnamplifiedShuffle:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
+    _kept: dict[int, np.ndarray] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check(self.dataset_size, self.key, self.multiple_of)
-        _check_batch_size(self.batch_size, self.dataset_size)
-        object.__setattr__(self, "_kept", {})
-
-    @property
-    def size(self) -> int:
-        """The length of a batch's arrays."""
-        return _rounded_up(self.batch_size, self.multiple_of)
+        _settle(self, "batch_size", self.batch_size, self.key)
 
     def batch(self, step: Any) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
@@ -171,11 +157,10 @@ class UnamplifiedShuffle:
         words = Words(self.key, epoch)
         if words.xp is jnp:
             return words.permutation(self.dataset_size)
-        kept: dict[int, np.ndarray] = self._kept  # type: ignore[attr-defined]  # set when made
-        if epoch not in kept:
-            kept.clear()
-            kept[epoch] = words.permutation(self.dataset_size)
-        return kept[epoch]
+        if epoch not in self._kept:
+            self._kept.clear()
+            self._kept[epoch] = words.permutation(self.dataset_size)
+        return self._kept[epoch]
 
 
 @dataclass(frozen=True)
@@ -188,15 +173,10 @@ class FullBatch:
 
     dataset_size: int
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        check_whole("dataset_size", self.dataset_size)
-        check_whole("multiple_of", self.multiple_of)
-
-    @property
-    def size(self) -> int:
-        """The length of a batch's arrays."""
-        return _rounded_up(self.dataset_size, self.multiple_of)
+        _settle(self, "dataset_size", self.dataset_size)
 
     def batch(self, step: Any) -> Batch:
         """Return all examples, whatever the step."""
@@ -228,26 +208,21 @@ def room_for_batch(dataset_size: int, expected_batch_size: float, rare: float = 
     return high
 
 
-def _rounded_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
-def _check(dataset_size: int, key: jax.Array, multiple_of: int) -> None:
-    check_whole("dataset_size", dataset_size)
-    if dataset_size > _MOST:
-        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {dataset_size}.")
-    check_whole("multiple_of", multiple_of)
-    check_key("key", key)
-    if not is_threefry(key):
-        raise ValueError(
-            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, which other devices "
-            "may read differently; use fresh_key()."
-        )
-
-
-def _check_batch_size(batch_size: int, dataset_size: int) -> None:
-    check_whole("batch_size", batch_size)
-    if batch_size > dataset_size:
-        raise ValueError(
-            f"`batch_size` must be at most the dataset's size, {dataset_size}, got {batch_size}."
-        )
+def _settle(sampler: Sampler, name: str, room: Any, key: jax.Array | None = None) -> None:
+    """Check what all samplers have, and set the length of their arrays."""
+    most, multiple = sampler.dataset_size, sampler.multiple_of
+    check_whole("dataset_size", most)
+    if most > _MOST:
+        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {most}.")
+    check_whole("multiple_of", multiple)
+    check_whole(name, room)
+    if room > most:
+        raise ValueError(f"`{name}` must be at most the dataset's size, {most}, got {room}.")
+    if key is not None:
+        check_key("key", key)
+        if not is_threefry(key):
+            raise ValueError(
+                f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, which other "
+                "devices may read differently; use fresh_key()."
+            )
+    object.__setattr__(sampler, "size", -(-room // multiple) * multiple)

@@ -35,7 +35,7 @@ class Batches:
         mesh: jax.sharding.Mesh | None,
         hashed: bool = False,
     ) -> None:
-        self.hashed = hashed and jax.process_count() == 1  # of several, each would know a part
+        self.hashed = hashed
         devices = 1 if mesh is None else mesh.size
         if microbatch_size is None:
             microbatch_size = -(-plan.room // devices) * devices

@@ -28,7 +28,7 @@ class Examples:
     """Examples of one shape, from a tree of arrays with a leading axis, or from a `Source`."""
 
     def __init__(self, data: Any) -> None:
-        self.source = None
+        self.source: Any = None
         if hasattr(data, "__getitem__") and not isinstance(
             data, dict | list | tuple | np.ndarray | jax.Array
         ):
@@ -86,7 +86,7 @@ class Examples:
 
     def _read(self, index: int) -> Any:
         try:
-            return self.source[index]  # type: ignore[index]  # there is one
+            return self.source[index]
         except Exception as error:
             raise DataError(f"`data` must give example {index}, but raised {error!r}.") from error
 

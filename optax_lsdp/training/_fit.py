@@ -66,7 +66,7 @@ def fit(
     A killed run that is started again in the same folder, with nothing changed, takes the very same
     steps and ends with the same parameters to the bit. Whatever has changed (data, code,
     versions, devices), it then draws other noise, and steps that may have been seen are counted
-    twice. SIGTERM saves and stops.
+    twice. SIGTERM and Ctrl-C finish the step, save and stop; a second Ctrl-C stops at once.
 
     Raises:
         DataError: an example cannot be read; its index is named, and the run can go on.
@@ -83,21 +83,39 @@ def fit(
     try:
         with nullcontext() if mesh is None else jax.set_mesh(mesh):
             run.start(loss_fn, params, agreed_key() if key is None else key, folder)
-            with _until_terminated() as terminated:
-                return run.loop(save_every, callbacks, progress, terminated)
+            with _until_told_to_stop() as told:
+                done = run.loop(save_every, callbacks, progress, told)
+            if told.number == signal.SIGINT:
+                raise KeyboardInterrupt
+            return done
     finally:
         run.close()
 
 
+class _Told(threading.Event):
+    """Set by a signal, which it remembers."""
+
+    number: int | None = None
+
+    def handle(self, number: int, frame: Any) -> None:
+        """Remember the first signal; a second one stops at once."""
+        del frame
+        if self.is_set() and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.number = number
+        self.set()
+
+
 @contextmanager
-def _until_terminated() -> Iterator[threading.Event]:
-    """Let SIGTERM set an event, if this is the main thread."""
-    event = threading.Event()
+def _until_told_to_stop() -> Iterator[_Told]:
+    """Let SIGTERM and Ctrl-C set an event, if this is the main thread."""
+    told = _Told()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield told
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: event.set())
+    before = {n: signal.signal(n, told.handle) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield event
+        yield told
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ class Run:
         self.private = lambda key: plan.optimizer(optimizer, key, smoothing=smoothing)
         self.folder: RunFolder | None = None
         self.workers = ThreadPoolExecutor(1)
-        self.ledger, self.step, self.nonce = Ledger(), 0, FIRST
+        self.ledger, self.step, self.nonce, self.is_between = Ledger(), 0, FIRST, True
 
     def start(
         self, loss_fn: Loss, params: optax.Params, key: jax.Array, folder: Path | str | None
@@ -144,7 +144,7 @@ class Run:
         on_mesh = self.mesh is not None
         state, chunk = abstract(self.state, on_mesh), abstract(self.batches.like(), on_mesh)
         texts, sums = [], None
-        self.add_first = self.add_next = None
+        self.add_first = self.add_next = cast(Any, None)  # of one chunk there is nothing to add
         if self.batches.count > 1:
             first = jax.jit(add).lower(state.params, None, chunk)
             self.add_first = first.compile()
@@ -202,28 +202,31 @@ class Run:
                         break
                     batch = upcoming.result()
                     if self.folder is not None:
-                        if self.folder.journal.differs(self.step, batch.digest):
+                        if holds_anywhere(self.folder.journal.differs(self.step, batch.digest)):
                             self._renew()
                             batch = self.batches.read(self.step)
                         self.folder.journal.record(self.step, batch.digest)
                     upcoming = self.workers.submit(self.batches.read, self.step + 1)
+                    self.is_between = False
                     losses.append(self._take(batch.chunks))
                     self.ledger.append(plan.event(self.step))
                     self.step += 1
+                    self.is_between = True
                     if len(losses) > _IN_FLIGHT:
                         jax.block_until_ready(losses.pop(0))
                     self._tell(callbacks, losses[-1], shown, losses[0])
                     if self.step % save_every == 0:
                         self._save()
         finally:
-            self._save()
+            if self.is_between:  # within a step its parts belong to different steps
+                self._save()
         return Trained(self.state.params, self.state.average, self.step, self.ledger, stopped)
 
     def _take(self, chunks: list[Any]) -> jax.Array:
         sums = None
         for index, chunk in enumerate(chunks[:-1]):
             add = self.add_next if index else self.add_first
-            sums = add(self.state.params, sums, chunk)  # type: ignore[misc]  # compiled if needed
+            sums = add(self.state.params, sums, chunk)
         self.state, loss = self.take_step(self.state, sums, chunks[-1])
         return loss
 

@@ -90,7 +90,10 @@ def _average(kind: Average, mean: Any, params: Any, step: Any) -> Any:
 
 def with_noise_key(state: Any, key: jax.Array) -> Any:
     """Return an optimizer's state that draws its noise from another key."""
-    is_noise = lambda x: isinstance(x, AddGaussianNoiseState)  # noqa: E731  # a predicate
+
+    def is_noise(x: Any) -> bool:
+        return isinstance(x, AddGaussianNoiseState)
+
     return jax.tree.map(
         lambda x: x._replace(key=key) if is_noise(x) else x, state, is_leaf=is_noise
     )

@@ -90,6 +90,36 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(tmp_path):
     assert done.ledger == alone.ledger
 
 
+def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
+    def interrupt(report):
+        if report.step == 11:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(folder=tmp_path, callbacks=[interrupt])
+    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "000000011-0001"
+    done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
+    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+
+
+def test_a_step_that_fails_halfway_is_not_saved(tmp_path, monkeypatch):
+    """Its parameters would be those of the next step, under the count of this one."""
+    take = training._run.Run._take
+
+    def fail(self, chunks):
+        loss = take(self, chunks)
+        if self.step == 9:
+            raise StopHere
+        return loss
+
+    with monkeypatch.context() as patch, pytest.raises(StopHere):
+        patch.setattr(training._run.Run, "_take", fail)
+        fit(folder=tmp_path, save_every=4)
+    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "000000008-0001"
+    done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
+    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+
+
 def test_steps_that_are_taken_again_on_other_data_have_other_noise_and_count_twice(tmp_path):
     fall(tmp_path, step=20)  # of which 14 are saved
     changed = make_data()
