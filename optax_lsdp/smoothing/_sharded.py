@@ -37,20 +37,27 @@ def smooth_shards(
     stated = [jax.typeof(leaf).sharding for leaf in leaves]
     explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
     if explicit:
-        parts = [sharding.spec for sharding in stated]
-
-        def run(leaves: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
-            return smooth_leaves(leaves, smoothing, parts, plan)
-
-        return jax.shard_map(
-            run,
-            mesh=explicit[0].mesh,
-            in_specs=(parts, jax.P()),
-            out_specs=parts,
-            axis_names=set(explicit[0].mesh.explicit_axes),
-            check_vma=False,
-        )(list(leaves), smoothing)
+        parts = tuple(sharding.spec for sharding in stated)
+        return _mapped(plan, explicit[0].mesh, parts)(list(leaves), smoothing)
     return _partitioned(plan)(*leaves, smoothing)
+
+
+@lru_cache(maxsize=256)
+def _mapped(plan: Plan, mesh: Any, parts: tuple[jax.P, ...]) -> Callable[..., list[jax.Array]]:
+    """Return a function of leaves that are split as stated, and σ."""
+
+    def run(leaves: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
+        return smooth_leaves(leaves, smoothing, parts, plan)
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(list(parts), jax.P()),
+        out_specs=list(parts),
+        axis_names=set(mesh.explicit_axes),
+        check_vma=False,
+    )
+    return jax.jit(mapped)  # outside of jit every operation would be compiled by itself
 
 
 @lru_cache(maxsize=256)
