@@ -66,11 +66,12 @@ def test_a_plan_that_claims_too_small_an_epsilon_is_refused():
         lsdp.PrivacyPlan.from_json("[]")
 
 
-def test_epochs_are_steps():
+@pytest.mark.parametrize(("batch", "epochs", "steps"), [(30, 3, 100), (300, 1, 4), (7, 0.7, 100)])
+def test_epochs_are_steps_and_none_is_cut_short(batch, epochs, steps):
     plan = lsdp.PrivacyPlan(
-        dataset_size=1000, expected_batch_size=30, epochs=3, delta=1e-5, noise_multiplier=1.0
+        dataset_size=1000, expected_batch_size=batch, epochs=epochs, delta=1e-5, noise_multiplier=1
     )
-    assert plan.steps == 100
+    assert plan.steps == steps
 
 
 def test_a_cut_batch_is_covered_by_delta():
@@ -102,6 +103,24 @@ def test_the_parts_agree_with_the_accountant(name):
     assert rate == run.sampling_rate
     if run.max_batch_size is not None:
         assert sampler.max_batch_size == run.max_batch_size
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_accountant_is_told_every_setting(name):
+    plan = make(name)
+    is_cut = plan.max_batch_size is not None
+    told = SampledGaussian(
+        plan.noise_multiplier * (2.0 if name == "scheduled" else 1.0),
+        plan.expected_batch_size / plan.dataset_size,
+        1,
+        sampling=PLANS[name].get("sampling", "poisson"),
+        neighbouring=PLANS[name].get("neighbouring"),
+        group_size=PLANS[name].get("group_size", 1),
+        max_batch_size=PLANS[name].get("max_batch_size"),
+        dataset_size=1000 if is_cut else None,
+    )
+    assert plan.event(0) == told
+    assert dataclasses.replace(plan.mechanism.runs[0], steps=1) == told
 
 
 def noise_of(plan, step):
@@ -144,6 +163,16 @@ def test_epsilon_grows_with_every_step_and_ends_at_the_budget():
     assert 0.999 * plan.epsilon <= curve[-1] <= plan.epsilon
     exact = dataclasses.replace(plan.event(0), steps=40).epsilon(plan.delta_of_noise)
     assert exact * 0.9999 <= curve[40] <= exact * 1.002
+
+
+def test_a_ledger_that_left_the_schedule_is_not_taken_for_the_plan():
+    """Thirty steps have twice the noise; a thirty-first with it was not planned."""
+    plan = make("scheduled")
+    first, later = plan.event(0), plan.event(99)
+    for events in ([(first, 31)], [(first, 29), (later, 1)], [(first, 30), (later, 71)]):
+        ledger = Ledger([dataclasses.replace(event, steps=steps) for event, steps in events])
+        expected = Ledger(ledger.runs).epsilon(plan.delta_of_noise)
+        assert plan.spent(ledger) == pytest.approx(expected, rel=1e-9)
 
 
 def test_no_step_beyond_the_budget_is_allowed():

@@ -9,6 +9,7 @@ from scipy.stats import binom, chisquare
 from optax_lsdp import FixedSizeSampler, PoissonSampler, UnamplifiedShuffle
 from optax_lsdp._threefry import threefry
 from optax_lsdp.sampling import FullBatch, room_for_batch
+from optax_lsdp.sampling._subsets import Words
 
 KEY = jax.random.key(7)
 SAMPLERS = {
@@ -60,6 +61,13 @@ def test_the_cipher_is_that_of_jax():
     mine = threefry((data[:1], data[1:]), (words * 0, words))
     drawn = jax.random.bits(KEY, (10,), jnp.uint32)
     np.testing.assert_array_equal(mine[0] ^ mine[1], drawn)
+
+
+@pytest.mark.parametrize("bound", [1, 1000, 2**31 - 1])
+def test_indices_are_products_of_64_bits(bound):
+    words = Words(KEY, 3)
+    high, low = (x.astype(object) for x in words.draw(1, 500))
+    np.testing.assert_array_equal(words.indices(bound, 500), (high * 2**32 + low) * bound >> 64)
 
 
 @pytest.mark.parametrize("name", ["poisson", "dense"])
