@@ -185,6 +185,8 @@ def test_no_step_beyond_the_budget_is_allowed():
     assert not plan.allows(ledger, 99) and not plan.allows(ledger, 100)
     counted_twice = Ledger([dataclasses.replace(plan.event(0), steps=130)])
     assert not plan.allows(counted_twice, 50)
+    costly = make("scheduled")  # whose last seventy steps have half the noise
+    assert costly.remaining_steps(Ledger([dataclasses.replace(costly.event(99), steps=85)])) == 0
 
 
 def test_keys_of_different_plans_and_purposes_differ():
