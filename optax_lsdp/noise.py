@@ -12,6 +12,7 @@ import optax
 
 from optax_lsdp._checks import check_positive
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, fresh_key
+from optax_lsdp._mapped import holds_for_all
 from optax_lsdp._marked import check_unmarked
 from optax_lsdp._shards import (
     are_shards_tracked,
@@ -179,7 +180,7 @@ def _normal_once(keys: jax.Array, room: int, dtype: Any, step: jax.Array) -> jax
     kernels that cut a leaf's noise out of it.
     """
     draw = partial(_normal, shape=(room,), dtype=dtype)
-    return jax.lax.cond(step >= 0, draw, lambda keys: jnp.nan * draw(keys), keys)
+    return jax.lax.cond(holds_for_all(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

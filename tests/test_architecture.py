@@ -16,7 +16,7 @@ LIGHT = {"numpy", "scipy"}
 JAX = {"jax", "jaxlib", "numpy", "optax"}
 STAGE = JAX | {
     f"optax_lsdp.{name}"
-    for name in ("_checks", "_keys", "_marked", "_shards", "_threefry", "_trees")
+    for name in ("_checks", "_keys", "_mapped", "_marked", "_shards", "_threefry", "_trees")
 }
 # What a file may import besides the standard library and its own folder; the longest match rules.
 MAY_IMPORT = {
@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "_arguments": set(),
     "_checks": {"numpy"},
     "_keys": {"jax", "numpy"},
+    "_mapped": {"jax"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
     "_threefry": {"jax", "numpy"},

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._mapped import holds_for_all
 from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import one_value, wide_dtype
 from optax_lsdp.clipping._factors import ClipStyle, Group
@@ -57,7 +58,8 @@ def clip_by_bookkeeping(
     2. Norms come from these, with a bound on their rounding that is added to them.
     3. Where the bound is too large for some example, where squares left the range of floats, or
        where an example is not finite, the gradients that Gram matrices avoid are formed after
-       all, one example at a time: slow, rare and exact.
+       all, one example at a time: slow, rare and exact. Only those examples are clipped by
+       what is found then, or one of them would change what the others add.
     4. The sums are products of operands and weighted cotangents, as in ordinary training.
     """
     outputs, book, scheme = keep_book(loss_fn, params, batch)
@@ -76,9 +78,10 @@ def clip_by_bookkeeping(
     totals = group_squares(squares, groups, jnp.zeros(counted.shape, dtype))
     finite = jnp.stack([jnp.isfinite(values) for values, _ in totals.values()]).all(axis=0)
     broken = ~finite & jnp.isnan(outputs[0])  # however it is computed
-    settled = are_certain(totals, groups, style) | broken | ~counted
+    certain = are_certain(totals, groups, style)
+    settled = certain | broken | ~counted
     # Gram leaves are summed without selection, and 0 · NaN is NaN.
-    safe = (settled & finite if grams else settled).all()
+    safe = holds_for_all((settled & finite if grams else settled).all())
 
     def quickly(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
         del rows
@@ -93,16 +96,19 @@ def clip_by_bookkeeping(
         rounding = max((length.rounding for length in lengths.values()), default=0.0)
 
         def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
-            book, rows, lengths = entry
+            book, rows, lengths, totals, certain = entry
             formed = one_value({index: leaf_gradients(book, scheme, index) for index in grams})
             columns = {index: length[:, None] for index, length in lengths.items()}
             columns |= {index: flat(row) for index, row in (rows | formed).items()}
             columns = {index: column.astype(dtype) for index, column in columns.items()}
-            clipping = clip_carefully(columns, rounding, groups, style, counted)
+            careful = clip_carefully(columns, rounding, groups, style, counted)
+            quick = clip_quickly(totals, groups, style, counted)
+            clipping = jax.tree.map(lambda q, c: jnp.where(certain, q, c), quick, careful)
             sums = {i: _weighted(x, clipping.factors[groups[i].path]) for i, x in formed.items()}
             return clipping, sums
 
-        entry = (book, rows, {index: length.values for index, length in lengths.items()})
+        values = {index: length.values for index, length in lengths.items()}
+        entry = (book, rows, values, totals, certain)
         clipping, sums = _one_by_one(clip, entry, counted) if grams else clip(entry, counted)
         factors = {index: leaf_factors(book, scheme, index) for index in outer}
         scales = {index: factor_scales(parts) for index, parts in factors.items()}
@@ -114,8 +120,8 @@ def clip_by_bookkeeping(
         if index in rows:
             sums[index] = _weighted(rows[index], weights)
         elif index in outer:
-            selected = _selected(book, weights > 0)
-            sums[index] = leaf_sum(selected, scheme, index, weights, scales[index])
+            finite_book = _finite(book, weights > 0)
+            sums[index] = leaf_sum(finite_book, scheme, index, weights, scales[index])
         elif index not in grams:
             sums[index] = jnp.zeros_like(scheme.leaves[index], wide_dtype(scheme.leaves[index]))
     total = [sums[index] for index in range(len(groups))]
@@ -147,11 +153,24 @@ def _one_by_one(
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(len(counted)), clipping), sums
 
 
-def _selected(tree: Any, keep: jax.Array) -> Any:
-    """Return zeros for the examples that are not kept: 0 · NaN is NaN."""
-    return jax.tree.map(
-        lambda x: jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x)), tree
-    )
+def _finite(book: Book, keep: jax.Array) -> Book:
+    """Return zeros for what is not finite: 0 · NaN is NaN.
+
+    Operands of the examples that are kept are finite, whoever is kept: runs that differ in their
+    parameters alone, under vmap, share one copy of the data.
+    """
+
+    def finite(x: jax.Array) -> jax.Array:
+        return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+
+    operands = jax.tree.map(finite, book.operands)
+    cotangents = jax.tree.map(lambda x: _selected(x, keep), book.cotangents)
+    return book._replace(operands=operands, cotangents=cotangents)
+
+
+def _selected(x: jax.Array, keep: jax.Array) -> jax.Array:
+    """Return zeros for the examples that are not kept."""
+    return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 
 def _weighted(rows: jax.Array, factors: jax.Array) -> jax.Array:

@@ -174,3 +174,24 @@ def test_a_sharded_batch_gives_the_same_sum(kind, name):
         total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.3))(params, sharded)
     for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(leaf, other, atol=1e-5)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 1e30, 1e-30])
+def test_an_odd_example_does_not_change_how_others_are_clipped(odd):
+    """Their norms are rounded up by 0.2 %, and stay so where gradients are formed for one."""
+    rng, count, clip_norm = np.random.default_rng(0), 512, 1e-3
+    a = np.repeat(rng.normal(size=(4, 200)), 2, axis=0)
+    g = np.repeat(rng.normal(size=(4, 200)), 2, axis=0)
+    g[1::2] *= -0.85  # cancels most of its partner
+    others = jax.tree.map(lambda x: np.repeat(np.float32(x)[None], count, axis=0), (a, g))
+
+    def loss(w, example):
+        return jnp.vdot(example[0] @ w, example[1])
+
+    grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=clip_norm))
+    params = jnp.zeros((200, 200))
+    total = np.asarray(grad(params, others, np.arange(count) > 0).value, np.float64)
+    assert np.linalg.norm(total) < clip_norm * (count - 1) * (1 - 1e-3)
+    batch = jax.tree.map(lambda x: np.concatenate([0 * x[:1] + np.float32(odd), x[1:]]), others)
+    with_odd = np.asarray(grad(params, batch).value, np.float64)
+    assert np.linalg.norm(with_odd - total) <= clip_norm * (1 + 1e-3)
