@@ -21,8 +21,8 @@ class Ledger(Mechanism):
     """What was really spent: steps are appended, never changed, and a question changes nothing.
 
     It answers what a `SampledGaussian` answers. Steps that equal the last ones are merged, so that
-    a ledger of 10⁵ steps is as small, and as fast, as one of a single step. Record shuffled batches
-    by the epoch: parts of epochs may be parts of different ones, and count as whole.
+    a ledger of 10⁵ steps is as small, and as fast, as one of a single step. Parts of epochs of
+    shuffled batches may be parts of different ones, and count as whole unless they `continue`.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -41,9 +41,15 @@ class Ledger(Mechanism):
         for run in runs:
             self.append(run)
 
-    def append(self, run: SampledGaussian) -> None:
-        """Record that the steps of `run` were taken after all the others."""
-        if run is self._last:  # the usual case, and a fast one
+    def append(self, run: SampledGaussian, *, continues: bool = False) -> None:
+        """Record that the steps of `run` were taken after all the others.
+
+        Args:
+            run: steps of one kind.
+            continues: that shuffled batches go on in the order in which the last ones began.
+        """
+        is_shuffled = getattr(run, "sampling", None) == "shuffled"
+        if run is self._last and (continues or not is_shuffled):  # the usual case, and a fast one
             self._steps[-1] += run.steps
             return
         if not isinstance(run, SampledGaussian):
@@ -52,12 +58,12 @@ class Ledger(Mechanism):
             )
         Composition((*self._kinds[:1], run))  # raises if they do not go together
         kind = replace(run, steps=1)
-        if self._kinds and self._kinds[-1] == kind and run.sampling != "shuffled":
+        if self._kinds and self._kinds[-1] == kind and (continues or not is_shuffled):
             self._steps[-1] += run.steps
         else:
             self._kinds.append(kind)
             self._steps.append(run.steps)
-        self._last = run if run.sampling != "shuffled" else None
+        self._last = run
 
     @property
     def runs(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # a property serves

@@ -22,17 +22,18 @@ _BATCHES = {
 }
 
 
-def statement(mechanism: Mechanism, delta: float) -> str:
+def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
     """Return what a run guarantees at δ, and everything that was assumed.
 
-    Runs that follow each other, such as those of a schedule, must sample alike.
+    Runs that follow each other, such as those of a schedule, must sample alike. A part of δ may be
+    `reserved` for what the mechanism does not describe, and is not spent on it.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> run = SampledGaussian(1.1, 256 / 60_000, 14_100)
     >>> print(statement(run, 1e-5).splitlines()[0])
     ε = 2.386 at δ = 1e-05.
     """
-    epsilon = mechanism.epsilon(delta)
+    epsilon = mechanism.epsilon(delta - reserved)
     run, noises = mechanism.runs[0], [run.noise_multiplier for run in mechanism.runs]
     alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.runs}
     if len(alike) > 1:

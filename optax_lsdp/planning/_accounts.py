@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING
 from scipy.optimize import brentq
 
 from optax_lsdp._checks import check_positive, check_whole
-from optax_lsdp.accounting import Composition, SampledGaussian, calibrate_noise_multiplier
+from optax_lsdp.accounting import (
+    Composition,
+    Ledger,
+    SampledGaussian,
+    calibrate_noise_multiplier,
+)
 from optax_lsdp.planning._piecewise import Piecewise
 
 if TYPE_CHECKING:
@@ -84,13 +89,12 @@ def mechanism_of(plan: PrivacyPlan, noise_multiplier: float) -> Composition:
     """Return all steps of the plan with this noise, as the accountant sees them."""
     schedule = plan.noise_schedule or Piecewise((0,), (1.0,))
     ends = [*schedule.starts[1:], plan.steps]
-    return Composition(
-        tuple(
-            run_of(plan, noise_multiplier * value, min(end, plan.steps) - start)
-            for start, end, value in zip(schedule.starts, ends, schedule.values, strict=True)
-            if start < plan.steps
-        )
-    )
+    ledger = Ledger()  # which merges pieces that are alike
+    for start, end, value in zip(schedule.starts, ends, schedule.values, strict=True):
+        if start < plan.steps:
+            run = run_of(plan, noise_multiplier * value, min(end, plan.steps) - start)
+            ledger.append(run, continues=True)
+    return Composition(ledger.runs)
 
 
 def run_of(plan: PrivacyPlan, noise_multiplier: float, steps: int) -> SampledGaussian:

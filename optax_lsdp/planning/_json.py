@@ -10,7 +10,8 @@ _VERSION = 1
 
 def write_plan(settings: dict[str, Any]) -> str:
     """Return settings as text."""
-    return json.dumps({"optax_lsdp_plan": _VERSION, **settings}, indent=1)
+    written = {name: _write(name, value) for name, value in settings.items()}
+    return json.dumps({"optax_lsdp_plan": _VERSION, **written}, indent=1)
 
 
 def read_plan(text: str, known: set[str]) -> dict[str, Any]:
@@ -28,8 +29,35 @@ def read_plan(text: str, known: set[str]) -> dict[str, Any]:
     return {name: _read(value) for name, value in found.items()}
 
 
+def _write(name: str, value: Any) -> Any:
+    """Return what JSON can hold, with a tag where it knows no such thing."""
+    if isinstance(value, Piecewise):
+        return {"$piecewise": [value.starts, value.values]}
+    if isinstance(value, tuple):
+        return {"$tuple": [_write(name, part) for part in value]}
+    if isinstance(value, list):
+        return [_write(name, part) for part in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key.startswith("$"):
+                raise TypeError(
+                    f"`{name}` must have keys that are text and do not start with $, got {key!r}; "
+                    "a plan is written as JSON."
+                )
+        return {key: _write(name, part) for key, part in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(
+        f"`{name}` must consist of numbers, dicts, lists and tuples, got {value!r}; a plan is "
+        "written as JSON."
+    )
+
+
 def _read(value: Any) -> Any:
-    """Return a Piecewise where one was written."""
-    if isinstance(value, dict) and set(value) == {"starts", "values"}:
-        return Piecewise(tuple(value["starts"]), tuple(value["values"]))
-    return value
+    if isinstance(value, dict) and set(value) == {"$piecewise"}:
+        return Piecewise(*map(tuple, value["$piecewise"]))
+    if isinstance(value, dict) and set(value) == {"$tuple"}:
+        return tuple(map(_read, value["$tuple"]))
+    if isinstance(value, dict):
+        return {key: _read(part) for key, part in value.items()}
+    return [_read(part) for part in value] if isinstance(value, list) else value

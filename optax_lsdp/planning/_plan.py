@@ -6,27 +6,25 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, asdict, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from optax_lsdp._checks import check_delta, check_whole
+from optax_lsdp._checks import is_number
 from optax_lsdp._keys import check_key, fold_in_text
-from optax_lsdp.accounting import (
-    Composition,
-    Ledger,
-    SampledGaussian,
-    statement,
-)
+from optax_lsdp.accounting import show_epsilon, statement
 from optax_lsdp.clipping import clipped_grad, value_and_clipped_grad
 from optax_lsdp.optimizers import Smoothing, privatize
-from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, run_of, steps_of
+from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, steps_of
+from optax_lsdp.planning._check import check_settings
 from optax_lsdp.planning._json import read_plan, write_plan
 from optax_lsdp.planning._piecewise import Piecewise
+from optax_lsdp.planning._spending import COUNTED_AGAIN, Spending
 from optax_lsdp.sampling import (
     FixedSizeSampler,
     FullBatch,
@@ -40,7 +38,7 @@ _RESERVED = 0.01  # of δ, for Poisson batches that are cut
 
 
 @dataclass(frozen=True)
-class PrivacyPlan:
+class PrivacyPlan(Spending):
     """One private training run, and all its parts, which agree because they come from here.
 
     Say how many `steps`, or `epochs`; and either the budget `epsilon`, for which the smallest
@@ -92,20 +90,7 @@ class PrivacyPlan:
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole("dataset_size", self.dataset_size)
-        check_whole("expected_batch_size", self.expected_batch_size)
-        check_delta("delta", self.delta)
-        if self.expected_batch_size > self.dataset_size:
-            raise ValueError(
-                "`expected_batch_size` must be at most the dataset's size, "
-                f"{self.dataset_size}, got {self.expected_batch_size}."
-            )
-        for name in ("clip_norm", "smoothing"):
-            if callable(getattr(self, name)) and not isinstance(getattr(self, name), Piecewise):
-                raise TypeError(
-                    f"`{name}` must be a number or a Piecewise, got {getattr(self, name)!r}; "
-                    "Piecewise.sample(schedule, steps) makes one of any schedule."
-                )
+        check_settings(self)
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
@@ -114,19 +99,18 @@ class PrivacyPlan:
             )
         self._set("steps", steps_of(self))
         self._set("epochs", None)
+        for name, value in vars(self).items():  # plain numbers, whatever kind they came as
+            if is_number(value):
+                self._set(name, int(value) if isinstance(value, Integral) else float(value))
         unit = mechanism_of(self, 1.0)  # raises if sampling and relation do not go together
         self._set("neighbouring", unit.runs[0].neighbouring)
         noise_multiplier, epsilon = noise_and_epsilon(self)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
+        self.to_json()  # raises if it cannot be written
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-
-    @cached_property
-    def mechanism(self) -> Composition:
-        """What the accountant is asked about: all steps of the plan."""
-        return mechanism_of(self, self.noise_multiplier)
 
     @property
     def delta_of_noise(self) -> float:
@@ -138,71 +122,19 @@ class PrivacyPlan:
     def room(self) -> int:
         """How many examples a batch has room for.
 
-        A mechanism that deviates with probability P in a step costs (1 + e^ε)·T·P of δ at most;
-        twice as many steps are allowed for, as some may have to be counted twice.
+        A mechanism that deviates with probability P in a step costs (1 + e^ε)·T·P of δ at most,
+        where T is twice what is planned, as steps may have to be counted twice.
         """
         if self.sampling != "poisson":
             return self.dataset_size if self.sampling == "full" else self.expected_batch_size
         if self.max_batch_size is not None:
             return self.max_batch_size
-        log_rare = math.log(_RESERVED * self.delta / 2 / self.steps) - np.logaddexp(0, self.epsilon)
+        deviations = COUNTED_AGAIN * self.steps
+        log_rare = math.log(_RESERVED * self.delta / deviations) - np.logaddexp(0, self.epsilon)
+        rare = math.exp(max(log_rare, -690.0))
         return room_for_batch(
-            self.dataset_size, self.expected_batch_size, math.exp(max(log_rare, -690.0))
+            self.dataset_size, self.expected_batch_size, rare, group_size=self.group_size
         )
-
-    def event(self, step: int) -> SampledGaussian:
-        """Return one step, as it goes into a `Ledger`."""
-        check_whole("step", step, least=0)
-        factor = 1.0
-        if self.noise_schedule is not None:
-            place = np.searchsorted(self.noise_schedule.starts, step, side="right") - 1
-            factor = self.noise_schedule.values[place]
-        return self._events.setdefault(factor, run_of(self, self.noise_multiplier * factor, 1))
-
-    @cached_property
-    def _events(self) -> dict[float, SampledGaussian]:
-        return {}
-
-    def epsilon_after(self, steps: int) -> float:
-        """Return ε after the first `steps`, from above; all answers are computed at the first."""
-        check_whole("steps", steps, least=0)
-        if steps > self.steps:
-            raise ValueError(f"`steps` must be at most {self.steps}, as planned, got {steps}.")
-        return min(float(self._curve[steps - 1]), self.epsilon) if steps else 0.0
-
-    @cached_property
-    def _curve(self) -> np.ndarray:
-        return Ledger(self.mechanism.runs).epsilons(self.delta_of_noise)
-
-    def allows(self, ledger: Ledger, step: int) -> bool:
-        """Tell whether the budget covers all that was recorded, and this step after it."""
-        if ledger.steps == step < self.steps and self._began(ledger):
-            return True
-        return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
-
-    def spent(self, ledger: Ledger) -> float:
-        """Return ε of all that was recorded."""
-        if self._began(ledger):
-            return self.epsilon_after(ledger.steps)
-        return ledger.epsilon(self.delta_of_noise)
-
-    def _began(self, ledger: Ledger) -> bool:
-        """Tell whether all that was recorded are the plan's first steps, each of them once."""
-        *whole, last = ledger.runs or (self.event(0),)
-        planned = self.mechanism.runs
-        return (
-            tuple(whole) == planned[: len(whole)]
-            and len(whole) < len(planned)
-            and replace(last, steps=1) == replace(planned[len(whole)], steps=1)
-            and last.steps <= planned[len(whole)].steps
-        )
-
-    def remaining_steps(self, ledger: Ledger) -> int:
-        """Return how many more steps are planned and covered by the budget."""
-        if not ledger.steps:
-            return self.steps
-        within_budget = ledger.remaining_steps(self.epsilon, self.delta_of_noise)
-        return min(within_budget, max(0, self.steps - ledger.steps))
 
     def sampler(self, key: jax.Array, *, multiple_of: int = 1) -> Sampler:
         """Return the sampler that the accountant counts on; see `optax_lsdp.sampling`."""
@@ -268,9 +200,13 @@ class PrivacyPlan:
         >>> print(plan.statement().splitlines()[0])
         ε = 1.0000 at δ = 0.0001.
         """
-        text = statement(self.mechanism, self.delta_of_noise)
+        text = statement(self.mechanism, self.delta, reserved=self.delta - self.delta_of_noise)
+        if self.epsilon > 1.001 * self.mechanism.epsilon(self.delta_of_noise):
+            text += (
+                f"\n\nThe budget is ε = {show_epsilon(self.epsilon)}: a run that is interrupted "
+                "and goes on with\nanything changed may have to count steps twice, up to that."
+            )
         if self.delta_of_noise < self.delta:
-            text = text.replace(f"{self.delta_of_noise:g}", f"{self.delta:g}")
             text += (
                 f"\n\nBatches have room for {self.room:,} examples. Of a larger one that many are "
                 f"kept\nat random, for which {_RESERVED:.0%} of δ is set aside."
@@ -284,7 +220,7 @@ class PrivacyPlan:
 
     def to_json(self) -> str:
         """Return the plan as text; it holds no key."""
-        return write_plan(asdict(self))
+        return write_plan({field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyPlan:

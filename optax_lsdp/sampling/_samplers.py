@@ -74,7 +74,8 @@ class PoissonSampler:
     def batch(self, step: Any) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
         words = Words(self.key, step)
-        return subset(words, self.dataset_size, words.below(self._counts), self.size)
+        room = self.max_batch_size or 0
+        return subset(words, self.dataset_size, words.below(self._counts), room, self.size)
 
     @cached_property
     def _counts(self) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +116,7 @@ class FixedSizeSampler:
     def batch(self, step: Any) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
         words = Words(self.key, step)
-        return subset(words, self.dataset_size, self.batch_size, self.size)
+        return subset(words, self.dataset_size, self.batch_size, self.batch_size, self.size)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,19 +190,21 @@ class FullBatch:
 Sampler = PoissonSampler | FixedSizeSampler | UnamplifiedShuffle | FullBatch
 
 
-def room_for_batch(dataset_size: int, expected_batch_size: float, rare: float = _RARE) -> int:
+def room_for_batch(
+    dataset_size: int, expected_batch_size: float, rare: float = _RARE, group_size: int = 1
+) -> int:
     """Return a size that a Poisson batch exceeds with a probability of at most `rare`, about 1e-15.
 
-    Whether one example more is in the data or not.
+    Whether a group of that many examples is in the data besides or not.
 
     >>> room_for_batch(60_000, 256)
     393
     """
     rate = expected_batch_size / dataset_size
-    low, high = math.floor(expected_batch_size), dataset_size
+    low, high = max(math.floor(expected_batch_size), 1), dataset_size
     while low < high:  # SciPy's own inverse gives up below 1e-16
         middle = (low + high) // 2
-        if binom.sf(middle, dataset_size + 1, rate) > rare:
+        if binom.sf(middle, dataset_size + group_size, rate) > rare:
             low = middle + 1
         else:
             high = middle

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lsdp._checks import check_whole
 from optax_lsdp._threefry import threefry
 
 _DENSE = 4  # a subset with room for more than n/4 is cut out of a permutation
@@ -35,9 +36,12 @@ class Words:
     def __init__(self, key: jax.Array, step: Any) -> None:
         self.xp: Any = jnp if isinstance(step, jax.Array) else np
         data: Any = jax.random.key_data(key)
-        low, high = step, 0
         if self.xp is np:
-            data, low, high = np.asarray(data), step & 0xFFFFFFFF, step >> 32
+            check_whole("step", step, least=0)
+            data, step = np.asarray(data), int(step)
+            low, high = step & 0xFFFFFFFF, step >> 32
+        else:  # in two halves: a shift by all bits of a number leaves it as it was
+            low, high = step, step >> 31 >> 1
         count = [self.xp.asarray(word).astype(np.uint32)[None] for word in (low, high)]
         self.key = threefry((data[:1], data[1:]), (count[0], count[1]))
 
@@ -49,7 +53,7 @@ class Words:
     def below(self, table: tuple[np.ndarray, np.ndarray]) -> Any:
         """Return how many numbers of a table a random one of 64 bits has reached."""
         high, low = self.draw(0, 1)
-        return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum()
+        return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
 
     def indices(self, bound: int, size: int) -> Any:
         """Return ⌊bound·u⌋ for uniform u of 64 bits."""
@@ -65,13 +69,16 @@ class Words:
         return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
 
 
-def subset(words: Words, dataset_size: int, count: Any, size: int) -> Batch:
-    """Return the first `count` different indices of a random sequence, with room for `size`."""
+def subset(words: Words, dataset_size: int, count: Any, room: int, size: int) -> Batch:
+    """Return the first `count` different indices of a random sequence, at most `room`.
+
+    The arrays have `size` entries, on which nothing else depends.
+    """
     xp = words.xp
-    if _DENSE * size > dataset_size:
+    if _DENSE * room > dataset_size:
         drawn = words.permutation(dataset_size)
-    else:  # of so many, more than `size` differ: fewer would be twenty standard deviations off
-        repeated = words.indices(dataset_size, size + size // 2 + 64)
+    else:  # of so many, more than `room` differ: fewer would be twenty standard deviations off
+        repeated = words.indices(dataset_size, room + room // 2 + 64)
         order = xp.argsort(repeated, stable=True)
         is_new = repeated[order][1:] != repeated[order][:-1]
         first = xp.concatenate([xp.ones(1, bool), is_new])[xp.argsort(order, stable=True)]

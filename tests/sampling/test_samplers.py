@@ -63,6 +63,28 @@ def test_the_cipher_is_that_of_jax():
     np.testing.assert_array_equal(mine[0] ^ mine[1], drawn)
 
 
+@pytest.mark.parametrize("step", [np.int32(3), np.int64(2**40 + 3)])
+def test_steps_of_any_kind_are_the_same_step(step):
+    sampler = SAMPLERS["poisson"]
+    np.testing.assert_array_equal(sampler.batch(step).indices, sampler.batch(int(step)).indices)
+    with jax.enable_x64(True):
+        in_jax = sampler.batch(jnp.asarray(step))
+    np.testing.assert_array_equal(in_jax.indices, sampler.batch(int(step)).indices)
+    with pytest.raises(ValueError, match="`step` must be a whole number, 0 or more"):
+        sampler.batch(-1)
+
+
+@pytest.mark.parametrize("batch_size", [169, 240, 250])
+def test_padding_changes_no_batch(batch_size):
+    padded, plain = (
+        PoissonSampler(1000, batch_size / 1000, KEY, multiple_of=multiple) for multiple in (8, 1)
+    )
+    fixed, other = (FixedSizeSampler(1000, batch_size, KEY, multiple_of=m) for m in (256, 1))
+    for one, two in ((padded, plain), (fixed, other)):
+        a, b = one.batch(5), two.batch(5)
+        np.testing.assert_array_equal(a.indices[a.mask], b.indices[b.mask])
+
+
 @pytest.mark.parametrize("bound", [1, 1000, 2**31 - 1])
 def test_indices_are_products_of_64_bits(bound):
     words = Words(KEY, 3)
