@@ -2,8 +2,7 @@
 
 try:
     from optax_lsdp.training._fit import fit
-    from optax_lsdp.training._folder import export_params
-    from optax_lsdp.training._run import Report, Trained
+    from optax_lsdp.training._report import Report, Trained
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("orbax", "tqdm"):
         raise
@@ -11,6 +10,7 @@ except ModuleNotFoundError as error:
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
 from optax_lsdp.training._data import DataError
+from optax_lsdp.training._export import export_params
 from optax_lsdp.training._losses import average_views, mixed_precision
 
 __all__ = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,9 @@ from optax_lsdp.training._step import Chunk
 
 
 class Read(NamedTuple):
-    """The chunks of a batch, and a hash of the examples that this process has read."""
+    """A chunk of a batch, and a hash of what this process has read of that batch so far."""
 
-    chunks: list[Chunk]
+    chunk: Chunk
     digest: str
 
 
@@ -47,7 +48,7 @@ class Batches:
             )
         self.sampler = plan.sampler(key, multiple_of=microbatch_size)
         self.key = plan.derive_key(key, "examples")
-        self.examples, self.size = examples, microbatch_size
+        self.examples, self.size, self.steps = examples, microbatch_size, plan.steps
         self.count = self.sampler.size // microbatch_size
         self.rows: Any = None
         self.everywhere: Any = None
@@ -55,15 +56,15 @@ class Batches:
             self.rows = jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
             self.everywhere = jax.sharding.NamedSharding(mesh, jax.P())
 
-    def read(self, step: int) -> Read:
-        """Read the batch of a step."""
-        indices, mask = self.sampler.batch(step)
-        digest = hashlib.blake2b(digest_size=16) if self.hashed else None
-        chunks = []
-        for place in range(self.count):
-            part = slice(place * self.size, (place + 1) * self.size)
-            chunks.append(self._chunk(step, place, indices[part], mask[part], digest))
-        return Read(chunks, digest.hexdigest() if digest else "")
+    def stream(self, start: int) -> Iterator[Read]:
+        """Read one chunk after the other, from the batch of a step to that of the last one."""
+        for step in range(start, self.steps):
+            indices, mask = self.sampler.batch(step)
+            digest = hashlib.blake2b(digest_size=16) if self.hashed else None
+            for place in range(self.count):
+                part = slice(place * self.size, (place + 1) * self.size)
+                chunk = self._chunk(step, place, indices[part], mask[part], digest)
+                yield Read(chunk, digest.hexdigest() if digest else "")
 
     def _chunk(self, step: int, place: int, indices: Any, mask: Any, digest: Any) -> Chunk:
         key = jax.random.fold_in(jax.random.fold_in(self.key, step), place)

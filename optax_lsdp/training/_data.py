@@ -6,6 +6,7 @@ import hashlib
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 _HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
@@ -25,27 +26,50 @@ class Source(Protocol):
 
 
 class Examples:
-    """Examples of one shape, from a tree of arrays with a leading axis, or from a `Source`."""
+    """Examples of one shape, from a tree of arrays with a leading axis, or from a `Source`.
+
+    Attributes:
+        size: how many there are.
+        first: the first one.
+        is_hashed: whether the fingerprint tells any change of the data.
+    """
 
     def __init__(self, data: Any) -> None:
         self.source: Any = None
-        if hasattr(data, "__getitem__") and not isinstance(
-            data, dict | list | tuple | np.ndarray | jax.Array
-        ):
+        self.is_hashed = False
+        if not isinstance(data, dict | tuple | np.ndarray | jax.Array):
+            if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+                raise TypeError(
+                    "`data` must be arrays with a leading axis of examples, or have a length and "
+                    f"give an example for an index, got {type(data).__name__}."
+                )
             self.source, self.size = data, len(data)
+            self._check_size()
             self.first = jax.tree.map(np.asarray, self._read(0))
-            return
-        self.arrays = jax.tree.map(
-            lambda leaf: np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf, data
-        )
-        sizes = {len(leaf) for leaf in jax.tree.leaves(data)}
-        if len(sizes) != 1:
-            raise ValueError(
-                f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every array "
-                "has a leading axis of examples."
+        else:
+            self.arrays = jax.tree.map(
+                lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data
             )
-        (self.size,) = sizes
-        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), data)
+            leaves = jax.tree.leaves(self.arrays)
+            sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves} or {0}
+            if len(sizes) != 1:
+                raise ValueError(
+                    f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every "
+                    "array has a leading axis of examples."
+                )
+            (self.size,) = sizes
+            self._check_size()
+            self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
+            self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
+        for leaf in jax.tree.leaves(self.first):
+            if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
+                raise TypeError(
+                    f"`data` must hold numbers, got {leaf.dtype}; encode text and dates first."
+                )
+
+    def _check_size(self) -> None:
+        if not self.size:
+            raise ValueError("`data` must hold examples, got none.")
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> Any:
         """Return the examples at these places, zeros where masked."""
@@ -73,12 +97,11 @@ class Examples:
         """Return a hash of the data: of all bytes if they are in memory, else of some examples."""
         digest = hashlib.blake2b(repr((self.size, jax.tree.structure(self.first))).encode())
         update_digest(digest, self.first)
-        leaves = jax.tree.leaves(self.arrays) if self.source is None else []
-        if leaves and sum(leaf.nbytes for leaf in leaves) <= _HASHED:
-            for leaf in leaves:
+        if self.is_hashed:
+            for leaf in jax.tree.leaves(self.arrays):
                 digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
                 for start in range(0, len(leaf), 65_536):
-                    digest.update(np.ascontiguousarray(leaf[start : start + 65_536]).data)
+                    update_digest(digest, leaf[start : start + 65_536])
         elif jax.process_count() == 1:  # of several, each reads its own examples alone
             places = np.unique(np.linspace(0, self.size - 1, _LOOKED_AT).astype(int))
             update_digest(digest, self.take(places, np.ones(len(places), bool)))
@@ -107,11 +130,11 @@ class Examples:
 def update_digest(digest: Any, tree: Any) -> None:
     """Add all arrays of a tree to a hash."""
     for leaf in jax.tree.leaves(tree):
-        digest.update(np.ascontiguousarray(leaf).data)
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
 
 
 def _check_finite(rows: np.ndarray, indices: np.ndarray) -> None:
-    if not (rows.size and np.issubdtype(rows.dtype, np.floating)):
+    if not (rows.size and jnp.issubdtype(rows.dtype, np.inexact)):  # bfloat16 among them
         return
     finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)
     if not finite.all():

@@ -19,7 +19,8 @@ from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._hosts import agreed_key
 from optax_lsdp.training._losses import Loss
-from optax_lsdp.training._run import Report, Run, Trained
+from optax_lsdp.training._report import Report, Trained
+from optax_lsdp.training._run import Run
 from optax_lsdp.training._step import Average
 
 
@@ -48,12 +49,12 @@ def fit(
             `loss_fn(params, example, key)`, with a key for each example, for dropout and
             `average_views`. See `mixed_precision`.
         params: the first parameters. Placed on a mesh, they stay as they are placed.
-        data: a tree of arrays with a leading axis of examples, in memory or memory-mapped; or a
-            source with `len` and `[index]`, such as Grain's.
+        data: an array, or a dict or tuple of them, with a leading axis of examples, in memory or
+            memory-mapped; or a list or source of examples with `len` and `[index]`, as Grain's.
         optimizer: any Optax optimizer, which the plan makes private.
         smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
         average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
-            one that forgets exponentially.
+            one that forgets exponentially; in float32.
         microbatch_size: how many examples are on the devices at a time, to bound memory.
         mesh: devices over which examples are spread.
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
@@ -75,8 +76,11 @@ def fit(
     examples = Examples(data)
     if examples.size != plan.dataset_size:
         raise ValueError(
-            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}."
+            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; "
+            "dicts and tuples hold arrays, lists hold examples."
         )
+    if callable(callbacks):
+        raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
     if key is not None:
         check_key("key", key)
     run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)

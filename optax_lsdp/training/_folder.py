@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -14,16 +13,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._hosts import wait_for_all
+from optax_lsdp.training._files import lock, write_whole
+from optax_lsdp.training._hosts import holds_anywhere, wait_for_all
 from optax_lsdp.training._journal import Journal, no_room
 
 _KEPT = 2  # checkpoints; the older one is for the day when the newer one cannot be read
+_NAME = re.compile(r"\d{4}-\d{9}\.json")  # era and step: what was saved later is sorted later
 
 
 class Saved(NamedTuple):
@@ -39,36 +38,49 @@ class RunFolder:
     """A folder for one run at a time: its plan, journal and checkpoints."""
 
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
-        self.path = Path(path).absolute()
+        if not str(path):
+            raise ValueError("`folder` must be the path of a folder, got ''.")
+        self.path, self.plan = Path(path).absolute(), plan
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / f"lock-{jax.process_index()}").open("w")
+        self._lock = lock(self.path / f"lock-{jax.process_index()}")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+            self._check_plan()
+            self.journal = Journal(self.path, plan.steps)
+            logging.getLogger("absl").setLevel(logging.ERROR)
+            self._checkpointer = ocp.StandardCheckpointer()
+        except BaseException:
             self._lock.close()
-            raise ValueError(
-                f"`folder` must belong to one run at a time, got {str(self.path)!r}, in which "
-                "another one is under way; wait for it or take another folder."
-            ) from error
-        self._check_plan(plan)
-        self.journal = Journal(self.path / f"journal-{jax.process_index()}.jsonl", plan.steps)
-        logging.getLogger("absl").setLevel(logging.ERROR)
-        self._checkpointer = ocp.StandardCheckpointer()
+            raise
 
-    def _check_plan(self, plan: PrivacyPlan) -> None:
+    def _check_plan(self) -> None:
         path = self.path / "plan.json"
-        if path.exists() and PrivacyPlan.from_json(path.read_text()) != plan:
-            self._lock.close()
+        if path.exists():
+            try:
+                same = PrivacyPlan.from_json(path.read_text()) == self.plan
+            except ValueError as error:
+                raise ValueError(f"`folder` must hold its plan, got {path}: {error}") from error
+            if not same:
+                raise ValueError(
+                    f"`plan` must be the one of the run in {str(self.path)!r}, got another; read "
+                    "it with PrivacyPlan.from_json, or take another folder."
+                )
+            return
+        if self._manifests() or (self.path / "journal.jsonl").exists():
             raise ValueError(
-                f"`plan` must be the one of the run in {str(self.path)!r}, got another; read it "
-                "with PrivacyPlan.from_json, or take another folder."
+                f"`folder` must hold plan.json, got {str(self.path)!r} without it, but with a run: "
+                "what it has spent is not known; take another folder."
             )
-        if jax.process_index() == 0 and not path.exists():
-            _write_whole(path, plan.to_json())
+        wait_for_all("plan")
+        if jax.process_index() == 0:
+            write_whole(path, self.plan.to_json())
+
+    def _manifests(self) -> list[Path]:
+        """Return the manifests of all checkpoints, the newest last."""
+        return sorted(path for path in self.path.iterdir() if _NAME.fullmatch(path.name))
 
     def save(self, saved: Saved) -> None:
         """Write a checkpoint; it counts as written when its manifest does."""
-        name = f"{saved.step:09d}-{self.journal.era:04d}"
+        name = f"{self.journal.era:04d}-{saved.step:09d}"
         target = self.path / "checkpoints" / name
         if (self.path / f"{name}.json").exists():
             return
@@ -86,68 +98,78 @@ class RunFolder:
 
     def _write_manifest(self, target: Path, saved: Saved) -> None:
         manifest = {
+            "plan": self.plan.digest,
             "step": saved.step,
             "nonce": saved.nonce,
             "ledger": json.loads(saved.ledger.to_json()),
             "files": _hashes(target),
         }
-        _write_whole(self.path / f"{target.name}.json", json.dumps(manifest))
-        for old in sorted(self.path.glob("[0-9]*.json"))[:-_KEPT]:
+        manifest["digest"] = _digest(manifest)
+        write_whole(self.path / f"{target.name}.json", json.dumps(manifest))
+        for old in self._manifests()[:-_KEPT]:
             old.unlink()
-            shutil.rmtree(self.path / "checkpoints" / old.stem, ignore_errors=True)
+        kept = {path.stem for path in self._manifests()}
+        for folder in target.parent.iterdir():  # they hold keys, and are of no more use
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def restore(self, template: Any) -> Saved | None:
         """Return the last checkpoint that is whole, placed as the template is, or None."""
-        for path in sorted(self.path.glob("[0-9]*.json"), reverse=True):
-            target = self.path / "checkpoints" / path.stem
+        damaged = []
+        for path in reversed(self._manifests()):
             try:
-                manifest = json.loads(path.read_text())
-                if _hashes(target) != manifest["files"]:
-                    raise ValueError("its files are not those that were written")
-                found = self._checkpointer.restore(target, _unwrapped(template, abstract=True))
-                return Saved(
-                    _wrapped(found, template),
-                    manifest["step"],
-                    Ledger.from_json(json.dumps(manifest["ledger"])),
-                    manifest["nonce"],
-                )
+                manifest = self._read_manifest(path)
             except Exception as error:  # whatever is wrong with it, the one before may be whole
+                manifest = {}
                 warnings.warn(
-                    f"checkpoint {target} cannot be read ({str(error)[:200]}); the one before it "
-                    "is used.",
+                    f"checkpoint {path.stem} in {str(self.path)!r} cannot be read "
+                    f"({str(error)[:200]}); the one before it is used.",
                     stacklevel=4,
                 )
-        if any(self.path.glob("[0-9]*.json")):
+            if holds_anywhere(not manifest):
+                damaged.append(path)
+                continue
+            state = self._read_state(path.stem, template)
+            if jax.process_index() == 0:
+                for one in damaged:
+                    one.rename(one.with_suffix(".damaged"))
+            ledger = Ledger.from_json(json.dumps(manifest["ledger"]))
+            return Saved(state, manifest["step"], ledger, manifest["nonce"])
+        if damaged:
             raise ValueError(
                 f"`folder` must hold a checkpoint that can be read, got none in {str(self.path)!r};"
                 " take another folder, and count what this run has spent."
             )
         return None
 
+    def _read_manifest(self, path: Path) -> dict[str, Any]:
+        manifest = json.loads(path.read_text())
+        if manifest.pop("digest") != _digest(manifest):
+            raise ValueError("its manifest is not what was written")
+        if _hashes(self.path / "checkpoints" / path.stem) != manifest["files"]:
+            raise ValueError("its files are not those that were written")
+        if manifest["plan"] != self.plan.digest:
+            raise ValueError("it is of another plan")
+        return manifest
+
+    def _read_state(self, name: str, template: Any) -> Any:
+        try:
+            like = _unwrapped(template, abstract=True)
+            return _wrapped(
+                self._checkpointer.restore(self.path / "checkpoints" / name, like), template
+            )
+        except Exception as error:
+            raise ValueError(
+                f"`folder` must hold parameters and an optimizer's state like those of this run, "
+                f"got others in {str(self.path)!r} ({str(error)[:200]}); go on with the same "
+                "model, optimizer and average, or take another folder."
+            ) from error
+
     def close(self) -> None:
         """Let other runs have the folder."""
         self.journal.close()
         self._checkpointer.close()
         self._lock.close()
-
-
-def export_params(path: Path | str, params: Any) -> None:
-    """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
-
-    What the guarantee covers is what a run returns: its parameters and their average.
-    """
-    leaves = jax.tree.leaves_with_path(params)
-    if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for _, leaf in leaves):
-        raise ValueError("`params` must hold no key, got one; pass the parameters alone.")
-    named = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
-    whole = {
-        name: np.asarray(multihost_utils.process_allgather(leaf, tiled=True))
-        if not leaf.is_fully_addressable
-        else np.asarray(leaf)
-        for name, leaf in named.items()
-    }
-    if jax.process_index() == 0:
-        np.savez(path, allow_pickle=False, **whole)
 
 
 def _unwrapped(tree: Any, *, abstract: bool = False) -> Any:
@@ -180,11 +202,5 @@ def _hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all, also when the power fails."""
-    draft = path.with_suffix(".draft")
-    with draft.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(path)
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,6 @@
-"""Hosts: what one process has chosen goes in, what all of them go by comes out."""
+"""Hosts: what each process knows goes in, what all of them go by comes out."""
+
+from __future__ import annotations
 
 import jax
 import numpy as np
@@ -8,11 +10,21 @@ from optax_lsdp._keys import fresh_key
 
 
 def agreed_text(text: str) -> str:
-    """Return the text of the first process, everywhere; all must be of one length."""
+    """Return the text of the first process, everywhere."""
     if jax.process_count() == 1:
         return text
     sent = np.frombuffer(text.encode(), np.uint8)
-    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(sent))).decode()
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
+    room = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(room))).decode()
+
+
+def joined_text(text: str) -> str:
+    """Return the texts of all processes, which must be of one length, everywhere."""
+    if jax.process_count() == 1:
+        return text
+    sent = np.frombuffer(text.encode(), np.uint8)
+    return bytes(np.asarray(multihost_utils.process_allgather(sent)).ravel()).decode()
 
 
 def agreed_key() -> jax.Array:
@@ -29,6 +41,15 @@ def holds_anywhere(flag: bool) -> bool:
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Raise the error of this process, or say that another one has one; else let all go on."""
+    if not holds_anywhere(error is not None):
+        return
+    if error is None:
+        raise RuntimeError("another process has failed; its own error says why.")
+    raise error
 
 
 def wait_for_all(name: str) -> None:

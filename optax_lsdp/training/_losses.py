@@ -41,14 +41,19 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
     All views of an example are averaged before its gradient is clipped, so that they count as one.
 
     Args:
-        loss_fn: `loss_fn(params, example)`.
+        loss_fn: `loss_fn(params, example)`, or with a key for each view as a third argument.
         augment: `augment(key, example)`, a view of it.
         views: how many there are.
     """
     check_whole("views", views)
+    keyed = takes_key(loss_fn)
 
     def loss(params: Any, example: Any, key: jax.Array) -> jax.Array:
-        seen = jax.vmap(augment, (0, None))(jax.random.split(key, views), example)
+        keys = jax.random.split(key, views)
+        seen = jax.vmap(augment, (0, None))(keys, example)
+        if keyed:
+            others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+            return jax.vmap(loss_fn, (None, 0, 0))(params, seen, others).mean()
         return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
 
     return loss

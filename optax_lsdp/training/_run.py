@@ -2,72 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
-import platform
-import re
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from tqdm import tqdm
 
 from optax_lsdp._keys import fold_in_text
-from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.accounting import Ledger
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._batches import Batches, abstract, replicate
+from optax_lsdp.training._batches import Batches, Read, abstract, replicate
+from optax_lsdp.training._circumstances import Program, fingerprint
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
-from optax_lsdp.training._hosts import holds_anywhere
+from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
 from optax_lsdp.training._journal import FIRST
 from optax_lsdp.training._losses import Loss
-from optax_lsdp.training._step import Average, State, make_steps, with_noise_key
+from optax_lsdp.training._report import Report, Shown, Trained
+from optax_lsdp.training._step import (
+    Average,
+    State,
+    first_average,
+    make_steps,
+    with_noise_key,
+)
 
-_IN_FLIGHT = 2  # steps that may be under way before the loop waits
-
-
-class Report(NamedTuple):
-    """What a callback is told after a step.
-
-    Attributes:
-        step: how many steps were taken.
-        params: the parameters; the next step takes their memory, so copy what is to be kept.
-        average: their average, or an empty tuple.
-        epsilon: ε so far, at the plan's δ.
-        private_loss: the mean training loss. It is computed without noise: look at it
-            if you may look at the data, and release nothing that depends on it.
-    """
-
-    step: int
-    params: Any
-    average: Any
-    epsilon: float
-    private_loss: jax.Array
-
-
-class Trained(NamedTuple):
-    """The end of a run. All but the ledger's purpose is covered by the guarantee.
-
-    Attributes:
-        params: the parameters.
-        average: their average, or an empty tuple.
-        steps: how many steps were taken.
-        ledger: what was spent.
-        stopped: why the run ended: "done", "budget" or "signal".
-    """
-
-    params: Any
-    average: Any
-    steps: int
-    ledger: Ledger
-    stopped: str
+_IN_FLIGHT = 2  # chunks that may be under way before the loop waits
 
 
 class Run:
@@ -89,7 +57,11 @@ class Run:
         self.private = lambda key: plan.optimizer(optimizer, key, smoothing=smoothing)
         self.folder: RunFolder | None = None
         self.workers = ThreadPoolExecutor(1)
-        self.ledger, self.step, self.nonce, self.is_between = Ledger(), 0, FIRST, True
+        self.under_way: deque[jax.Array] = deque()
+        self.losses: deque[jax.Array] = deque(maxlen=2)
+        self.curve: np.ndarray | None = None
+        self.ledger, self.step, self.nonce = Ledger(), 0, FIRST
+        self.begins = self.is_between = True
 
     def start(
         self, loss_fn: Loss, params: optax.Params, key: jax.Array, folder: Path | str | None
@@ -103,19 +75,20 @@ class Run:
         if saved is not None:
             self.state, self.step, self.ledger, self.nonce = saved
         self._place(self.nonce)
-        text = self._compile(loss_fn)
-        self.fingerprint = _fingerprint(text, self.examples, self.mesh)
+        program = self._compile(loss_fn)
+        self.fingerprint = joined_text(fingerprint(program, self.examples, self.mesh))
         if self.folder is None:
-            return
+            return self._look_ahead()
         journal = self.folder.journal
         if saved is None and journal.has_steps:
             raise ValueError(
                 f"`folder` must hold the checkpoints of its journal, got none in {str(folder)!r}: "
                 "what was spent is not known; take another folder."
             )
-        same = saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce
-        if holds_anywhere(not same):
-            self._renew(counted=saved is not None)
+        self.begins = saved is None
+        if not (saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce):
+            return self._renew(counted=saved is not None)
+        self._look_ahead()
 
     def _first_state(self, params: optax.Params, key: jax.Array) -> State:
         def place(x: jax.Array) -> jax.Array:
@@ -124,8 +97,8 @@ class Run:
             return replicate(x, self.everywhere)
 
         params = jax.tree.map(lambda x: place(jnp.array(x)), params)
-        inner = self.private(key).init(params)
-        mean = () if self.average is None else jax.tree.map(jnp.copy, params)
+        inner = jax.tree.map(jnp.array, self.private(key).init(params))  # no array twice
+        mean = first_average(self.average, params)
         return jax.tree.map(place, State(params, inner, mean, jnp.copy(key)))
 
     def _place(self, nonce: str) -> None:
@@ -138,41 +111,67 @@ class Run:
             self.plan, self.examples, key, self.microbatch_size, self.mesh, hashed=hashed
         )
 
-    def _compile(self, loss_fn: Loss) -> str:
+    def _compile(self, loss_fn: Loss) -> Program:
         """Compile the step, and return the text of its program."""
         add, step = make_steps(self.plan, loss_fn, self.private(self.state.key), self.average)
         on_mesh = self.mesh is not None
         state, chunk = abstract(self.state, on_mesh), abstract(self.batches.like(), on_mesh)
-        texts, sums = [], None
-        self.add_first = self.add_next = cast(Any, None)  # of one chunk there is nothing to add
-        if self.batches.count > 1:
-            first = jax.jit(add).lower(state.params, None, chunk)
-            self.add_first = first.compile()
-            sums = jax.eval_shape(add, state.params, None, chunk)
+        program, sums = Program(), None
+        if self.batches.count > 1:  # of one chunk there is nothing to add
+            self.add_first = program.compile(jax.jit(add), state.params, None, chunk)
+            sums, _ = jax.eval_shape(add, state.params, None, chunk)
             if on_mesh:
-                placed = self.add_first.output_shardings
+                placed, _ = self.add_first.output_shardings
                 sums = jax.tree.map(lambda x, s: x.update(sharding=s), sums, placed)
-            more = jax.jit(add, donate_argnums=1).lower(state.params, sums, chunk)
-            self.add_next = more.compile()
-            texts += [first.as_text(), more.as_text()]
+            added = jax.jit(add, donate_argnums=1)
+            self.add_next = program.compile(added, state.params, sums, chunk)
         results: Any = None
         if self.everywhere is not None:
             results = jax.tree.map(lambda x: x.sharding, self.state), self.everywhere
-        last = jax.jit(step, donate_argnums=0, out_shardings=results).lower(state, sums, chunk)
-        self.take_step = last.compile()
-        return "\n".join([*texts, last.as_text()])
+        whole = jax.jit(step, donate_argnums=0, out_shardings=results)
+        self.take_step = program.compile(whole, state, sums, chunk)
+        return program
 
     def _renew(self, *, counted: bool = True) -> None:
         """Go on under other circumstances: other keys, and what may have been seen counts again."""
         if self.folder is None:
             return
+        journal = self.folder.journal
         if counted:
-            for step in self.folder.journal.seen_since(self.step, self.nonce):
-                self.ledger.append(self.plan.event(min(step, self.plan.steps - 1)))
-        self.folder.journal.renew(self.fingerprint)
-        self.nonce = self.folder.journal.nonce
+            for index, seen in enumerate(journal.seen_since(self.step, self.nonce)):
+                self.begins = self.begins or index > 0
+                for step in seen:
+                    self._count(min(step, self.plan.steps - 1))
+        journal.renew(self.fingerprint, self.step)
+        self.nonce, self.begins = journal.nonce, True
         self._place(self.nonce)
+        self._look_ahead()
         self._save()
+
+    def _count(self, step: int) -> None:
+        """Record a step; where a shuffled order begins, all of its epoch counts as taken."""
+        event = self.plan.event(step)
+        if self.begins and event.sampling == "shuffled":
+            place = step % (self.plan.dataset_size // self.plan.expected_batch_size)
+            self.ledger.append(replace(event, steps=place + 1))
+        else:
+            self.ledger.append(event, continues=True)
+        self.begins = False
+
+    def _look_ahead(self) -> None:
+        """Begin to read, and find out how far the budget reaches."""
+        self.stream = self.batches.stream(self.step)
+        self.upcoming = self.workers.submit(next, self.stream, None)
+        self.until = self.step + self.plan.remaining_steps(self.ledger, self.step)
+        self.first, self.before, self.curve = self.step, Ledger(self.ledger.runs), None
+
+    def epsilon(self) -> float:
+        """Return ε so far; the first answer takes a second or two, the others nothing."""
+        if self.step == self.first:
+            return self.plan.spent(self.ledger)
+        if self.curve is None:
+            self.curve = self.plan.epsilons(self.before, self.first)
+        return float(self.curve[self.step - self.first - 1])
 
     def _save(self) -> None:
         if self.folder is not None:
@@ -185,80 +184,79 @@ class Run:
         progress: bool,
         terminated: threading.Event,
     ) -> Trained:
-        """Take all steps that are left."""
-        plan, stopped, losses = self.plan, "done", [jnp.zeros([])]
-        shown = tqdm(
-            total=plan.steps, initial=self.step, desc="private training", disable=not progress
-        )
-        upcoming = self.workers.submit(self.batches.read, self.step)
+        """Take all steps that are left and covered by the budget."""
+        error: BaseException | None = None
+        shown = Shown(self.plan.steps, self.step, progress)
         try:
-            with shown:
-                while self.step < plan.steps:
-                    if holds_anywhere(terminated.is_set()):
-                        stopped = "signal"
-                        break
-                    if not plan.allows(self.ledger, self.step):
-                        stopped = "budget"
-                        break
-                    batch = upcoming.result()
-                    if self.folder is not None:
-                        if holds_anywhere(self.folder.journal.differs(self.step, batch.digest)):
-                            self._renew()
-                            batch = self.batches.read(self.step)
-                        self.folder.journal.record(self.step, batch.digest)
-                    upcoming = self.workers.submit(self.batches.read, self.step + 1)
-                    self.is_between = False
-                    losses.append(self._take(batch.chunks))
-                    self.ledger.append(plan.event(self.step))
-                    self.step += 1
-                    self.is_between = True
-                    if len(losses) > _IN_FLIGHT:
-                        jax.block_until_ready(losses.pop(0))
-                    self._tell(callbacks, losses[-1], shown, losses[0])
+            with shown.bar:
+                while self.step < self.until and not holds_anywhere(terminated.is_set()):
+                    if not self._take():
+                        continue
+                    try:
+                        last = self.step == self.until
+                        shown.tell(self.step, self.epsilon, self.losses[0], last=last)
+                        for callback in callbacks:
+                            callback(self._report())
+                    except Exception as found:
+                        error = found
+                    raise_together(error)
                     if self.step % save_every == 0:
                         self._save()
         finally:
             if self.is_between:  # within a step its parts belong to different steps
                 self._save()
+        stopped = "done" if self.step == self.plan.steps else "budget"
+        if self.step < self.until:
+            stopped = "signal"
         return Trained(self.state.params, self.state.average, self.step, self.ledger, stopped)
 
-    def _take(self, chunks: list[Any]) -> jax.Array:
+    def _take(self) -> bool:
+        """Take a step; not if its examples are not those on which it was taken before."""
         sums = None
-        for index, chunk in enumerate(chunks[:-1]):
-            add = self.add_next if index else self.add_first
-            sums = add(self.state.params, sums, chunk)
-        self.state, loss = self.take_step(self.state, sums, chunks[-1])
-        return loss
+        for place in range(self.batches.count):
+            read = self._next_chunk()
+            self.upcoming = self.workers.submit(next, self.stream, None)
+            if place < self.batches.count - 1:
+                add = self.add_next if place else self.add_first
+                sums, token = add(self.state.params, sums, read.chunk)
+                self._wait(token)
+        if self.folder is not None:
+            journal = self.folder.journal
+            if holds_anywhere(journal.differs(self.step, read.digest)):
+                self._renew()
+                return False
+            journal.record(self.step, read.digest, safe=not self.examples.is_hashed)
+        self.is_between = False
+        self.state, loss = self.take_step(self.state, sums, read.chunk)
+        self._count(self.step)
+        self.step += 1
+        self.is_between = True
+        self.losses.append(loss)
+        self._wait(loss)
+        return True
 
-    def _tell(
-        self, callbacks: Sequence[Callable[[Report], None]], loss: Any, shown: Any, ready: Any
-    ) -> None:
-        if shown.update():
-            spent = show_epsilon(self.plan.spent(self.ledger))
-            shown.set_postfix_str(f"ε = {spent}, private loss {float(ready):.3g}")
-        for callback in callbacks:
-            epsilon = self.plan.spent(self.ledger)
-            callback(Report(self.step, self.state.params, self.state.average, epsilon, loss))
+    def _next_chunk(self) -> Read:
+        error: BaseException | None = None
+        read: Any = None
+        try:
+            read = self.upcoming.result()
+        except Exception as found:
+            error = found
+        raise_together(error)
+        return read
+
+    def _wait(self, token: jax.Array) -> None:
+        """Let only a few chunks be under way, which bounds the memory that they take."""
+        self.under_way.append(token)
+        if len(self.under_way) > _IN_FLIGHT:
+            jax.block_until_ready(self.under_way.popleft())
+
+    def _report(self) -> Report:
+        state = self.state
+        return Report(self.step, state.params, state.average, self.epsilon(), self.losses[-1])
 
     def close(self) -> None:
         """Stop reading, and let others have the folder."""
         self.workers.shutdown(cancel_futures=True)
         if self.folder is not None:
             self.folder.close()
-
-
-def _fingerprint(text: str, examples: Examples, mesh: jax.sharding.Mesh | None) -> str:
-    """Return a hash of everything that decides what a step computes, to the bit."""
-    packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "optax-lsdp")]
-    devices = jax.devices() if mesh is None else mesh.devices.flat
-    parts = [
-        re.sub(r"group_id=\d+", "", text),  # JAX counts on from program to program
-        examples.fingerprint(),
-        *packages,
-        *(device.device_kind for device in devices),
-        str(jax.process_count()),
-        platform.machine(),
-        str(os.cpu_count()),
-        os.environ.get("XLA_FLAGS", ""),
-    ]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._checks import is_number
+from optax_lsdp._trees import widen
 from optax_lsdp.noise import AddGaussianNoiseState
 from optax_lsdp.planning import Piecewise, PrivacyPlan
 from optax_lsdp.training._losses import Loss, takes_key
@@ -50,8 +52,8 @@ def make_steps(
     """Return `add(params, sums, chunk)` and `step(state, sums, chunk)`.
 
     A batch is cut into chunks. `add` adds the clipped gradients of one to `sums`, which are None
-    at first; `step` takes the last chunk, adds the noise and updates. Both return the sum of the
-    losses as well, which is private.
+    at first; `step` takes the last chunk, adds the noise and updates. Both return a loss as well,
+    which is private: the sum so far, and at last the mean.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
 
@@ -66,11 +68,13 @@ def make_steps(
             batch = batch, jax.random.split(chunk.key, len(chunk.mask))
         options = {"step": chunk.step} if scheduled else {}
         private, total = gradient(params, batch, chunk.mask, **options)
-        found = total, private.values.sum()
-        return found if sums is None else jax.tree.map(jnp.add, sums, found)
+        sums_of_all = total, private.values.sum()
+        if sums is not None:
+            sums_of_all = jax.tree.map(jnp.add, sums, sums_of_all)
+        return sums_of_all, sums_of_all[1] + 0  # the former are given to the next call
 
     def step(state: State, sums: Any, chunk: Chunk) -> tuple[State, jax.Array]:
-        total, losses = add(state.params, sums, chunk)
+        (total, losses), _ = add(state.params, sums, chunk)
         updates, inner = optimizer.update(total, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         mean = _average(average, state.average, params, chunk.step)
@@ -85,15 +89,37 @@ def _average(kind: Average, mean: Any, params: Any, step: Any) -> Any:
         return mean
     count = jnp.asarray(step, jnp.float32) + 1
     rate = 1 / count if kind == "polyak" else 1 - jnp.asarray(kind, jnp.float32)
-    return jax.tree.map(lambda m, p: m + (rate * (p - m)).astype(m.dtype), mean, params)
+
+    def mix(mean: jax.Array, new: jax.Array) -> jax.Array:
+        return mean + rate.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
+
+    return jax.tree.map(mix, mean, params)
+
+
+def first_average(kind: Average, params: Any) -> Any:
+    """Return where an average begins, in float32 at least: in half precision it would stand still.
+
+    Raises:
+        ValueError: if there is no such average.
+    """
+    if kind is None:
+        return ()
+    if kind != "polyak" and not (is_number(kind) and 0 < kind < 1):
+        raise ValueError(
+            f'`average` must be "polyak", a decay above 0 and below 1, or None, got {kind!r}.'
+        )
+    return jax.tree.map(lambda x: jnp.copy(widen(x)), params)
 
 
 def with_noise_key(state: Any, key: jax.Array) -> Any:
-    """Return an optimizer's state that draws its noise from another key."""
+    """Return an optimizer's state that draws the plan's noise, its first, from another key."""
+    given = iter([key])
 
     def is_noise(x: Any) -> bool:
         return isinstance(x, AddGaussianNoiseState)
 
     return jax.tree.map(
-        lambda x: x._replace(key=key) if is_noise(x) else x, state, is_leaf=is_noise
+        lambda x: x._replace(key=jnp.copy(next(given, x.key))) if is_noise(x) else x,
+        state,
+        is_leaf=is_noise,
     )

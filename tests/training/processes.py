@@ -13,6 +13,7 @@ def main(port, rank, folder):
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
     from optax_lsdp import training  # after the processes have met
     from tests.training.problem import fit, make_data
+    from tests.training.test_faults import Faulty, raising
     from tests.training.test_fit import Source
 
     source = Source(make_data())
@@ -22,6 +23,17 @@ def main(port, rank, folder):
     secret = fit(data=make_data(), mesh=mesh, key=None, folder=folder / "secret", save_every=20)
     local = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(secret.params)]
     np.savez(folder / f"secret-{rank}.npz", *local)
+    # A run of one process goes on in two, which need not have journals of their own.
+    before = json.loads((folder / "before.json").read_text())
+    after = fit(mesh=mesh, folder=folder / "single")
+    assert after.steps + before["counted"] - before["steps"] == after.ledger.steps
+    # What only one of them can read stops both, and both can go on.
+    try:
+        fit(data=Faulty(make_data(), raising), mesh=mesh, folder=folder / "faulty")
+        raise AssertionError("the fault was not noticed")
+    except (training.DataError, RuntimeError) as error:
+        (folder / f"error-{rank}.txt").write_text(str(error))
+    assert fit(data=Source(make_data()), mesh=mesh, folder=folder / "faulty").stopped == "done"
     read = sorted(set(source.read[1:]))  # the first one is looked at for its shape
     (folder / f"read-{rank}.json").write_text(json.dumps(read))
 

@@ -19,6 +19,7 @@ from optax_lsdp.training import _run
 from optax_lsdp.training._data import Examples
 from tests.smoothing.test_sharded import moved
 from tests.training.problem import PLAN, bits, fit, make_params
+from tests.training.test_faults import fall
 
 ROOT = Path(__file__).parents[2]
 KINDS = [AxisType.Auto, AxisType.Explicit]
@@ -92,6 +93,8 @@ def free_port():
 
 def test_two_processes_train_what_one_trains(tmp_path):
     port = free_port()
+    fall(tmp_path / "single", step=9)  # of which seven are saved
+    (tmp_path / "before.json").write_text(json.dumps({"steps": 7, "counted": 9}))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
     runs = [
@@ -123,6 +126,8 @@ def test_two_processes_train_what_one_trains(tmp_path):
     # A fresh key is agreed upon: both have drawn the same noise.
     with np.load(tmp_path / "secret-0.npz") as one, np.load(tmp_path / "secret-1.npz") as other:
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
+    errors = [(tmp_path / f"error-{rank}.txt").read_text() for rank in (0, 1)]
+    assert any("example 123" in error for error in errors)
     # The checkpoint of both is read by one process with another number of devices.
     again = fit(folder=tmp_path / "run", mesh=make_mesh(AxisType.Auto, devices=2))
     with np.load(tmp_path / "model.npz") as found:

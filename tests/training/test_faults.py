@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -58,7 +59,7 @@ def test_a_run_that_is_killed_ends_as_one_that_was_not(kills, tmp_path):
     killed = 0
     while killed < kills:
         run = start(tmp_path / "killed", tmp_path / "killed.npz", 0.2)
-        journal = tmp_path / "killed" / "journal-0.jsonl"
+        journal = tmp_path / "killed" / "journal.jsonl"
         while not (journal.exists() and journal.stat().st_size) and run.poll() is None:
             time.sleep(0.05)
         time.sleep(chance.uniform(0, 3) if killed else 2.5)  # the first one gets somewhere
@@ -97,25 +98,24 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(folder=tmp_path, callbacks=[interrupt])
-    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "000000011-0001"
+    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "0001-000000011"
     done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
     assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
 
 
 def test_a_step_that_fails_halfway_is_not_saved(tmp_path, monkeypatch):
     """Its parameters would be those of the next step, under the count of this one."""
-    take = training._run.Run._take
+    count = training._run.Run._count
 
-    def fail(self, chunks):
-        loss = take(self, chunks)
-        if self.step == 9:
+    def fail(self, step):
+        if step == 9:
             raise StopHere
-        return loss
+        count(self, step)
 
     with monkeypatch.context() as patch, pytest.raises(StopHere):
-        patch.setattr(training._run.Run, "_take", fail)
+        patch.setattr(training._run.Run, "_count", fail)
         fit(folder=tmp_path, save_every=4)
-    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "000000008-0001"
+    assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "0001-000000008"
     done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
     assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
 
@@ -132,10 +132,33 @@ def test_steps_that_are_taken_again_on_other_data_have_other_noise_and_count_twi
     assert PLAN.spent(done.ledger) <= PLAN.epsilon
 
 
+def test_other_circumstances_have_other_noise(tmp_path, monkeypatch):
+    """Gradients are zero: all that happens is noise."""
+
+    def nothing(params, example):
+        return 0 * sum(map(jnp.sum, jax.tree.leaves(params)))
+
+    def steps_of(**options):
+        seen = {}
+        fit(
+            loss_fn=nothing,
+            callbacks=[lambda report: seen.setdefault(report.step, bits(report.params))],
+            **options,
+        )
+        return seen
+
+    alone = steps_of(folder=tmp_path / "alone")
+    fall(tmp_path / "same", step=9, loss_fn=nothing)
+    assert steps_of(folder=tmp_path / "same")[8] == alone[8]
+    fall(tmp_path / "other", step=9, loss_fn=nothing)
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
+    assert steps_of(folder=tmp_path / "other")[8] != alone[8]
+
+
 @pytest.mark.parametrize("change", ["loss", "flags"])
 def test_other_circumstances_get_another_nonce(change, tmp_path, monkeypatch):
     fall(tmp_path, step=9)
-    before = _journal.Journal(tmp_path / "journal-0.jsonl", 60)
+    before = _journal.Journal(tmp_path, 60)
     options = {}
     if change == "loss":
         from tests.training.problem import loss
@@ -144,7 +167,7 @@ def test_other_circumstances_get_another_nonce(change, tmp_path, monkeypatch):
     else:
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
     plan_steps = fit(folder=tmp_path, **options)
-    after = _journal.Journal(tmp_path / "journal-0.jsonl", 60)
+    after = _journal.Journal(tmp_path, 60)
     assert after.nonce != before.nonce and after.era == 2
     assert plan_steps.ledger.steps > plan_steps.steps
 
@@ -158,7 +181,7 @@ def test_an_example_that_changed_unnoticed_is_noticed_when_it_is_used_again(tmp_
     used = PLAN.sampler(sampler).batch(16)
     data["x"][used.indices[used.mask][0]] += 1
     done = fit(folder=tmp_path, data=Source(data))
-    assert _journal.Journal(tmp_path / "journal-0.jsonl", 60).era == 2
+    assert _journal.Journal(tmp_path, 60).era == 2
     assert done.ledger.steps > done.steps
     again = fit(folder=tmp_path / "same", data=Source(data))
     assert bits(again.params) != bits(done.params)
@@ -223,24 +246,6 @@ def test_a_folder_of_another_plan_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="`plan` must be the one of the run"):
         fit(other, folder=tmp_path)
-
-
-def test_a_line_that_was_not_written_to_its_end_is_no_line(tmp_path):
-    path = tmp_path / "journal"
-    journal = _journal.Journal(path, 10**6)
-    journal.renew("f")
-    journal.record(0, "a")
-    journal.close()
-    path.write_text(path.read_text() + '{"step": 1, "exa')
-    again = _journal.Journal(path, 10**6)
-    assert again.is_same("f") and again.seen_since(0, "first") == list(range(64))
-    assert again.differs(0, "b") and not again.differs(1, "b")
-    again.record(1, "b")
-    again.close()
-    assert _journal.Journal(path, 10**6).differs(1, "c")
-    path.write_text(path.read_text().replace('"a"', "a"))
-    with pytest.raises(ValueError, match="`folder` must hold a whole journal"):
-        _journal.Journal(path, 10**6)
 
 
 class Faulty(Source):

@@ -1,0 +1,61 @@
+"""Circumstances: all that decides what a step computes goes in, a hash of it comes out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from optax_lsdp.training._data import Examples, update_digest
+
+
+class Program:
+    """Functions that were compiled, and a hash of what they compute."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b()
+
+    def compile(self, function: Any, *arguments: Any) -> Any:
+        """Compile a function for such arguments, and remember its text and its constants."""
+        traced = function.trace(*arguments)
+        for constant in traced.jaxpr.consts:  # which JAX may leave out of the text
+            update_digest(self.digest, np.asarray(constant))
+        lowered = traced.lower()
+        # JAX counts on from program to program.
+        self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
+        return lowered.compile()
+
+
+def fingerprint(program: Program, examples: Examples, mesh: jax.sharding.Mesh | None) -> str:
+    """Return a hash of everything that decides what a step computes, to the bit."""
+    packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "optax-lsdp")]
+    devices = jax.devices() if mesh is None else mesh.devices.flat
+    parts = [
+        program.digest.hexdigest(),
+        examples.fingerprint(),
+        *packages,
+        *(device.device_kind for device in devices),
+        str(jax.process_count()),
+        platform.machine(),
+        _processor(),
+        str(os.cpu_count()),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def _processor() -> str:
+    """Return what Linux says of the first processor, for which programs are compiled."""
+    try:
+        text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    known = ("vendor_id", "model", "model name", "flags", "Features")
+    return "\n".join(line for line in text.splitlines() if line.split("\t")[0] in known)

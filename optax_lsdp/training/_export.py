@@ -1,0 +1,54 @@
+"""Export: parameters go in, a file that may be released comes out."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+
+
+def export_params(path: Path | str, params: Any) -> None:
+    """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
+
+    What the guarantee covers is what a run returns: its parameters and their average. Half
+    precision is written as float32, which NumPy can read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_params(f"{folder}/model.npz", {"dense": {"kernel": jnp.ones((2, 3))}})
+    ...     with np.load(f"{folder}/model.npz") as model:
+    ...         print(model["dense/kernel"].shape)
+    (2, 3)
+    """
+    whole: dict[str, np.ndarray] = {}
+    for place, leaf in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(place, simple=True, separator="/") or "params"
+        dtype = getattr(leaf, "dtype", None)
+        if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
+            raise ValueError(
+                "`params` must hold arrays of floating-point numbers and no key, got "
+                f"{dtype or type(leaf).__name__} at {name!r}; pass the parameters alone."
+            )
+        if name in whole:
+            raise ValueError(f"`params` must have different names, got two of {name!r}.")
+        if not getattr(leaf, "is_fully_addressable", True):
+            leaf = multihost_utils.process_allgather(leaf, tiled=True)
+        is_half = jnp.dtype(dtype).itemsize < 4
+        whole[name] = np.asarray(leaf, np.float32 if is_half else None)
+    if jax.process_index() == 0:
+        path = Path(path)
+        with path.with_name(path.name.removesuffix(".npz") + ".npz").open("wb") as file:
+            _save(file, whole)
+
+
+def _save(file: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Write what `numpy.savez` writes, whatever the names are."""
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, array, allow_pickle=False)

@@ -1,0 +1,47 @@
+"""What may be released is written whole, and nothing else."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_lsdp import training
+from tests.training.problem import fit
+
+
+def exported(tmp_path, params):
+    training.export_params(tmp_path / "model.npz", params)
+    with np.load(tmp_path / "model.npz") as found:
+        return dict(found)
+
+
+def test_parameters_are_written_under_their_paths(tmp_path):
+    done = fit()
+    found = exported(tmp_path, done.params)
+    assert sorted(found) == ["bias", "kernel"]
+    np.testing.assert_array_equal(found["kernel"], done.params["kernel"])
+
+
+@pytest.mark.parametrize("name", ["file", "allow_pickle", "a b"])
+def test_any_name_will_do(name, tmp_path):
+    assert exported(tmp_path, {name: np.ones(3, np.float32)})[name].shape == (3,)
+
+
+def test_half_precision_can_be_read_again(tmp_path):
+    found = exported(tmp_path, {"w": jnp.full(3, 1.5, jnp.bfloat16)})
+    assert found["w"].dtype == np.float32 and found["w"][0] == 1.5
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"key": jax.random.key(7)}, "no key, got key<fry> at 'key'"),
+        ({"key": jax.random.key_data(jax.random.key(7))}, "no key, got uint32"),
+        ({"rate": 0.1}, "no key, got float at 'rate'"),
+        ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "different names, got two of 'a/b'"),
+    ],
+)
+def test_what_is_no_parameter_is_refused(params, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        exported(tmp_path, params)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,210 @@
+"""A folder that was damaged, moved or meddled with is told from a whole one, and counts it all."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import optax_lsdp as lsdp
+from optax_lsdp import training
+from optax_lsdp.training import _journal
+from tests.training.problem import PLAN, bits, fit, make_data
+from tests.training.test_faults import ROOT, fall
+from tests.training.test_fit import Source
+
+
+def names(folder):
+    return sorted(path.stem for path in folder.glob("0*-*.json"))
+
+
+def open_journal(folder, steps=10**6):
+    return _journal.Journal(folder, steps)
+
+
+def test_a_line_that_was_not_written_to_its_end_is_no_line(tmp_path):
+    journal = open_journal(tmp_path)
+    journal.renew("f", 0)
+    journal.record(0, "a", safe=True)
+    journal.close()
+    path = tmp_path / "examples-0.jsonl"
+    path.write_text(path.read_text() + '{"step": 1, "exa')
+    again = open_journal(tmp_path)
+    assert again.is_same("f") and again.seen_since(0, "first") == [range(64)]
+    assert again.differs(0, "b") and not again.differs(1, "b")
+    again.record(1, "b", safe=False)
+    again.close()
+    path.write_text(path.read_text()[:-1])  # its newline was lost
+    third = open_journal(tmp_path)
+    third.record(2, "c", safe=False)
+    third.close()
+    last = open_journal(tmp_path)
+    assert last.differs(1, "c") and last.differs(2, "d")
+
+
+@pytest.mark.parametrize("damage", [b"{", b"5", b"null", b"\xff\xfe"])
+def test_a_damaged_line_is_told(damage, tmp_path):
+    journal = open_journal(tmp_path)
+    journal.renew("f", 0)
+    journal.close()
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(damage + b"\n" + path.read_bytes())
+    with pytest.raises(ValueError, match="`folder` must hold a whole journal"):
+        open_journal(tmp_path)
+
+
+def test_steps_of_every_era_count_whichever_checkpoint_can_be_read(tmp_path):
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400,
+        expected_batch_size=40,
+        steps=60,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        epsilon=50.0,
+    )
+    fall(tmp_path, step=30, plan=plan)  # saved at 28
+    newest = tmp_path / "checkpoints" / names(tmp_path)[-1]
+    newest.rename(tmp_path / "away")
+    data = make_data()
+    data["x"][0] += 1
+    with pytest.warns(UserWarning, match="cannot be read"):
+        fall(tmp_path, step=27, plan=plan, data=data)  # goes on from 21 under another nonce
+    (tmp_path / "away").rename(newest)
+    seen = []
+    done = fit(plan, folder=tmp_path, callbacks=[lambda report: seen.append(report.step)])
+    assert done.stopped == "done"
+    assert done.ledger.steps >= 30 + 6 + len(seen)
+
+
+@pytest.mark.parametrize("field", ["step", "ledger", "plan", "files"])
+def test_a_manifest_that_was_changed_is_passed_over(field, tmp_path):
+    fall(tmp_path, step=25)
+    path = tmp_path / f"{names(tmp_path)[-1]}.json"
+    manifest = json.loads(path.read_text())
+    manifest[field] = 3 if field == "step" else {}
+    path.write_text(json.dumps(manifest))
+    with pytest.warns(UserWarning, match="cannot be read"):
+        done = fit(folder=tmp_path)
+    alone = fit(folder=tmp_path / "alone")
+    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+
+
+def test_files_of_another_checkpoint_are_told_from_its_own(tmp_path):
+    fall(tmp_path, step=25)
+    older, newer = (tmp_path / "checkpoints" / name for name in names(tmp_path))
+    shutil.rmtree(newer)
+    shutil.copytree(older, newer)
+    with pytest.warns(UserWarning, match="its files are not those that were written"):
+        done = fit(folder=tmp_path)
+    alone = fit(folder=tmp_path / "alone")
+    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+
+
+def test_a_damaged_checkpoint_is_written_again_and_strays_are_left_alone(tmp_path):
+    fall(tmp_path, step=25)
+    (tmp_path / "2024-notes.json").write_text("mine")
+    damaged = names(tmp_path)[-1]
+    shutil.rmtree(tmp_path / "checkpoints" / damaged)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        fall(tmp_path, step=23)
+    assert names(tmp_path)[-1] == "0001-000000021"
+    assert fit(folder=tmp_path).stopped == "done"
+    assert (tmp_path / "2024-notes.json").exists()
+
+
+def test_no_checkpoint_is_left_behind(tmp_path):
+    fall(tmp_path, step=25)
+    (tmp_path / "checkpoints" / "0001-000000007").mkdir()  # a kill before it was removed
+    fit(folder=tmp_path)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == names(tmp_path)
+    assert len(names(tmp_path)) == 2
+
+
+def test_a_run_without_its_plan_is_refused(tmp_path):
+    fall(tmp_path, step=9)
+    (tmp_path / "plan.json").unlink()
+    with pytest.raises(ValueError, match=r"`folder` must hold plan\.json"):
+        fit(folder=tmp_path)
+    (tmp_path / "plan.json").write_text("")
+    with pytest.raises(ValueError, match="`folder` must hold its plan"):
+        fit(folder=tmp_path)  # and the lock is free again
+
+
+def test_another_optimizer_is_told_from_a_damaged_checkpoint(tmp_path):
+    fall(tmp_path, step=9)
+    with pytest.raises(ValueError, match="optimizer's state like those of this run"):
+        fit(folder=tmp_path, optimizer=optax.adam(0.1))
+
+
+def test_a_lock_ends_with_its_run_though_a_worker_lives_on(tmp_path):
+    script = """
+import os, sys, time
+from optax_lsdp.training._files import lock
+from pathlib import Path
+file = lock(Path(sys.argv[1]))
+if os.fork() == 0:
+    time.sleep(30)
+print("ready", flush=True)
+time.sleep(30)
+"""
+    path = tmp_path / "lock-0"
+    run = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,
+    )
+    try:
+        run.stdout.readline()
+        with pytest.raises(ValueError, match="one run at a time"):
+            training._files.lock(path)
+        run.kill()
+        run.wait()
+        training._files.lock(path).close()
+    finally:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.stdout.close()
+
+
+def test_a_renewal_does_not_go_beyond_the_budget(tmp_path, monkeypatch):
+    """All steps were seen and none was saved; the data changed where nobody looked."""
+    monkeypatch.setattr(training._data, "_LOOKED_AT", 2)
+    data = make_data()
+    with pytest.MonkeyPatch.context() as patch:
+        save = training._folder.RunFolder.save
+        patch.setattr(
+            training._folder.RunFolder, "save", lambda self, s: save(self, s) if not s.step else 0
+        )
+        fit(data=Source(data), folder=tmp_path)
+    data["x"][1:-1] += 1
+    done = fit(data=Source(data), folder=tmp_path)
+    assert done.stopped == "budget" and done.steps == 0 and done.ledger.steps == 60
+    assert PLAN.spent(done.ledger) <= PLAN.epsilon
+
+
+def test_what_sources_gave_is_on_the_disk_before_a_step_is_seen(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(_journal.os, "fsync", lambda number: synced.append(number))
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400, expected_batch_size=40, steps=10, noise_multiplier=1.0, delta=1e-5
+    )
+    fit(plan, make_data(), folder=tmp_path / "arrays", save_every=100)
+    arrays = len(synced)
+    fit(plan, Source(make_data()), folder=tmp_path / "source", save_every=100)
+    assert len(synced) - arrays == arrays + plan.steps
+
+
+def test_constants_that_jax_leaves_out_of_a_program_are_circumstances(tmp_path):
+    program = [training._circumstances.Program() for _ in range(3)]
+    for one, scale in zip(program, (1.0, 1.0, 2.0), strict=True):
+        table = scale * np.arange(5.0, dtype=np.float32)
+        one.compile(jax.jit(lambda x, table=table: x + jax.numpy.asarray(table)), np.float32(1))
+    digests = [one.digest.hexdigest() for one in program]
+    assert digests[0] == digests[1] != digests[2]

@@ -1,0 +1,175 @@
+"""Data, optimizers and options of any kind are used as meant, or refused in one sentence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lsdp as lsdp
+from optax_lsdp import training
+from tests.training.problem import PLAN, bits, fit, loss, make_data, make_params
+
+DATA = make_data()
+SHORT = lsdp.PrivacyPlan(
+    dataset_size=400, expected_batch_size=40, steps=5, noise_multiplier=1.0, delta=1e-5
+)
+
+
+def test_a_list_of_examples_is_a_source():
+    rows = [{"x": x, "y": y} for x, y in zip(DATA["x"], DATA["y"], strict=True)]
+    assert bits(fit(SHORT, rows).params) == bits(fit(SHORT).params)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_data_are_read(dtype, tmp_path):
+    half = {"x": np.array(jnp.asarray(DATA["x"], dtype)), "y": DATA["y"]}
+
+    def widened(params, example):
+        return loss(params, {**example, "x": example["x"].astype(jnp.float32)})
+
+    assert fit(SHORT, half, loss_fn=widened, folder=tmp_path).steps == 5
+    half["x"][:] = np.nan
+    with pytest.raises(training.DataError, match="must be finite"):
+        fit(SHORT, half, loss_fn=widened)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"x": np.zeros((0, 3))}, "`data` must hold examples, got none"),
+        ([], "`data` must hold examples, got none"),
+        (iter([1, 2]), "`data` must be arrays .* got list_iterator"),
+        (7, "`data` must be arrays .* got int"),
+        (np.array(["a"] * 400), "`data` must hold numbers, got <U1"),
+        ([DATA["x"], DATA["y"]], "must have 400 examples, as planned, got 2; dicts and tuples"),
+        ({"x": np.float32(3)}, "`data` must hold examples, got none"),
+    ],
+)
+def test_what_holds_no_examples_is_refused(data, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fit(SHORT, data)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"average": "ema"}, '`average` must be "polyak"'),
+        ({"average": 1.5}, '`average` must be "polyak"'),
+        ({"average": True}, '`average` must be "polyak"'),
+        ({"average": float("nan")}, '`average` must be "polyak"'),
+        ({"callbacks": print}, "`callbacks` must be a list of functions"),
+        ({"folder": ""}, "`folder` must be the path of a folder"),
+    ],
+)
+def test_odd_options_are_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fit(SHORT, **options)
+
+
+def counted():
+    """An optimizer whose state is a Python number and a NumPy array."""
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g, updates), {**state, "count": state["count"] + 1}
+
+    return optax.GradientTransformation(
+        lambda params: {"count": 0, "scale": np.ones(3, np.float32)}, update
+    )
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        counted(),
+        optax.chain(lsdp.add_gaussian_noise(0.1, key=jax.random.key(5)), optax.sgd(0.1)),
+        optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
+        optax.adamw(0.1),
+    ],
+)
+@jax.numpy_dtype_promotion("standard")  # which Optax needs
+def test_states_of_any_kind_are_kept(optimizer, tmp_path):
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400, expected_batch_size=40, steps=6, noise_multiplier=1.0, delta=1e-5
+    )
+
+    def stop(report):
+        if report.step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(plan, folder=tmp_path, optimizer=optimizer, callbacks=[stop])
+    done = fit(plan, folder=tmp_path, optimizer=optimizer)
+    alone = fit(plan, folder=tmp_path / "alone", optimizer=optimizer)
+    assert bits(done.params) == bits(alone.params)
+
+
+def test_an_average_of_half_precision_does_not_stand_still():
+    params = jax.tree.map(lambda x: (x + 2).astype(jnp.bfloat16), make_params())
+
+    def steady(params, example):
+        return -sum(jnp.sum(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(params))
+
+    seen = []
+    done = fit(
+        loss_fn=steady,
+        params=params,
+        average="polyak",
+        callbacks=[lambda report: seen.append(np.asarray(report.params["bias"], np.float32))],
+    )
+    assert done.average["bias"].dtype == jnp.float32
+    np.testing.assert_allclose(done.average["bias"], np.mean(seen, axis=0), rtol=1e-3)
+
+
+def test_shuffled_runs_take_all_their_steps():
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400,
+        expected_batch_size=40,
+        steps=25,
+        noise_multiplier=4.0,
+        delta=1e-5,
+        sampling="shuffled",
+        neighbouring="zero_out",
+    )
+    done = fit(plan)
+    assert (done.stopped, done.steps) == ("done", 25)
+    assert plan.spent(done.ledger) == pytest.approx(plan.epsilon)
+
+
+def test_a_keyed_loss_has_views_too():
+    def keyed(params, example, key):
+        return loss(params, example) + 0 * jax.random.normal(key, ())
+
+    viewed = training.average_views(keyed, lambda key, example: example, views=2)
+    assert float(viewed(make_params(), jax.tree.map(lambda x: x[0], DATA), jax.random.key(0))) > 0
+
+
+def test_the_bar_ends_with_what_was_spent(capsys):
+    done = fit(progress=True)
+    shown = capsys.readouterr().err.split("\r")[-1]
+    assert f"ε = {lsdp.accounting.show_epsilon(PLAN.spent(done.ledger))}" in shown
+    assert "60/60" in shown and "private loss" in shown
+
+
+def test_only_a_few_chunks_are_in_memory():
+    plan = lsdp.PrivacyPlan(
+        dataset_size=400, expected_batch_size=320, steps=3, noise_multiplier=1.0, delta=1e-5
+    )
+    data = {"x": np.ones((400, 64), np.float32), "y": np.zeros(400, np.int32)}
+    most = []
+
+    def counted(params, example):
+        return (example["x"] @ params).sum()
+
+    def live():
+        return sum(x.nbytes for x in jax.live_arrays() if x.shape[1:] == (64,))
+
+    fit(
+        plan,
+        data,
+        loss_fn=counted,
+        params=jnp.zeros((64, 2)),
+        microbatch_size=8,
+        callbacks=[lambda report: most.append(live())],
+    )
+    assert max(most) <= 5 * 8 * 64 * 4  # under way, waiting to be used, and being read
