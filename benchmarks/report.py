@@ -216,14 +216,15 @@ def scaling() -> str:
     """Return how a step of the MNIST CNN grows with its batch, and what `fit` adds to it."""
     record = load("scaling")
     rows = [
-        [f"{int(size):,}", duration(row["milliseconds"]), f"{row['temp_bytes'] / 1e6:.1f} MB"]
+        [f"{int(size):,}", duration(row["milliseconds"]), f"{row['peak_bytes'] / 1e6:,.0f} MB"]
         for size, row in record["batches"].items()
     ]
     cost = record["overhead"]["MNIST CNN"]
     chosen = [row["milliseconds"] for row in record["datasets"].values()]
     return (
-        f"{markdown(['logical batch', 'a step', 'memory'], rows)}\n\n"
-        f"The paper's CNN on {record['circumstances']['device']}, 256 examples at a time. `fit` "
+        f"{markdown(['logical batch', 'a step', 'memory at most'], rows)}\n\n"
+        f"The paper's CNN on {record['circumstances']['device']}, 256 examples at a time; what the "
+        "process takes beyond\nthe dataset, compiled programs included. `fit` "
         f"takes {cost['fit'] / cost['bare']:.2f} times\nwhat its compiled steps take alone. "
         f"Choosing 256 examples takes {min(chosen):.2f} to {max(chosen):.2f} ms, of 10⁴ as of 10⁸."
     )

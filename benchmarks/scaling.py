@@ -7,10 +7,10 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +21,7 @@ import optax
 import optax_lsdp as lsdp
 from benchmarks import _timing
 from benchmarks.mnist import first_params, loss
-from optax_lsdp.training._data import Examples
-from optax_lsdp.training._run import Run
+from optax_lsdp import training
 
 MICROBATCH = 256
 
@@ -40,34 +39,47 @@ def images(size: int) -> Any:
     return rng.normal(size=(size, 28, 28, 1)).astype(np.float32), np.zeros(size, np.int32)
 
 
-def start(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any, mesh: Any = None) -> Run:
-    """Return a run that is ready to take steps."""
-    run = Run(plan, Examples(data), optax.sgd(0.1), None, None, MICROBATCH, mesh)
-    run.start(loss_fn, params, jax.random.key(0), None)
-    return run
+def memory(field: str) -> int:
+    """Return the bytes that Linux counts for this process: now (VmRSS), or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith(field))
+    return 1024 * int(line.split()[1])
 
 
-def measured(run: Run, rounds: int) -> dict[str, Any]:
-    """Time whole steps, reading included, and tell the memory of the compiled program."""
+def measured(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any) -> dict[str, Any]:
+    """Time whole steps of `fit`, reading included, and the memory that they take at most."""
+    before, times = memory("VmRSS"), []
+    mesh = None
+    if jax.device_count() > 1:
+        kinds = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=kinds)
 
-    def step() -> Any:
-        batch = run.batches.read(run.step)
-        run.step += 1
-        return run._take(batch.chunks)
+    def look(report: training.Report) -> None:
+        jax.block_until_ready(report.private_loss)
+        times.append(time.perf_counter())
+        if report.step == 1:  # all is compiled
+            Path("/proc/self/clear_refs").write_text("5")  # begin with VmHWM anew
 
-    milliseconds = _timing.medians({"step": step}, rounds)["step"]
-    memory = run.take_step.memory_analysis()
-    run.close()
+    training.fit(
+        plan,
+        loss_fn,
+        params,
+        data,
+        optimizer=optax.sgd(0.1),
+        microbatch_size=MICROBATCH,
+        mesh=mesh,
+        callbacks=[look],
+        progress=False,
+    )
     return {
-        "milliseconds": milliseconds,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "argument_bytes": memory.argument_size_in_bytes,
+        "milliseconds": 1e3 * float(np.median(np.diff(times))),
+        "peak_bytes": memory("VmHWM") - before,
     }
 
 
 def batches(batch: int, rounds: int) -> dict[str, Any]:
     """Measure a logical batch of the MNIST CNN at a fixed microbatch."""
-    return measured(start(plan_of(100_000, batch), first_params(0), loss, images(100_000)), rounds)
+    return measured(plan_of(100_000, batch, rounds), first_params(0), loss, images(100_000))
 
 
 def parameters(count: int, rounds: int) -> dict[str, Any]:
@@ -78,24 +90,28 @@ def parameters(count: int, rounds: int) -> dict[str, Any]:
     def linear(kernel: jax.Array, x: jax.Array) -> jax.Array:
         return (x @ kernel).sum() / width
 
-    return measured(start(plan_of(1000, 16), jnp.zeros((width, 100)), linear, data), rounds)
+    return measured(plan_of(1000, 16, rounds), jnp.zeros((width, 100)), linear, data)
 
 
 def devices(count: int, rounds: int) -> dict[str, Any]:
-    """Measure a batch that is spread over so many devices of this host, in another process."""
+    """Measure a batch that is spread over the devices of this host, which are so many."""
+    assert count == jax.device_count()
+    return measured(plan_of(10_000, 1024, rounds), first_params(0), loss, images(10_000))
+
+
+def apart(function: str, size: int, rounds: int) -> dict[str, Any]:
+    """Measure in a process of its own, which holds nothing else."""
+    count = size if function == "devices" else 1
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     script = (
-        "import json, jax; from benchmarks import scaling; "
-        f"mesh = jax.make_mesh(({count},), ('data',), "
-        "axis_types=(jax.sharding.AxisType.Auto,)); jax.set_mesh(mesh); "
-        "run = scaling.start(scaling.plan_of(10_000, 1024), scaling.first_params(0), scaling.loss, "
-        f"scaling.images(10_000), mesh); print(json.dumps(scaling.measured(run, {rounds})))"
+        "import json; from benchmarks import scaling; "
+        f"print(json.dumps(scaling.{function}({size}, {rounds})))"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
         env={**os.environ, "XLA_FLAGS": flags},
         check=True,
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
@@ -112,45 +128,74 @@ def datasets(size: int, rounds: int) -> dict[str, Any]:
 
 
 def overhead(rounds: int) -> dict[str, Any]:
-    """Compare steps of `fit`, which reads while it computes, with the bare compiled step."""
+    """Compare steps of `fit`, which chooses and reads, with the bare compiled step on one batch."""
     plan, data = plan_of(60_000, 256, steps=rounds), images(60_000)
-    run = Run(plan, Examples(data), optax.sgd(0.1), None, None, None, None)
-    run.start(loss, first_params(0), jax.random.key(0), None)
-    chunks = run.batches.read(0).chunks
+    gradient = plan.value_and_clipped_grad(loss)
+    optimizer = plan.optimizer(optax.sgd(0.1), jax.random.key(0))
+    chosen = plan.sampler(jax.random.key(0)).batch(0)
+    batch = jax.tree.map(lambda x: jnp.asarray(x[chosen.indices]), data)
+    mask = jnp.asarray(chosen.mask)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any) -> Any:
+        params, inner = state
+        private, total = gradient(params, batch, mask)
+        updates, inner = optimizer.update(total, inner, params)
+        return (optax.apply_updates(params, updates), inner), private.values.sum()
+
+    def bare() -> float:
+        params = first_params(0)
+        state, _ = step((params, optimizer.init(params)))
+        jax.block_until_ready(state)
+        begin = time.perf_counter()
+        for _ in range(rounds - 1):
+            state, last = step(state)
+        jax.block_until_ready((state, last))
+        return time.perf_counter() - begin
+
+    def whole() -> float:
+        begins: list[float] = []
+
+        def look(report: training.Report) -> None:
+            if report.step == 1:
+                jax.block_until_ready(report.private_loss)
+                begins.append(time.perf_counter())
+
+        done = training.fit(
+            plan,
+            loss,
+            first_params(0),
+            data,
+            optimizer=optax.sgd(0.1),
+            callbacks=[look],
+            progress=False,
+        )
+        jax.block_until_ready(done.params)
+        return time.perf_counter() - begins[0]
+
     times: dict[str, list[float]] = {"bare": [], "fit": []}
-
-    def bare() -> None:
-        for _ in range(rounds):
-            jax.block_until_ready(run._take(chunks))
-
-    def whole() -> None:
-        run.step, run.ledger = 0, lsdp.accounting.Ledger()
-        run.loop(10**9, (), False, threading.Event())
-        jax.block_until_ready(run.state.params)
-
     for _ in range(5):
         for name, part in (("bare", bare), ("fit", whole)):
-            begin = time.perf_counter()
-            part()
-            times[name].append(1e3 * (time.perf_counter() - begin) / rounds)
-    run.close()
+            times[name].append(1e3 * part() / (rounds - 1))
     return {name: float(np.median(values)) for name, values in times.items()}
 
 
 def main() -> None:
     """Measure what is not in the record yet."""
     args = _timing.arguments(__doc__, "scaling.json")
-    smoke, rounds = args.smoke, 2 if args.smoke else 5
+    smoke, rounds = args.smoke, 3 if args.smoke else 6
     work: dict[str, dict[str, Callable[[], Any]]] = {
         "batches": {
-            str(b): partial(batches, b, rounds)
+            str(b): partial(apart, "batches", b, rounds)
             for b in ((256,) if smoke else (256, 1024, 4096, 16_384, 65_536))
         },
         "parameters": {
-            str(p): partial(parameters, p, rounds)
+            str(p): partial(apart, "parameters", p, rounds)
             for p in ((10**4,) if smoke else (10**4, 10**5, 10**6, 10**7, 10**8))
         },
-        "devices": {str(d): partial(devices, d, rounds) for d in ((2,) if smoke else (1, 2, 4, 8))},
+        "devices": {
+            str(d): partial(apart, "devices", d, rounds) for d in ((2,) if smoke else (1, 2, 4, 8))
+        },
         "datasets": {
             str(n): partial(datasets, n, 20)
             for n in ((10**4,) if smoke else (10**4, 10**5, 10**6, 10**7, 10**8))
