@@ -47,8 +47,19 @@ def circumstances() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
-        "command": " ".join(["python -m benchmarks." + Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(), *_without_folders(sys.argv[1:])]),
     }
+
+
+def _module() -> str:
+    """Return the name of the script that is running."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else "benchmarks." + Path(sys.argv[0]).stem
+
+
+def _without_folders(words: list[str]) -> list[str]:
+    """Return a command line without the places of this machine."""
+    return ["PATH" if "/" in word else word for word in words]
 
 
 def arguments(description: str, default: str) -> argparse.Namespace:
@@ -61,12 +72,17 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
     """Run what is not in the record yet, and write each result as soon as it is there."""
-    record = json.loads(path.read_text()) if path.exists() else {}
+    record = load_record(path)
     tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
     for part, name, run in tqdm(tasks, desc=path.stem):
         if name not in record.setdefault(part, {}):
             record[part][name] = run()
             write(path, record)
+
+
+def load_record(path: Path) -> dict[str, Any]:
+    """Return what has been measured so far."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:

@@ -1,0 +1,90 @@
+"""Records: tasks go in, a JSON file that holds what each has found comes out, bit by bit."""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from sklearn.datasets import load_digits
+
+from benchmarks import _data, _timing
+from benchmarks._results import RESULTS
+
+DELTA = 1e-5
+EPSILONS = (0.30, 0.25, 0.20, 0.15, 0.10)  # of the paper's Table 1
+Examples = tuple[np.ndarray, np.ndarray]
+
+
+class Split(NamedTuple):
+    """Features between 0 and 1, (n, d), and labels."""
+
+    private: Examples
+    public: Examples
+    test: Examples
+
+    @property
+    def classes(self) -> int:
+        """How many labels there are, which is public."""
+        return int(self.test[1].max()) + 1
+
+
+def arguments(description: str | None, name: str) -> argparse.Namespace:
+    """Parse the options that all experiments share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data-dir", type=Path, help="a folder that holds mnist/ and adult/")
+    parser.add_argument("--smoke", action="store_true", help="digits instead of MNIST, in seconds")
+    folder = RESULTS / "paper"
+    folder.mkdir(exist_ok=True)
+    parser.add_argument("--output", type=Path, default=folder / f"{name}.json", help="a JSON file")
+    return parser.parse_args()
+
+
+def mnist(args: argparse.Namespace) -> Split:
+    """Return MNIST, cut as in the paper; scikit-learn's digits for a smoke run."""
+    if args.smoke:
+        images, labels = load_digits(return_X_y=True)
+        features = (images / 16).astype(np.float32)
+        cuts = np.split(np.random.default_rng(0).permutation(len(labels)), [1000, 1400])
+        return Split(*((features[cut], labels[cut].astype(np.int32)) for cut in cuts))
+    data = _data.mnist(args.data_dir)
+
+    def flat(images: np.ndarray) -> np.ndarray:
+        return (images.reshape(len(images), -1) * 0.3081 + 0.1307).clip(0, 1).astype(np.float32)
+
+    return _cut((flat(data.train[0]), data.train[1]), (flat(data.test[0]), data.test[1]), 10_000)
+
+
+def adult(args: argparse.Namespace) -> Split:
+    """Return Adult, of whose training rows 6,000 are treated as public; digits for a smoke run."""
+    if args.smoke:
+        return mnist(args)
+    data = _data.adult(args.data_dir)
+    return _cut(data.train, data.test, 6_000)
+
+
+def _cut(train: Examples, test: Examples, public: int) -> Split:
+    """Treat a random part of the training data as public."""
+    order = np.random.default_rng(0).permutation(len(train[1]))
+    parts = [(train[0][cut], train[1][cut]) for cut in (order[:-public], order[-public:])]
+    return Split(*parts, test)
+
+
+def timed(task: Callable[[], Any]) -> dict[str, Any]:
+    """Return what a task finds, and how many seconds it took."""
+    begin = time.perf_counter()
+    found = task()
+    return {"found": found, "seconds": round(time.perf_counter() - begin, 1)}
+
+
+def measure(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
+    """Run what is not in the record yet, and write each result as soon as it is there."""
+    tasks = {part: {name: partial(timed, f) for name, f in fs.items()} for part, fs in work.items()}
+    _timing.measure_missing(path, tasks)
+
+
+def rounded(values: Any) -> list[Any]:
+    """Return numbers with six digits, which is all that they are good for."""
+    return np.vectorize(lambda x: float(f"{x:.6g}"))(np.asarray(values, np.float64)).tolist()
