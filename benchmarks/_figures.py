@@ -119,3 +119,6 @@ def draw_scaling() -> None:
         axes.spines[["top", "right"]].set_visible(False)
     figure.axes[0].set_ylabel("milliseconds")
     figure.savefig(RESULTS / "scaling.png", dpi=150)
+
+
+FIGURES = (draw_accounting, draw_clipping, draw_smoothing, draw_scaling)

@@ -16,6 +16,13 @@ def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 ACCOUNTANTS = ("optax_lsdp", "PLD, mesh 1e-4", "PLD, mesh 1e-3", "RDP")
 PEERS = {
     "vmap": ("vmap",),

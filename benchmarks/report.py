@@ -1,29 +1,30 @@
-"""Results go in, the tables of README.md come out: `python -m benchmarks.report`.
+"""Results go in, figures, tables and a summary come out: `python -m benchmarks.report`.
 
-Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md belongs to the table NAME.
+Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, and in that of the paper's
+experiments, belongs to the table NAME.
 """
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from benchmarks import _figures
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
+    RESULTS,
     ROOT,
     geometric_mean,
     load,
+    markdown,
     ratios,
     smoothed_vectors,
 )
+from benchmarks.paper import _figures as paper_figures
+from benchmarks.paper import _tables as paper_tables
 
-
-def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a Markdown table."""
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+PAPER = ROOT / "benchmarks" / "paper" / "README.md"
 
 
 def claim() -> str:
@@ -244,9 +245,9 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def fill(text: str) -> str:
+def fill(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
     """Return the text with every table filled in."""
-    for name, table in TABLES.items():
+    for name, table in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, t=table: f"{match[1]}{t()}\n{match[2]}", text)
         if count != 1:
@@ -255,13 +256,13 @@ def fill(text: str) -> str:
 
 
 def main() -> None:
-    """Fill README.md, and draw its figures."""
-    _figures.draw_accounting()
-    _figures.draw_clipping()
-    _figures.draw_smoothing()
-    _figures.draw_scaling()
-    path = ROOT / "README.md"
-    path.write_text(fill(path.read_text(encoding="utf-8")), encoding="utf-8")
+    """Draw all figures, and fill both READMEs and the summary."""
+    for draw in (*_figures.FIGURES, *paper_figures.FIGURES):
+        draw()
+    for path, tables in ((ROOT / "README.md", TABLES), (PAPER, paper_tables.TABLES)):
+        path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
+    numbers = json.dumps(paper_tables.summary(), indent=1)
+    (RESULTS / "summary.json").write_text(numbers + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_mnist_is_read_and_checked(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "script", ["best", "degradation", "step_sizes", "table1", "theory", "when"]
+    "script", ["best", "degradation", "errors", "step_sizes", "table1", "theory", "when"]
 )
 def test_a_smoke_run_of_the_paper_goes_on_where_it_stopped(script, tmp_path, monkeypatch):
     """And the part that was lost comes out the same: seeds decide everything."""

@@ -43,7 +43,7 @@ def search(
     variant: Variant,
     smoothings: tuple[float, ...],
     step_sizes: tuple[float, ...],
-    seeds: int = 3,
+    seeds: int = 2,
 ) -> Any:
     """Return the accuracy of every σ and step size on public examples that were held out."""
     features, labels = data.public

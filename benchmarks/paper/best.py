@@ -13,9 +13,9 @@ from benchmarks._timing import load_record
 from benchmarks.paper import _record
 from benchmarks.paper._search import Variant, best, final, search
 
-SMOOTHINGS = (1.0, 3.0, 10.0, 30.0)
-STEP_SIZES = (2.0, 4.0, 8.0, 16.0, 32.0)
-STEPS = (40, 80, 160)
+SMOOTHINGS = (1.0, 3.0, 10.0)
+STEP_SIZES = (4.0, 8.0, 16.0, 32.0, 64.0)
+STEPS = (80, 160, 320)
 SEEDS = 5
 KINDS = {  # of which the best is trained
     "unsmoothed": lambda row: row["smoothing"] == 0,

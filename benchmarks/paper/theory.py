@@ -15,10 +15,6 @@ from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier, p
 from optax_lsdp.smoothing import ring_beta, ring_gamma
 
 SIZES, SMOOTHINGS = (1000, 10_000, 100_000), (1.0, 2.0, 3.0, 4.0, 5.0)
-PRINTED = {  # the paper's tables, the same for all three sizes
-    "gamma": (0.447, 0.333, 0.277, 0.243, 0.218),
-    "beta": (0.268, 0.185, 0.149, 0.128, 0.114),
-}
 SETTINGS = {  # dataset, batch, steps
     "logistic regression": (60_000, 128, 23_450),
     "MNIST CNN": (60_000, 256, 14_100),

@@ -23,11 +23,16 @@ def by_hand(plan, optimizer, steps, seen=None):
     sampler, data = plan.sampler(run_key), make_data(plan.dataset_size)
     tx, params = plan.optimizer(optimizer, run_key), make_params()
     state, gradient = tx.init(params), plan.clipped_grad(loss)
+
+    @jax.jit
+    def take(params, state, batch, mask):
+        updates, state = tx.update(gradient(params, batch, mask), state, params)
+        return optax.apply_updates(params, updates), state
+
     for step in range(steps):
         indices, mask = sampler.batch(step)
         batch = jax.tree.map(lambda leaf, indices=indices: leaf[indices], data)
-        updates, state = tx.update(gradient(params, batch, jnp.asarray(mask)), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = take(params, state, batch, mask)
         if seen is not None:
             seen.append(params)
     return params

@@ -1,0 +1,228 @@
+"""Figures: the records of the paper's experiments go in, pictures of the paper's axes come out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import optax_lsdp as lsdp
+from benchmarks._results import RESULTS, load
+from benchmarks.paper._tables import EPSILONS, PRINTED, gain, rows_of
+
+COLUMNS = {"published": "as published (not private)", "private": "as private"}
+COLORS = {0.0: "#1d3557", 1.0: "#e09f3e", 2.0: "#9a8c98", 3.0: "#c1121f"}
+
+
+def save(figure: Figure, name: str) -> None:
+    """Write a picture."""
+    figure.savefig(RESULTS / "paper" / f"{name}.png", dpi=150)
+
+
+def tidy(axes: Any) -> None:
+    """Take away what is not needed."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw_degradation() -> None:
+    """Draw Figure 1: DP-SGD's losses by epoch, for falling ε."""
+    record = load("paper/degradation")["columns"]
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    for row, (column, title) in zip(
+        figure.subplots(2, 2, sharex=True), COLUMNS.items(), strict=True
+    ):
+        for axes, part in zip(row, ("training", "validation"), strict=True):
+            runs = record[column]["found"]
+            for index, run in enumerate(runs):
+                losses = run["losses"][part]
+                label = "no noise" if run["epsilon"] is None else f"ε = {run['epsilon']:g}"
+                shade = 0.85 * (1 - index / len(runs))
+                color = (0.76 * (1 - shade) + 0.15 * shade, 0.1, 0.15 + 0.5 * shade)
+                axes.semilogy(range(1, len(losses) + 1), losses, color=color, label=label)
+            axes.set_title(f"{title}: {part} loss", fontsize=10)
+            tidy(axes)
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("epoch (mean of 3 seeds)")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels))
+    save(figure, "degradation")
+
+
+def draw_losses() -> None:
+    """Draw training and validation losses at ε = 0.2 and 0.1 for σ = 0, 1, 3."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    grid = figure.subplots(2, 4, sharex=True)
+    for row, epsilon in zip(grid, (0.2, 0.1), strict=True):
+        panels = [(c, part) for c in COLUMNS for part in ("training", "validation")]
+        for axes, (column, part) in zip(row, panels, strict=True):
+            for smoothing in (0.0, 1.0, 3.0):
+                losses = rows_of(column)[epsilon, smoothing]["losses"][part]
+                axes.semilogy(
+                    range(1, len(losses) + 1),
+                    losses,
+                    color=COLORS[smoothing],
+                    label=f"σ = {smoothing:g}",
+                )
+            axes.set_title(f"{COLUMNS[column]},\n{part} loss, ε = {epsilon:g}", fontsize=9)
+            tidy(axes)
+    for axes in grid[1]:
+        axes.set_xlabel("epoch (mean of 5 seeds)")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
+    save(figure, "losses")
+
+
+def draw_table1() -> None:
+    """Draw accuracy against ε: the paper, its protocol here, in private, and the best."""
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for smoothing, style in ((0.0, ":"), (3.0, "-")):
+        printed = [PRINTED[smoothing][epsilon][0] for epsilon in EPSILONS]
+        axes.plot(
+            EPSILONS, printed, "x" + style, color="#9a8c98", label=f"paper, σ = {smoothing:g}"
+        )
+        for column, color in (("published", "#e09f3e"), ("private", "#2a6f97")):
+            rows = rows_of(column)
+            means = [np.mean(rows[epsilon, smoothing]["test_accuracies"]) for epsilon in EPSILONS]
+            label = f"{COLUMNS[column]}, σ = {smoothing:g}"
+            axes.plot(EPSILONS, means, "o" + style, color=color, label=label, markersize=4)
+    final = load("paper/best")["final"]
+    for kind, style in (("unsmoothed", ":"), ("best", "-")):
+        runs = [final[f"{epsilon} {kind}"]["found"]["test_accuracies"] for epsilon in EPSILONS]
+        label = f"full batches, {'σ = 0' if kind == 'unsmoothed' else 'best σ and layout'}"
+        axes.plot(EPSILONS, np.mean(runs, axis=1), "s" + style, color="#c1121f", label=label)
+    axes.set_xlabel("ε, δ = 1e-5 (claimed, where not private)")
+    axes.set_ylabel("test accuracy, %, mean of 5 seeds")
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    tidy(axes)
+    save(figure, "table1")
+
+
+def draw_step_sizes() -> None:
+    """Draw test accuracy against the step size, at ε = 0.1 and 0.2."""
+    record = load("paper/step_sizes")
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    for row, (column, title) in zip(
+        figure.subplots(2, 2, sharex=True), COLUMNS.items(), strict=True
+    ):
+        for axes, epsilon in zip(row, (0.1, 0.2), strict=True):
+            for smoothing in (0.0, 1.0, 3.0):
+                points = [
+                    (float(size), np.mean(run["test_accuracies"]))
+                    for size, task in record[column].items()
+                    for run in task["found"]
+                    if (run["epsilon"], run["smoothing"]) == (epsilon, smoothing)
+                ]
+                label = f"σ = {smoothing:g}"
+                axes.plot(*zip(*points, strict=True), "o-", color=COLORS[smoothing], label=label)
+            axes.set_title(f"{title}, ε = {epsilon:g}", fontsize=10)
+            tidy(axes)
+        row[0].set_ylabel("test accuracy, %, 3 seeds")
+    for axes in figure.axes[2:]:
+        axes.set_xlabel("a, of the step size a/epoch")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
+    save(figure, "step_sizes")
+
+
+def draw_denoising() -> None:
+    """Draw the paper's illustration: a noisy sine and a noisy product of sines, smoothed."""
+    place = 2 * np.pi * np.arange(1, 101) / 100
+    rng = np.random.default_rng(0)
+    line, plane = np.sin(place), np.outer(np.sin(place), np.sin(place))
+    noisy_line = line + 0.1 * rng.normal(size=100)
+    noisy_plane = plane + 0.2 * rng.normal(size=(100, 100))
+
+    def smooth(v: np.ndarray, smoothing: float, layout: Any = "stored") -> np.ndarray:
+        tx = lsdp.laplacian_smooth(smoothing, layout=layout)
+        return np.asarray(jax.jit(tx.update)(jnp.asarray(v, jnp.float32), tx.init(None))[0])
+
+    on_grid = smooth(noisy_plane, 10.0, lambda path, shape: lsdp.Grid((0, 1)))
+    figure = Figure(figsize=(11.5, 2.7), layout="constrained")
+    first, *rest = figure.subplots(1, 5)
+    first.plot(noisy_line, color="#9a8c98", lw=0.8, label="noisy")
+    first.plot(smooth(noisy_line, 10.0), color="#c1121f", label="σ = 10")
+    first.plot(line, "k:", lw=0.8, label="signal")
+    first.legend(frameon=False, fontsize=7)
+    pictures = {
+        "signal": plane,
+        "noisy": noisy_plane,
+        "row by row, σ = 100": smooth(noisy_plane, 100.0),
+        "on the grid, σ = 10": on_grid,
+    }
+    for axes, (title, picture) in zip(rest, pictures.items(), strict=True):
+        axes.imshow(picture, vmin=-1.2, vmax=1.2, cmap="RdBu")
+        error = np.sqrt(np.mean((picture - plane) ** 2))
+        axes.set_title(f"{title}\nerror {error:.3f}" if error else title, fontsize=9)
+        axes.axis("off")
+    tidy(first)
+    save(figure, "denoising")
+
+
+def draw_when() -> None:
+    """Draw the gain of smoothing with its intervals, by ε."""
+    keys = [key.split(" ", 2) for key in load("paper/when")["final"]]
+    looks = {"inputs": ("o", "#c1121f"), "stored": ("s", "#2a6f97"), "grid": ("^", "#e09f3e")}
+    looks |= {"inputs, whole tree": ("x", "#9a8c98")}
+    figure = Figure(figsize=(9.5, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 2), ("MNIST", "Adult"), strict=True):
+        for shift, (variant, (marker, color)) in enumerate(looks.items()):
+            epsilons = [float(e) for n, e, v in keys if (n, v) == (name, variant)]
+            if not epsilons:
+                continue
+            means, halves = zip(*(gain(name, e, variant) for e in epsilons), strict=True)
+            axes.errorbar(
+                np.array(epsilons) * 1.04**shift,
+                means,
+                halves,
+                fmt=marker + "-",
+                color=color,
+                label=variant,
+                capsize=2,
+                markersize=4,
+            )
+        axes.axhline(0, color="black", lw=0.8)
+        axes.set_xscale("log")
+        axes.set_xlabel(f"ε ({name}, full batches, 60 steps)")
+        tidy(axes)
+    figure.axes[0].set_ylabel("points gained over σ = 0, 95 % of 20 seeds")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=4)
+    save(figure, "when")
+
+
+def draw_errors() -> None:
+    """Draw squared bias and variance against σ, early and late in a run, for each layout."""
+    runs = load("paper/errors")["runs"]
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    colors = {"inputs": "#c1121f", "stored": "#2a6f97", "grid": "#e09f3e"}
+    for axes, (epsilon, task) in zip(figure.subplots(1, 3, sharey=True), runs.items(), strict=True):
+        row = task["found"][len(task["found"]) // 2]
+        for layout, color in colors.items():
+            points = [(float(s), part["bias"], part["variance"]) for s, part in row[layout].items()]
+            smoothings, bias, variance = map(np.array, zip(*points, strict=True))
+            axes.loglog(
+                smoothings, (bias + variance) / row["noise"], "o-", color=color, label=layout
+            )
+            axes.loglog(smoothings, bias / row["noise"], ":", color=color, lw=1)
+        axes.axhline(1, color="black", lw=0.8)
+        axes.set_ylim(1e-3, 30)
+        axes.set_xlabel(f"σ (ε = {epsilon}, step {row['step'] + 1})")
+        tidy(axes)
+    figure.axes[0].set_ylabel("squared error / that at σ = 0\n(dotted: its bias)")
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
+    save(figure, "errors")
+
+
+FIGURES = (
+    draw_errors,
+    draw_degradation,
+    draw_losses,
+    draw_table1,
+    draw_step_sizes,
+    draw_denoising,
+    draw_when,
+)

@@ -1,0 +1,100 @@
+"""Bias and variance of the smoothed gradient along a private run, against the true gradient.
+
+The true gradient g is the mean of all clipped gradients. Smoothing the noisy one gives A⁻¹(g + n):
+its bias is A⁻¹g − g, and its variance E‖A⁻¹n‖², which is β times that of the noise.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_lsdp as lsdp
+from benchmarks.paper import _record
+from benchmarks.paper._regression import loss
+from benchmarks.paper._search import noise
+from optax_lsdp.smoothing import Grid, grid_beta, ring_beta
+
+SMOOTHINGS = (0.3, 1.0, 3.0, 10.0, 30.0)
+STEPS, STEP_SIZE, LOOKS = 80, 16.0, 9
+
+
+def layouts(side: int, classes: int) -> dict[str, Any]:
+    """Return the layouts of a kernel of images, and what each leaves of the energy of noise."""
+    size = side * side * classes
+    return {
+        "inputs": ("inputs", lambda s: ring_beta(s, size)),
+        "stored": ("stored", lambda s: ring_beta(s, size)),
+        "grid": (
+            lambda path, shape: Grid((0, 1), (side, side, classes)),
+            lambda s: grid_beta(s, (side, side)),
+        ),
+    }
+
+
+def errors(data: _record.Split, epsilon: float, steps: int) -> Any:
+    """Train with DP-SGD, and split the error of every σ and layout at some of its steps."""
+    features, labels = data.private
+    size, width, classes = len(labels), features.shape[1], data.classes
+    batch = jnp.asarray(features), jnp.asarray(labels)
+    multiplier = noise(epsilon, steps)
+    deviation = multiplier / size  # of each entry of the mean, for a clip norm of 1
+    rate = optax.linear_schedule(STEP_SIZE, 0.0, steps)
+    optimizer = lsdp.privatize(
+        optax.sgd(rate),
+        clip_norm=1.0,
+        noise_multiplier=multiplier,
+        expected_batch_size=size,
+        key=jax.random.key(0),
+    )
+    gradient = lsdp.clipped_grad(loss, clip_norm=1.0)
+    exact = lsdp.clip_per_example(1.0)
+
+    @jax.jit
+    def step(params: Any, state: Any) -> Any:
+        total = gradient(params, batch)
+        updates, state = optimizer.update(total, state, params)
+        mean, _ = exact.update(total, exact.init(params), params)
+        return optax.apply_updates(params, updates), state, mean["kernel"] / size
+
+    params = {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}
+    state = optimizer.init(params)
+    looked_at = set(np.linspace(0, steps - 1, LOOKS).round().astype(int).tolist())
+    found = []
+    for number in range(steps):
+        params, state, mean = step(params, state)
+        if number in looked_at:
+            rows = _split(np.asarray(mean), deviation, layouts(round(width**0.5), classes))
+            found.append({"step": number, **rows})
+    return found
+
+
+def _split(mean: np.ndarray, deviation: float, layouts: dict[str, Any]) -> dict[str, Any]:
+    """Return squared bias and variance of every layout and σ, and what there is without."""
+    energy = mean.size * deviation**2
+    rows: dict[str, Any] = {"signal": float(np.sum(mean**2)), "noise": energy}
+    for name, (layout, beta) in layouts.items():
+        rows[name] = {}
+        for smoothing in SMOOTHINGS:
+            tx = lsdp.laplacian_smooth(smoothing, layout=layout)
+            smoothed, _ = tx.update(jnp.asarray(mean), tx.init(None))
+            bias = float(np.sum((np.asarray(smoothed) - mean) ** 2))
+            rows[name][str(smoothing)] = {"bias": bias, "variance": float(beta(smoothing)) * energy}
+    return rows
+
+
+def main() -> None:
+    """Compute what is not in the record yet."""
+    args = _record.arguments(__doc__, "errors")
+    data = _record.mnist(args)
+    steps = 10 if args.smoke else STEPS
+    epsilons = (0.1,) if args.smoke else (0.1, 0.3, 1.0)
+    work = {str(epsilon): partial(errors, data, epsilon, steps) for epsilon in epsilons}
+    _record.measure(args.output, {"runs": work})
+
+
+if __name__ == "__main__":
+    main()
