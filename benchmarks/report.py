@@ -21,8 +21,8 @@ from benchmarks._results import (
     ratios,
     smoothed_vectors,
 )
-from benchmarks.paper import _figures as paper_figures
-from benchmarks.paper import _tables as paper_tables
+from benchmarks.paper import _report
+from benchmarks.paper._tables import summary
 
 PAPER = ROOT / "benchmarks" / "paper" / "README.md"
 
@@ -257,11 +257,11 @@ def fill(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
 
 def main() -> None:
     """Draw all figures, and fill both READMEs and the summary."""
-    for draw in (*_figures.FIGURES, *paper_figures.FIGURES):
+    for draw in (*_figures.FIGURES, _report.draw):
         draw()
-    for path, tables in ((ROOT / "README.md", TABLES), (PAPER, paper_tables.TABLES)):
+    for path, tables in ((ROOT / "README.md", TABLES), (PAPER, _report.parts())):
         path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    numbers = json.dumps(paper_tables.summary(), indent=1)
+    numbers = json.dumps(summary(), indent=1)
     (RESULTS / "summary.json").write_text(numbers + "\n", encoding="utf-8")
 
 

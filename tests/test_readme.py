@@ -1,5 +1,6 @@
 """README: every block of code runs as printed, and every number comes from a results file."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import jax
 import pytest
 
 from benchmarks import report
+from benchmarks._results import RESULTS
+from benchmarks.paper import _report
+from benchmarks.paper._tables import summary
 
 README = Path(__file__).parents[1] / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
@@ -31,3 +35,10 @@ def test_every_block_runs_as_printed(tmp_path, monkeypatch):
 def test_the_numbers_are_those_of_the_results():
     text = README.read_text()
     assert report.fill(text) == text, "run `python -m benchmarks.report`"
+
+
+def test_the_numbers_of_the_paper_are_those_of_the_results():
+    text = report.PAPER.read_text()
+    assert report.fill(text, _report.parts()) == text, "run `python -m benchmarks.report`"
+    numbers = json.loads((RESULTS / "summary.json").read_text())
+    assert numbers == summary(), "run `python -m benchmarks.report`"

@@ -217,12 +217,12 @@ def draw_errors() -> None:
     save(figure, "errors")
 
 
-FIGURES = (
-    draw_errors,
-    draw_degradation,
-    draw_losses,
-    draw_table1,
-    draw_step_sizes,
-    draw_denoising,
-    draw_when,
-)
+FIGURES = {  # by name: the records that are drawn, what draws them, and what is seen
+    "table1": (("table1", "best"), draw_table1, "Accuracy against ε"),
+    "losses": (("table1",), draw_losses, "Losses at ε = 0.2 and 0.1"),
+    "degradation": (("degradation",), draw_degradation, "Losses of DP-SGD by ε"),
+    "step_sizes": (("step_sizes",), draw_step_sizes, "Accuracy against the step size"),
+    "when": (("when",), draw_when, "Gain of smoothing"),
+    "errors": (("errors",), draw_errors, "Squared error of the smoothed gradient"),
+    "denoising": ((), draw_denoising, "A noisy sine, and a noisy product of sines"),
+}

@@ -46,7 +46,7 @@ class Protocol:
         scope: as in `laplacian_smooth`.
         is_private: whether each example is clipped and batches are Poisson; else each tensor of the
             batch's gradient is clipped, and batches are shuffled, as in the authors' code.
-        points: how often, evenly spread, the model is looked at.
+        points: how often, evenly spread, the model is looked at; once an epoch if not private.
     """
 
     steps: int
@@ -139,9 +139,14 @@ def _advance(
     factor = RATES[protocol.rate](protocol.steps, epoch)
     gradient = (_clipped if protocol.is_private else _published)(protocol, data)
 
-    def step(key: jax.Array, setting: Settings, state: Any, step: jax.Array) -> Any:
+    def shuffle(key: jax.Array) -> jax.Array:  # once an epoch, which is as long as a call
+        return jax.random.permutation(jax.random.fold_in(key, begin // epoch), size)
+
+    orders = None if protocol.is_private else jax.vmap(shuffle)(keys)
+
+    def step(key: jax.Array, order: Any, setting: Settings, state: Any, step: jax.Array) -> Any:
         params, velocity = state
-        total = gradient(key, step, params)
+        total = gradient(key, order, step, params)
         noise = lsdp.add_gaussian_noise(
             lambda step: setting.noise_multiplier * protocol.clip_norm, key=key
         )
@@ -160,9 +165,11 @@ def _advance(
         )
         return jax.tree.map(lambda p, v: p - rate * v, params, velocity), velocity
 
-    several = jax.vmap(jax.vmap(step, (None, 0, 0, None)), (0, None, 0, None))
+    several = jax.vmap(jax.vmap(step, (None, None, 0, 0, None)), (0, 0, None, 0, None))
     steps = jnp.arange(count) + begin
-    state, _ = jax.lax.scan(lambda s, t: (several(keys, settings, s, t), None), state, steps)
+    state, _ = jax.lax.scan(
+        lambda s, t: (several(keys, orders, settings, s, t), None), state, steps
+    )
     return state
 
 
@@ -175,7 +182,7 @@ def _clipped(protocol: Protocol, data: Examples) -> Callable[..., Any]:
     def clipped(params: Any, *batch: Any) -> Any:
         return link.update(marked(params, *batch), link.init(params), params)[0]
 
-    def gradient(key: jax.Array, step: jax.Array, params: Any) -> Any:
+    def gradient(key: jax.Array, order: Any, step: jax.Array, params: Any) -> Any:
         if protocol.batch == size:
             return clipped(params, data)
         key = jax.random.fold_in(key, 1)
@@ -198,10 +205,8 @@ def _published(protocol: Protocol, data: Examples) -> Callable[..., Any]:
         norm = jnp.linalg.norm(tensor)
         return protocol.batch * tensor / jnp.maximum(1, norm / protocol.clip_norm)
 
-    def gradient(key: jax.Array, step: jax.Array, params: Any) -> Any:
-        epoch = size // protocol.batch
-        order = jax.random.permutation(jax.random.fold_in(key, step // epoch), size)
-        place = (step % epoch) * protocol.batch
+    def gradient(key: jax.Array, order: jax.Array, step: jax.Array, params: Any) -> Any:
+        place = (step % (size // protocol.batch)) * protocol.batch
         chosen = jax.lax.dynamic_slice(order, (place,), (protocol.batch,))
         batch = jax.tree.map(lambda x: x[chosen], data)
         return jax.tree.map(clip, jax.grad(mean_loss)(params, batch))
