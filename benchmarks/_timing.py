@@ -73,11 +73,14 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
     """Run what is not in the record yet, and write each result as soon as it is there."""
     record = load_record(path)
-    tasks = [(part, name, run) for part, runs in work.items() for name, run in runs.items()]
-    for part, name, run in tqdm(tasks, desc=path.stem):
-        if name not in record.setdefault(part, {}):
-            record[part][name] = run()
-            write(path, record)
+    for part, runs in work.items():
+        known = record.setdefault(part, {})
+        for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):
+            if name not in known:
+                known[name] = run()
+                write(path, {**record, "is_whole": False})
+    if not record.get("is_whole"):
+        write(path, {**record, "is_whole": True})
 
 
 def load_record(path: Path) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def draw_denoising() -> None:
         return np.asarray(jax.jit(tx.update)(jnp.asarray(v, jnp.float32), tx.init(None))[0])
 
     on_grid = smooth(noisy_plane, 10.0, lambda path, shape: lsdp.Grid((0, 1)))
-    figure = Figure(figsize=(11.5, 2.7), layout="constrained")
+    figure = Figure(figsize=(11.5, 3.2), layout="constrained")
     first, *rest = figure.subplots(1, 5)
     first.plot(noisy_line, color="#9a8c98", lw=0.8, label="noisy")
     first.plot(smooth(noisy_line, 10.0), color="#c1121f", label="σ = 10")
@@ -194,24 +194,25 @@ def draw_when() -> None:
 
 
 def draw_errors() -> None:
-    """Draw squared bias and variance against σ, early and late in a run, for each layout."""
-    runs = load("paper/errors")["runs"]
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    colors = {"inputs": "#c1121f", "stored": "#2a6f97", "grid": "#e09f3e"}
-    for axes, (epsilon, task) in zip(figure.subplots(1, 3, sharey=True), runs.items(), strict=True):
-        row = task["found"][len(task["found"]) // 2]
-        for layout, color in colors.items():
-            points = [(float(s), part["bias"], part["variance"]) for s, part in row[layout].items()]
-            smoothings, bias, variance = map(np.array, zip(*points, strict=True))
-            axes.loglog(
-                smoothings, (bias + variance) / row["noise"], "o-", color=color, label=layout
-            )
-            axes.loglog(smoothings, bias / row["noise"], ":", color=color, lw=1)
-        axes.axhline(1, color="black", lw=0.8)
-        axes.set_ylim(1e-3, 30)
-        axes.set_xlabel(f"σ (ε = {epsilon}, step {row['step'] + 1})")
+    """Draw what smoothing loses of the signal against what it leaves of the noise."""
+    rows = load("paper/errors")["runs"]["0.1"]["found"]
+    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    looks = {"inputs": ("o", "#c1121f"), "stored": ("s", "#2a6f97"), "grid": ("^", "#e09f3e")}
+    chosen = (rows[0], rows[len(rows) // 2])
+    for axes, row in zip(figure.subplots(1, 2, sharey=True), chosen, strict=True):
+        for layout, (marker, color) in looks.items():
+            points = [
+                (part["variance"] / row["noise"], part["bias"] / row["signal"])
+                for part in row[layout].values()
+            ]
+            axes.plot(*zip(*points, strict=True), marker + "-", color=color, label=layout)
+        axes.set_xscale("log")
+        axes.set_xlabel(
+            f"share of the noise that is left, σ = 0.3 to 30\n(ε = 0.1, step {row['step'] + 1}, "
+            f"signal / noise = {row['signal'] / row['noise']:.2g})"
+        )
         tidy(axes)
-    figure.axes[0].set_ylabel("squared error / that at σ = 0\n(dotted: its bias)")
+    figure.axes[0].set_ylabel("share of the signal that is lost")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
     save(figure, "errors")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from benchmarks._results import RESULTS
+from benchmarks._timing import load_record
 from benchmarks.paper._figures import FIGURES
 from benchmarks.paper._tables import TABLES
 
@@ -11,8 +12,9 @@ NOT_RUN = "*Not run yet.*"
 
 
 def are_run(records: Iterable[str]) -> bool:
-    """Tell whether all records are there and whole: each part has its last task."""
-    return all((RESULTS / "paper" / f"{name}.json").exists() for name in records)
+    """Tell whether all records are there and whole."""
+    paths = [RESULTS / "paper" / f"{name}.json" for name in records]
+    return all(load_record(path).get("is_whole") for path in paths)
 
 
 def parts() -> dict[str, Callable[[], str]]:
