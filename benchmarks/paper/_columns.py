@@ -15,7 +15,7 @@ import numpy as np
 
 from benchmarks.paper import _record
 from benchmarks.paper._regression import Protocol, Settings, train
-from optax_lsdp.accounting import calibrate_noise_multiplier, paper_noise
+from optax_lsdp.accounting import PaperNoise, calibrate_noise_multiplier, paper_noise
 
 BATCH, EPOCHS = 128, 50
 COLUMNS = ("published", "private")
@@ -32,16 +32,20 @@ def noise(column: str, data: _record.Split, epsilon: float, epochs: int) -> tupl
         return steps, calibrate_noise_multiplier(
             epsilon=epsilon, delta=_record.DELTA, steps=steps, sampling_rate=BATCH / size
         )
-    theorem = paper_noise(
+    return steps, theorem_noise(epsilon, size, BATCH, steps).noise_multiplier / math.sqrt(5)
+
+
+def theorem_noise(epsilon: float, size: int, batch: int, steps: int) -> PaperNoise:
+    """Return what the paper's Theorem 1 says, whether its conditions hold or not."""
+    return paper_noise(
         epsilon=epsilon,
         delta=_record.DELTA,
         dataset_size=size,
-        batch_size=BATCH,
+        batch_size=batch,
         steps=steps,
         lipschitz=1.0,
         number_alone=True,
     )
-    return steps, theorem.noise_multiplier / math.sqrt(5)
 
 
 def column(
@@ -72,7 +76,7 @@ def column(
         examples,
         {"training": _some(data.private), "validation": data.public, "test": data.test},
         Settings([z for _, z in found], [s for _, s in grid], [step_size] * len(grid)),
-        seeds,
+        range(seeds),
     )
     return [
         {

@@ -10,8 +10,9 @@ import numpy as np
 
 import optax_lsdp as lsdp
 from benchmarks.paper import _record
+from benchmarks.paper._columns import theorem_noise
 from benchmarks.paper._regression import loss
-from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier, paper_noise
+from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
 from optax_lsdp.smoothing import ring_beta, ring_gamma
 
 SIZES, SMOOTHINGS = (1000, 10_000, 100_000), (1.0, 2.0, 3.0, 4.0, 5.0)
@@ -33,15 +34,7 @@ def constants() -> Any:
 def noise(epsilon: float) -> Any:
     """Compare Theorem 1's noise for Table 1 with what its ε takes, and say what it is worth."""
     size, batch, steps = SETTINGS["logistic regression"]
-    theorem = paper_noise(
-        epsilon=epsilon,
-        delta=_record.DELTA,
-        dataset_size=size,
-        batch_size=batch,
-        steps=steps,
-        lipschitz=1.0,
-        number_alone=True,
-    )
+    theorem = theorem_noise(epsilon, size, batch, steps)
     tight = calibrate_noise_multiplier(
         epsilon=epsilon, delta=_record.DELTA, steps=steps, sampling_rate=batch / size
     )
@@ -58,18 +51,9 @@ def noise(epsilon: float) -> Any:
 
 def holds_from(name: str) -> Any:
     """Return the smallest ε at which both conditions of Theorem 1 hold."""
-    size, batch, steps = SETTINGS[name]
 
     def holds(epsilon: float) -> bool:
-        return paper_noise(
-            epsilon=epsilon,
-            delta=_record.DELTA,
-            dataset_size=size,
-            batch_size=batch,
-            steps=steps,
-            lipschitz=1.0,
-            number_alone=True,
-        ).holds
+        return theorem_noise(epsilon, *SETTINGS[name]).holds
 
     low, high = 0.1, 0.1
     while not holds(high):

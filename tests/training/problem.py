@@ -13,14 +13,20 @@ import optax
 import optax_lsdp as lsdp
 from optax_lsdp import training
 
-PLAN = lsdp.PrivacyPlan(
-    dataset_size=400,
-    expected_batch_size=40,
-    steps=60,
-    noise_multiplier=1.0,
-    delta=1e-5,
-    smoothing=0.5,
-)
+
+def make_plan(**changes):
+    """Return a plan with what a test does not care about filled in."""
+    chosen = {
+        "dataset_size": 400,
+        "expected_batch_size": 40,
+        "steps": 60,
+        "noise_multiplier": 1.0,
+        "delta": 1e-5,
+    }
+    return lsdp.PrivacyPlan(**{**chosen, **changes})
+
+
+PLAN = make_plan(smoothing=0.5)
 
 
 def make_data(size=400):
@@ -55,6 +61,14 @@ def fit(plan=PLAN, data=None, **options):
 def bits(tree):
     """Return all numbers of a tree, to be compared to the bit."""
     return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
+
+
+def assert_as_if_alone(folder, **options):
+    """Finish the run in a folder, and hold it to one that was never interrupted, to the bit."""
+    done = fit(folder=folder, **options)
+    alone = fit(folder=folder / "alone", **options)
+    assert done.stopped == "done"
+    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import optax_lsdp as lsdp
 from optax_lsdp.training import _run
 from optax_lsdp.training._data import Examples
 from tests.smoothing.test_sharded import moved
-from tests.training.problem import PLAN, bits, fit, make_params
+from tests.training.problem import PLAN, bits, fit, make_params, make_plan
 from tests.training.test_faults import fall
 
 ROOT = Path(__file__).parents[2]
@@ -55,9 +55,7 @@ def test_eight_devices_train_what_one_trains(kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 def test_noise_is_the_same_to_the_bit_on_any_mesh(kind):
     """Gradients are zero: all that happens is noise."""
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=3, noise_multiplier=1.0, delta=1e-5
-    )
+    plan = make_plan(steps=3)
 
     def nothing(params, example):
         return 0 * params["kernel"].sum() * example["x"].sum()
@@ -145,9 +143,7 @@ def convolution(kernel, image):
 
 
 def test_data_parallel_steps_reduce_gradients_and_move_nothing_else():
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=3, noise_multiplier=1.0, delta=1e-5
-    )
+    plan = make_plan(steps=3)
     mesh = make_mesh(AxisType.Auto)
     data = np.ones((400, 32, 32, 8), np.float32)
     run = _run.Run(plan, Examples(data), optax.sgd(0.1), None, None, None, mesh)

@@ -16,7 +16,7 @@ import pytest
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training import _folder, _journal
-from tests.training.problem import PLAN, bits, fit, make_data
+from tests.training.problem import PLAN, assert_as_if_alone, bits, fit, make_data, make_plan
 from tests.training.test_fit import Source
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +85,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(tmp_path):
 
     stopped = fit(folder=tmp_path, callbacks=[terminate])
     assert stopped.stopped == "signal" and stopped.steps == 11
-    done = fit(folder=tmp_path)
-    alone = fit(folder=tmp_path / "alone")
-    assert done.stopped == "done" and bits(done.params) == bits(alone.params)
-    assert done.ledger == alone.ledger
+    assert_as_if_alone(tmp_path)
 
 
 def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
@@ -99,8 +96,7 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fit(folder=tmp_path, callbacks=[interrupt])
     assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "0001-000000011"
-    done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+    assert_as_if_alone(tmp_path)
 
 
 def test_a_step_that_fails_halfway_is_not_saved(tmp_path, monkeypatch):
@@ -116,8 +112,7 @@ def test_a_step_that_fails_halfway_is_not_saved(tmp_path, monkeypatch):
         patch.setattr(training._run.Run, "_count", fail)
         fit(folder=tmp_path, save_every=4)
     assert sorted(path.stem for path in tmp_path.glob("[0-9]*.json"))[-1] == "0001-000000008"
-    done, alone = fit(folder=tmp_path), fit(folder=tmp_path / "alone")
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+    assert_as_if_alone(tmp_path)
 
 
 def test_steps_that_are_taken_again_on_other_data_have_other_noise_and_count_twice(tmp_path):
@@ -195,9 +190,7 @@ def test_a_corrupt_checkpoint_is_passed_over(tmp_path):
     content[len(content) // 2] ^= 1
     victim.write_bytes(bytes(content))
     with pytest.warns(UserWarning, match="cannot be read"):
-        done = fit(folder=tmp_path)
-    alone = fit(folder=tmp_path / "alone")
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+        assert_as_if_alone(tmp_path)
 
 
 def test_without_any_checkpoint_that_can_be_read_the_run_does_not_start_anew(tmp_path):
@@ -241,9 +234,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
 
 def test_a_folder_of_another_plan_is_refused(tmp_path):
     fall(tmp_path, step=9)
-    other = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=60, noise_multiplier=2.0, delta=1e-5
-    )
+    other = make_plan(noise_multiplier=2.0)
     with pytest.raises(ValueError, match="`plan` must be the one of the run"):
         fit(other, folder=tmp_path)
 
@@ -275,9 +266,7 @@ def raising(example):
 def test_a_broken_example_is_named_and_the_run_goes_on(fault, message, tmp_path):
     with pytest.raises(training.DataError, match=message):
         fit(folder=tmp_path, data=Faulty(make_data(), fault))
-    done = fit(folder=tmp_path, data=Source(make_data()))
-    alone = fit(folder=tmp_path / "alone", data=Source(make_data()))
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+    assert_as_if_alone(tmp_path, data=Source(make_data()))
 
 
 def test_bad_input_is_told(tmp_path):

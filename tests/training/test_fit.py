@@ -12,7 +12,7 @@ import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training._batches import Batches
 from optax_lsdp.training._data import Examples
-from tests.training.problem import PLAN, bits, fit, loss, make_data, make_params
+from tests.training.problem import PLAN, bits, fit, loss, make_data, make_params, make_plan
 
 KEY = jax.random.key(5)
 
@@ -142,15 +142,7 @@ def test_a_smoothing_transform_may_be_given():
 
 def test_schedules_of_clip_norms_and_noise_are_followed():
     pieces = lsdp.Piecewise((0, 10), (1.0, 0.5))
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400,
-        expected_batch_size=40,
-        steps=20,
-        noise_multiplier=1.0,
-        delta=1e-5,
-        noise_schedule=pieces,
-        clip_norm=pieces,
-    )
+    plan = make_plan(steps=20, noise_schedule=pieces, clip_norm=pieces)
     done = fit(plan)
     assert [run.noise_multiplier for run in done.ledger.runs] == [1.0, 0.5]
     assert [run.steps for run in done.ledger.runs] == [10, 10]

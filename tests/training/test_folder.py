@@ -12,10 +12,9 @@ import numpy as np
 import optax
 import pytest
 
-import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training import _journal
-from tests.training.problem import PLAN, bits, fit, make_data
+from tests.training.problem import PLAN, assert_as_if_alone, fit, make_data, make_plan
 from tests.training.test_faults import ROOT, fall
 from tests.training.test_fit import Source
 
@@ -60,14 +59,7 @@ def test_a_damaged_line_is_told(damage, tmp_path):
 
 
 def test_steps_of_every_era_count_whichever_checkpoint_can_be_read(tmp_path):
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400,
-        expected_batch_size=40,
-        steps=60,
-        noise_multiplier=1.0,
-        delta=1e-5,
-        epsilon=50.0,
-    )
+    plan = make_plan(epsilon=50.0)
     fall(tmp_path, step=30, plan=plan)  # saved at 28
     newest = tmp_path / "checkpoints" / names(tmp_path)[-1]
     newest.rename(tmp_path / "away")
@@ -90,9 +82,7 @@ def test_a_manifest_that_was_changed_is_passed_over(field, tmp_path):
     manifest[field] = 3 if field == "step" else {}
     path.write_text(json.dumps(manifest))
     with pytest.warns(UserWarning, match="cannot be read"):
-        done = fit(folder=tmp_path)
-    alone = fit(folder=tmp_path / "alone")
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+        assert_as_if_alone(tmp_path)
 
 
 def test_files_of_another_checkpoint_are_told_from_its_own(tmp_path):
@@ -101,9 +91,7 @@ def test_files_of_another_checkpoint_are_told_from_its_own(tmp_path):
     shutil.rmtree(newer)
     shutil.copytree(older, newer)
     with pytest.warns(UserWarning, match="its files are not those that were written"):
-        done = fit(folder=tmp_path)
-    alone = fit(folder=tmp_path / "alone")
-    assert bits(done.params) == bits(alone.params) and done.ledger == alone.ledger
+        assert_as_if_alone(tmp_path)
 
 
 def test_a_damaged_checkpoint_is_written_again_and_strays_are_left_alone(tmp_path):
@@ -192,9 +180,7 @@ def test_a_renewal_does_not_go_beyond_the_budget(tmp_path, monkeypatch):
 def test_what_sources_gave_is_on_the_disk_before_a_step_is_seen(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(_journal.os, "fsync", lambda number: synced.append(number))
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=10, noise_multiplier=1.0, delta=1e-5
-    )
+    plan = make_plan(steps=10)
     fit(plan, make_data(), folder=tmp_path / "arrays", save_every=100)
     arrays = len(synced)
     fit(plan, Source(make_data()), folder=tmp_path / "source", save_every=100)

@@ -8,12 +8,19 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp import training
-from tests.training.problem import PLAN, bits, fit, loss, make_data, make_params
+from tests.training.problem import (
+    PLAN,
+    assert_as_if_alone,
+    bits,
+    fit,
+    loss,
+    make_data,
+    make_params,
+    make_plan,
+)
 
 DATA = make_data()
-SHORT = lsdp.PrivacyPlan(
-    dataset_size=400, expected_batch_size=40, steps=5, noise_multiplier=1.0, delta=1e-5
-)
+SHORT = make_plan(steps=5)
 
 
 def test_a_list_of_examples_is_a_source():
@@ -89,9 +96,7 @@ def counted():
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
 def test_states_of_any_kind_are_kept(optimizer, tmp_path):
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=6, noise_multiplier=1.0, delta=1e-5
-    )
+    plan = make_plan(steps=6)
 
     def stop(report):
         if report.step == 3:
@@ -99,9 +104,7 @@ def test_states_of_any_kind_are_kept(optimizer, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fit(plan, folder=tmp_path, optimizer=optimizer, callbacks=[stop])
-    done = fit(plan, folder=tmp_path, optimizer=optimizer)
-    alone = fit(plan, folder=tmp_path / "alone", optimizer=optimizer)
-    assert bits(done.params) == bits(alone.params)
+    assert_as_if_alone(tmp_path, plan=plan, optimizer=optimizer)
 
 
 def test_an_average_of_half_precision_does_not_stand_still():
@@ -122,15 +125,7 @@ def test_an_average_of_half_precision_does_not_stand_still():
 
 
 def test_shuffled_runs_take_all_their_steps():
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400,
-        expected_batch_size=40,
-        steps=25,
-        noise_multiplier=4.0,
-        delta=1e-5,
-        sampling="shuffled",
-        neighbouring="zero_out",
-    )
+    plan = make_plan(steps=25, noise_multiplier=4.0, sampling="shuffled", neighbouring="zero_out")
     done = fit(plan)
     assert (done.stopped, done.steps) == ("done", 25)
     assert plan.spent(done.ledger) == pytest.approx(plan.epsilon)
@@ -152,9 +147,7 @@ def test_the_bar_ends_with_what_was_spent(capsys):
 
 
 def test_only_a_few_chunks_are_in_memory():
-    plan = lsdp.PrivacyPlan(
-        dataset_size=400, expected_batch_size=320, steps=3, noise_multiplier=1.0, delta=1e-5
-    )
+    plan = make_plan(expected_batch_size=320, steps=3)
     data = {"x": np.ones((400, 64), np.float32), "y": np.zeros(400, np.int32)}
     most = []
 
