@@ -30,6 +30,11 @@ class Split(NamedTuple):
         """How many labels there are, which is public."""
         return int(self.test[1].max()) + 1
 
+    def centred(self) -> "Split":
+        """Subtract the mean of the public features: the same model, which starts nearer."""
+        mean = self.public[0].mean(axis=0)
+        return Split(*((features - mean, labels) for features, labels in self))
+
 
 def arguments(description: str | None, name: str) -> argparse.Namespace:
     """Parse the options that all experiments share."""

@@ -6,7 +6,7 @@ own parts; published ones do what the authors' code does, and are not differenti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -88,16 +88,16 @@ def train(
     data: Examples,
     looked_at: dict[str, Examples],
     settings: Settings,
-    seeds: int,
+    seeds: Sequence[int],
     classes: int = 10,
 ) -> Curves:
     """Train all settings for all seeds, and look at each model on other examples."""
     width = data[0].shape[1]
     first = {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}
-    shape = (seeds, len(settings.step_size))
+    shape = (len(seeds), len(settings.step_size))
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)) + 0, first)
     state = params, jax.tree.map(jnp.zeros_like, params)
-    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))  # known to all, as a real run's must not be
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds))  # known to all, as a real run's must not be
     settings = Settings(*(jnp.asarray(x, jnp.float32) for x in settings))
     data, looked_at = jax.tree.map(jnp.asarray, (data, looked_at))
     ends = np.linspace(0, protocol.steps, protocol.points + 1).round().astype(int)

@@ -1,7 +1,8 @@
 """Search: settings are compared on public examples, and what is chosen is trained on private ones.
 
-All examples are in every batch, and the step size falls linearly to zero. The public examples get
-the noise that the mean over all private ones will have.
+All examples are in every batch, and the step size falls linearly to zero. The public mean is
+subtracted from all features. Public examples get the noise that the mean over all private ones will
+have, and each fifth of them judges what the others have taught.
 """
 
 from itertools import product
@@ -13,7 +14,7 @@ from benchmarks.paper import _record
 from benchmarks.paper._regression import Protocol, Settings, train
 from optax_lsdp.accounting import calibrate_noise_multiplier
 
-HELD_OUT = 0.2  # of the public examples, on which settings are compared
+FOLDS = 5
 
 
 class Variant(NamedTuple):
@@ -43,25 +44,29 @@ def search(
     variant: Variant,
     smoothings: tuple[float, ...],
     step_sizes: tuple[float, ...],
-    seeds: int = 2,
 ) -> Any:
-    """Return the accuracy of every σ and step size on public examples that were held out."""
-    features, labels = data.public
-    cut = int(len(labels) * (1 - HELD_OUT))
+    """Return the accuracy of every σ and step size on public examples, cross-validated."""
+    features, labels = data.centred().public
     grid = np.array(list(product(smoothings, step_sizes)))
-    scaled = noise(epsilon, variant.steps) * cut / len(data.private[1])
-    curves = train(
-        variant.protocol(cut),
-        (features[:cut], labels[:cut]),
-        {"held out": (features[cut:], labels[cut:])},
-        Settings(np.full(len(grid), scaled), grid[:, 0], grid[:, 1]),
-        seeds,
-        classes=data.classes,
-    )
-    accuracies = 100 * curves.accuracies["held out"][..., -1].mean(axis=0)
+    accuracies = []
+    for fold in range(FOLDS):
+        held_out = np.arange(len(labels)) % FOLDS == fold
+        size = int((~held_out).sum())
+        scaled = noise(epsilon, variant.steps) * size / len(data.private[1])
+        curves = train(
+            variant.protocol(size),
+            (features[~held_out], labels[~held_out]),
+            {"held out": (features[held_out], labels[held_out])},
+            Settings(np.full(len(grid), scaled), grid[:, 0], grid[:, 1]),
+            [fold],
+            classes=data.classes,
+        )
+        accuracies.append(100 * curves.accuracies["held out"][0, :, -1])
     return [
         {**variant._asdict(), "smoothing": s, "step_size": r, "accuracy": a}
-        for (s, r), a in zip(grid.tolist(), _record.rounded(accuracies), strict=True)
+        for (s, r), a in zip(
+            grid.tolist(), _record.rounded(np.mean(accuracies, axis=0)), strict=True
+        )
     ]
 
 
@@ -74,12 +79,13 @@ def final(data: _record.Split, epsilon: float, chosen: dict[str, Any], seeds: in
     """Train what was chosen on private examples, and return its accuracies on the test set."""
     variant = Variant(chosen["steps"], chosen["layout"], chosen["scope"])
     multiplier = noise(epsilon, variant.steps)
+    centred = data.centred()
     curves = train(
         variant.protocol(len(data.private[1])),
-        data.private,
-        {"test": data.test},
+        centred.private,
+        {"test": centred.test},
         Settings([multiplier], [chosen["smoothing"]], [chosen["step_size"]]),
-        seeds,
+        range(seeds),
         classes=data.classes,
     )
     accuracies = _record.rounded(100 * curves.accuracies["test"][:, 0, -1])

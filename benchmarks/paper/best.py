@@ -13,7 +13,7 @@ from benchmarks._timing import load_record
 from benchmarks.paper import _record
 from benchmarks.paper._search import Variant, best, final, search
 
-SMOOTHINGS = (1.0, 3.0, 10.0)
+SMOOTHINGS = (3.0, 10.0)
 STEP_SIZES = (4.0, 8.0, 16.0, 32.0, 64.0)
 STEPS = (80, 160, 320)
 SEEDS = 5
