@@ -2,16 +2,20 @@
 
 import gzip
 import hashlib
+import io
 import os
+import tarfile
 import urllib.request
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from PIL import Image
 
 HOMES = {
     "mnist": "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "adult": "https://archive.ics.uci.edu/ml/machine-learning-databases/adult/",
+    "cifar10": "https://www.cs.toronto.edu/~kriz/",
 }
 MNIST_FILES = {  # and their MD5
     "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
@@ -19,6 +23,9 @@ MNIST_FILES = {  # and their MD5
     "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
 }
+CIFAR10_FILE = ("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530")
+CIFAR10_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+CIFAR10_CONTENT = "a13ba352d84d7bad5539143bee5695a2"  # MD5 of all pixels, then all labels
 ADULT_FILES = {
     "adult.data": "5d7c39d7b8804f071cdd1f2a7c460872",
     "adult.test": "35238206dfdf7f1fe215bbb874adecdc",
@@ -86,6 +93,45 @@ def adult(folder: Path | None = None) -> Dataset:
 
     train, test = map(encode, tables)
     return Dataset(train, test)
+
+
+def cifar10(folder: Path | None = None) -> Dataset:
+    """Return CIFAR-10, likewise; a folder may hold mosaics of its batches instead, as WebP."""
+    mosaics = folder is not None and (folder / "cifar10" / "labels.npz").exists()
+    images, labels = (_read_mosaics if mosaics else _read_cifar10_archive)(folder)
+    found = hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
+    if found != CIFAR10_CONTENT:
+        raise SystemExit(f"cifar10 must have the content {CIFAR10_CONTENT}, got {found}.")
+    mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+    normal = ((images / np.float32(255) - mean) / deviation).astype(np.float32)
+    parts = np.split(normal, [50_000]), np.split(labels.astype(np.int32), [50_000])
+    train, test = zip(*parts, strict=True)
+    return Dataset(train, test)
+
+
+def _read_mosaics(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Read a hundred rows of a hundred images from one picture for each batch."""
+
+    def tiles(name: str) -> np.ndarray:
+        with Image.open(folder / "cifar10" / f"{name}.webp") as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+        return pixels.reshape(100, 32, 100, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+
+    with np.load(folder / "cifar10" / "labels.npz") as labels:
+        both = np.concatenate([labels["y_train"], labels["y_test"]])
+    return np.concatenate([tiles(name) for name in CIFAR10_BATCHES]), both.astype(np.uint8)
+
+
+def _read_cifar10_archive(folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
+    """Read rows of a label and 32 × 32 reds, greens and blues."""
+    content = _read("cifar10", *CIFAR10_FILE, folder)
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        files = [
+            archive.extractfile(f"cifar-10-batches-bin/{name}.bin") for name in CIFAR10_BATCHES
+        ]
+        rows = np.frombuffer(b"".join(file.read() for file in files if file), np.uint8)
+    rows = rows.reshape(-1, 1 + 3 * 32 * 32)
+    return rows[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1), rows[:, 0]
 
 
 def _read(dataset: str, name: str, md5: str, folder: Path | None) -> bytes:

@@ -39,7 +39,9 @@ class Split(NamedTuple):
 def arguments(description: str | None, name: str) -> argparse.Namespace:
     """Parse the options that all experiments share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--data-dir", type=Path, help="a folder that holds mnist/ and adult/")
+    parser.add_argument(
+        "--data-dir", type=Path, help="a folder that holds mnist/, adult/ and cifar10/"
+    )
     parser.add_argument("--smoke", action="store_true", help="digits instead of MNIST, in seconds")
     folder = RESULTS / "paper"
     folder.mkdir(exist_ok=True)
@@ -59,7 +61,7 @@ def mnist(args: argparse.Namespace) -> Split:
     def flat(images: np.ndarray) -> np.ndarray:
         return (images.reshape(len(images), -1) * 0.3081 + 0.1307).clip(0, 1).astype(np.float32)
 
-    return _cut((flat(data.train[0]), data.train[1]), (flat(data.test[0]), data.test[1]), 10_000)
+    return cut((flat(data.train[0]), data.train[1]), (flat(data.test[0]), data.test[1]), 10_000)
 
 
 def adult(args: argparse.Namespace) -> Split:
@@ -67,11 +69,11 @@ def adult(args: argparse.Namespace) -> Split:
     if args.smoke:
         return mnist(args)
     data = _data.adult(args.data_dir)
-    return _cut(data.train, data.test, 6_000)
+    return cut(data.train, data.test, 6_000)
 
 
-def _cut(train: Examples, test: Examples, public: int) -> Split:
-    """Treat a random part of the training data as public."""
+def cut(train: Examples, test: Examples, public: int) -> Split:
+    """Return data, a random part of whose training examples is treated as public."""
     order = np.random.default_rng(0).permutation(len(train[1]))
     parts = [(train[0][cut], train[1][cut]) for cut in (order[:-public], order[-public:])]
     return Split(*parts, test)

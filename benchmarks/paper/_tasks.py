@@ -1,0 +1,49 @@
+"""Tasks: what the networks learn, MNIST or CIFAR-10, of which a part is treated as public."""
+
+import argparse
+from collections.abc import Callable
+from typing import NamedTuple
+
+import flax.linen as nn
+import numpy as np
+
+from benchmarks import _data
+from benchmarks.paper import _record
+from benchmarks.zoo import CifarCNN, MnistCNN, half_by_slices, max_pool_by_slices
+
+
+class Task(NamedTuple):
+    """A model, and images (n, height, width, channels) with their labels."""
+
+    name: str
+    model: nn.Module
+    data: _record.Split
+
+
+def mnist(args: argparse.Namespace) -> Task:
+    """Return MNIST for the paper's network, with pixels between 0 and 1; digits for a smoke run."""
+    data = _record.mnist(args)
+    side = 8 if args.smoke else 28
+    images = _changed(data, lambda x: x.reshape(-1, side, side, 1))
+    if args.smoke:
+        images = _changed(images, lambda x: np.pad(_thrice(x), ((0, 0), (2, 2), (2, 2), (0, 0))))
+    return Task("mnist", MnistCNN(max_pool_by_slices), images)
+
+
+def cifar10(args: argparse.Namespace) -> Task:
+    """Return CIFAR-10 for TensorFlow's network, the middle of each image; likewise."""
+    if args.smoke:
+        digits = _changed(_record.mnist(args), lambda x: x.reshape(-1, 8, 8, 1))
+        data = _changed(digits, lambda x: np.repeat(_thrice(x), 3, axis=3))
+    else:
+        found = _data.cifar10(args.data_dir)
+        data = _changed(_record.cut(found.train, found.test, 10_000), lambda x: x[:, 4:28, 4:28])
+    return Task("cifar10", CifarCNN(half_by_slices), data)
+
+
+def _changed(data: _record.Split, change: Callable[[np.ndarray], np.ndarray]) -> _record.Split:
+    return _record.Split(*((change(features), labels) for features, labels in data))
+
+
+def _thrice(images: np.ndarray) -> np.ndarray:
+    return images.repeat(3, axis=1).repeat(3, axis=2)
