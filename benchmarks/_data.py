@@ -104,18 +104,19 @@ def cifar10(folder: Path | None = None) -> Dataset:
         raise SystemExit(f"cifar10 must have the content {CIFAR10_CONTENT}, got {found}.")
     mean, deviation = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
     normal = ((images / np.float32(255) - mean) / deviation).astype(np.float32)
-    parts = np.split(normal, [50_000]), np.split(labels.astype(np.int32), [50_000])
-    train, test = zip(*parts, strict=True)
-    return Dataset(train, test)
+    cut = len(labels) * 5 // 6
+    labels = labels.astype(np.int32)
+    return Dataset((normal[:cut], labels[:cut]), (normal[cut:], labels[cut:]))
 
 
 def _read_mosaics(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read a hundred rows of a hundred images from one picture for each batch."""
+    """Read rows of images of 32 × 32 from one picture for each batch."""
 
     def tiles(name: str) -> np.ndarray:
         with Image.open(folder / "cifar10" / f"{name}.webp") as picture:
             pixels = np.asarray(picture.convert("RGB"))
-        return pixels.reshape(100, 32, 100, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
+        rows, columns = pixels.shape[0] // 32, pixels.shape[1] // 32
+        return pixels.reshape(rows, 32, columns, 32, 3).swapaxes(1, 2).reshape(-1, 32, 32, 3)
 
     with np.load(folder / "cifar10" / "labels.npz") as labels:
         both = np.concatenate([labels["y_train"], labels["y_test"]])

@@ -27,16 +27,17 @@ class Model(NamedTuple):
 
 
 class Dense(nn.Module):
-    """Dense layers of the given widths, with ReLU between them."""
+    """Dense layers of the given widths, with an activation between them."""
 
     widths: tuple[int, ...]
+    activation: Callable[[jax.Array], jax.Array] = nn.relu
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits of one example."""
         x = x.reshape(-1)
         for width in self.widths[:-1]:
-            x = nn.relu(nn.Dense(width)(x))
+            x = self.activation(nn.Dense(width)(x))
         return nn.Dense(self.widths[-1])(x)
 
 
@@ -60,15 +61,17 @@ class MnistCNN(nn.Module):
     """The paper's network for MNIST."""
 
     pool: Callable[[jax.Array, int, int], jax.Array] = max_pool
+    activation: Callable[[jax.Array], jax.Array] = nn.relu
+    width: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits of one image."""
-        x = nn.relu(nn.Conv(16, (8, 8), strides=2, padding="SAME")(x))
+        x = self.activation(nn.Conv(16 * self.width, (8, 8), strides=2, padding="SAME")(x))
         x = self.pool(x, 2, 1)
-        x = nn.relu(nn.Conv(32, (4, 4), strides=2, padding="VALID")(x))
+        x = self.activation(nn.Conv(32 * self.width, (4, 4), strides=2, padding="VALID")(x))
         x = self.pool(x, 2, 1)
-        return Dense((32, 10))(x)
+        return Dense((32, 10), self.activation)(x)
 
 
 def half_by_max_pool(x: jax.Array) -> jax.Array:

@@ -1,16 +1,24 @@
 """Benchmarks run, and write a record from which they go on."""
 
+import argparse
 import gzip
 import hashlib
 import importlib
+import io
 import json
 import subprocess
 import sys
+import tarfile
 
+import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import _data
+from benchmarks.paper import _networks, _tasks
+
+NETWORKS = ("cnn_effects", "cnn_budgets", "cifar")
 
 
 @pytest.mark.full
@@ -71,11 +79,76 @@ def test_mnist_is_read_and_checked(tmp_path, monkeypatch):
         _data.mnist(tmp_path / "elsewhere")
 
 
+def test_cifar10_is_read_from_mosaics_as_from_its_archive(tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (36, 32, 32, 3), np.uint8)  # six batches of 2 × 3 images
+    labels = rng.integers(0, 10, 36, np.uint8)
+    digest = hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
+    monkeypatch.setattr(_data, "CIFAR10_CONTENT", digest)
+
+    mosaics, packed = tmp_path / "mosaics" / "cifar10", tmp_path / "packed" / "cifar10"
+    mosaics.mkdir(parents=True), packed.mkdir(parents=True)
+    archive = packed / _data.CIFAR10_FILE[0]
+    with tarfile.open(archive, "w:gz") as tar:
+        for i, name in enumerate(_data.CIFAR10_BATCHES):
+            batch = images[6 * i : 6 * i + 6]
+            picture = batch.reshape(2, 3, 32, 32, 3).swapaxes(1, 2).reshape(64, 96, 3)
+            Image.fromarray(picture).save(mosaics / f"{name}.webp", lossless=True)
+            planes = batch.transpose(0, 3, 1, 2).reshape(6, -1)
+            rows = np.concatenate([labels[6 * i : 6 * i + 6, None], planes], axis=1).tobytes()
+            about = tarfile.TarInfo(f"cifar-10-batches-bin/{name}.bin")
+            about.size = len(rows)
+            tar.addfile(about, io.BytesIO(rows))
+    np.savez(mosaics / "labels.npz", y_train=labels[:30], y_test=labels[30:])
+    md5 = hashlib.md5(archive.read_bytes()).hexdigest()
+    monkeypatch.setattr(_data, "CIFAR10_FILE", (archive.name, md5))
+
+    one, other = _data.cifar10(mosaics.parent), _data.cifar10(packed.parent)
+    for got, want in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert [len(part[1]) for part in one] == [30, 6]
+    pixels = one.test[0] * (0.2470, 0.2435, 0.2616) + (0.4914, 0.4822, 0.4465)
+    np.testing.assert_allclose(255 * pixels, images[30:], atol=1e-3)
+    np.savez(mosaics / "labels.npz", y_train=labels[6:], y_test=labels[:6])
+    with pytest.raises(SystemExit, match="must have the content"):
+        _data.cifar10(mosaics.parent)
+
+
+@jax.numpy_dtype_promotion("standard")  # which Optax needs
+def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch):
+    arguments = argparse.Namespace(smoke=True, data_dir=None)
+    task, setting = _tasks.mnist(arguments), _networks.Setting(smoothing=1.0, epochs=3)
+    look = _networks.accuracy
+    looks = []
+
+    def fail_once(*words):
+        looks.append(words)
+        if len(looks) == 4:
+            raise OSError("the power is gone")
+        return look(*words)
+
+    monkeypatch.setattr(_networks, "accuracy", fail_once)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "fails"))
+    with pytest.raises(OSError, match="the power is gone"):
+        _networks.run(task, setting)
+    found = _networks.run(task, setting)
+    assert 6 < len(looks) < 4 + 6  # it went on, where the second epoch was looked at again
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "alone"))
+    assert found == _networks.run(task, setting)
+    assert len(found["test_accuracies"]) == 3 and not any((tmp_path / "fails").rglob("*.json"))
+
+
 @pytest.mark.parametrize(
-    "script", ["best", "degradation", "errors", "step_sizes", "table1", "theory", "when"]
+    "script",
+    [
+        *("best", "degradation", "errors", "step_sizes", "table1", "theory", "when", "cnn"),
+        *(pytest.param(name, marks=pytest.mark.full) for name in NETWORKS),
+    ],
 )
+@jax.numpy_dtype_promotion("standard")  # which Optax needs
 def test_a_smoke_run_of_the_paper_goes_on_where_it_stopped(script, tmp_path, monkeypatch):
     """And the part that was lost comes out the same: seeds decide everything."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     output = tmp_path / f"{script}.json"
     monkeypatch.setattr(sys, "argv", [script, "--smoke", "--output", str(output)])
     main = importlib.import_module(f"benchmarks.paper.{script}").main

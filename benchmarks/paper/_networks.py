@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class Setting:
         momentum: of SGD.
         average: as in `fit`; an average is what is then judged.
         views: how many random shifts of each image are averaged; 1 for the image as it is.
+        sampling: "poisson"; or "shuffled", for public examples, which need no guarantee.
         seed: of parameters, batches and noise. It is known to all, as a real run's must not be.
     """
 
@@ -57,6 +58,7 @@ class Setting:
     momentum: float = 0.0
     average: float | str | None = None
     views: int = 1
+    sampling: str = "poisson"
     seed: int = 0
 
     def make_optimizer(self) -> optax.GradientTransformation:
@@ -75,6 +77,8 @@ class Setting:
             epochs=self.epochs,
             noise_multiplier=self.noise_multiplier,
             clip_norm=self.clip_norm,
+            sampling=self.sampling,
+            neighbouring="zero_out" if self.sampling == "shuffled" else None,
             delta=_record.DELTA,
         )
 
@@ -104,6 +108,28 @@ def run(task: Task, setting: Setting) -> Any:
     if done.stopped == "budget":  # a code or version changed within the run: begin anew
         return run(task, setting)
     return {**asdict(setting), "steps": done.steps, **curve.columns()}
+
+
+def rehearse(task: Task, setting: Setting) -> Any:
+    """Train on four fifths of the public examples, and judge by the rest.
+
+    The mean gradient has the noise that it will have on all private examples.
+    """
+    images, labels = task.data.public
+    cut = len(labels) * 4 // 5
+    share = cut / len(task.data.private[1])
+    held_out = images[cut:], labels[cut:]
+    data = _record.Split((images[:cut], labels[:cut]), held_out, held_out)
+    found = run(
+        Task(f"{task.name}, rehearsed", task.model, data),
+        replace(
+            setting,
+            batch=max(1, round(setting.batch * share)),
+            noise_multiplier=setting.noise_multiplier * share,
+            sampling="shuffled",
+        ),
+    )
+    return {**asdict(setting), "accuracy": found["validation_accuracies"][-1]}
 
 
 def first_params(task: Task, seed: int) -> Any:

@@ -60,7 +60,8 @@ def fit(
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
             and are as secret as the data. `export_params` writes what may be released.
         save_every: steps between checkpoints.
-        callbacks: functions that are told of each step.
+        callbacks: functions that are told of each step. If one raises, the run ends as by a
+            fall: it goes on from its last checkpoint, and tells of the steps since then again.
         progress: whether a bar is shown.
         key: the key of a new run; a run that goes on has its own. By default it is fresh.
 

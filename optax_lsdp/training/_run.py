@@ -200,10 +200,11 @@ class Run:
                     except Exception as found:
                         error = found
                     raise_together(error)
+                    self.is_between = True
                     if self.step % save_every == 0:
                         self._save()
         finally:
-            if self.is_between:  # within a step its parts belong to different steps
+            if self.is_between:  # else parts differ in their step, or callbacks do not know it
                 self._save()
         stopped = "done" if self.step == self.plan.steps else "budget"
         if self.step < self.until:
@@ -211,7 +212,7 @@ class Run:
         return Trained(self.state.params, self.state.average, self.step, self.ledger, stopped)
 
     def _take(self) -> bool:
-        """Take a step; not if its examples are not those on which it was taken before."""
+        """Take a step, of which none is told yet; not if its examples have changed since."""
         sums = None
         for place in range(self.batches.count):
             read = self._next_chunk()
@@ -230,7 +231,6 @@ class Run:
         self.state, loss = self.take_step(self.state, sums, read.chunk)
         self._count(self.step)
         self.step += 1
-        self.is_between = True
         self.losses.append(loss)
         self._wait(loss)
         return True

@@ -99,6 +99,20 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert_as_if_alone(tmp_path)
 
 
+def test_a_callback_that_raised_is_told_of_its_step_again(tmp_path):
+    told = []
+
+    def raise_once(report):
+        told.append(report.step)
+        if told == [1, 2, 3]:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        fit(folder=tmp_path, callbacks=[raise_once], save_every=2)
+    assert_as_if_alone(tmp_path, callbacks=[raise_once], save_every=2)
+    assert told[3:6] == [3, 4, 5]
+
+
 def test_a_step_that_fails_halfway_is_not_saved(tmp_path, monkeypatch):
     """Its parameters would be those of the next step, under the count of this one."""
     count = training._run.Run._count

@@ -103,7 +103,7 @@ def test_states_of_any_kind_are_kept(optimizer, tmp_path):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        fit(plan, folder=tmp_path, optimizer=optimizer, callbacks=[stop])
+        fit(plan, folder=tmp_path, optimizer=optimizer, callbacks=[stop], save_every=2)
     assert_as_if_alone(tmp_path, plan=plan, optimizer=optimizer)
 
 

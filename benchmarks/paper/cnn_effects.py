@@ -1,0 +1,56 @@
+"""What σ, the learning rate and the layout do to the CNN at noise multiplier 10.
+
+σ = 0 and 1 with the paper's learning rate are in the record of `cnn`.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks._timing import load_record
+from benchmarks.paper import _record
+from benchmarks.paper._networks import Setting, run
+from benchmarks.paper._tasks import Task, mnist
+
+SMOOTHINGS = (0.5, 2.0, 3.0)
+LEARNING_RATES = (0.05, 0.3, 0.6)  # beside the paper's 0.15
+
+
+def by_layout(path: Path, task: Task, setting: Setting) -> Any:
+    """Train with another layout, at the σ that was best on the validation images."""
+    rows = [row["found"] for row in load_record(path)["smoothing"].values()]
+    best = max(rows, key=lambda row: row["validation_accuracies"][-1])
+    return run(task, replace(setting, smoothing=best["smoothing"]))
+
+
+def main() -> None:
+    """Train what is not in the record yet."""
+    args = _record.arguments(__doc__, "cnn_effects")
+    task = mnist(args)
+    usual = Setting(epochs=1 if args.smoke else 15)
+    few = 1 if args.smoke else None
+    rates = {
+        f"{name} {rate:g}": partial(
+            run, task, replace(usual, smoothing=smoothing, learning_rate=rate)
+        )
+        for rate in LEARNING_RATES[:few]
+        for name, smoothing in (("sgd", 0.0), ("lssgd", 1.0))
+    }
+    _record.measure(
+        args.output,
+        {
+            "smoothing": {
+                f"{s:g}": partial(run, task, replace(usual, smoothing=s)) for s in SMOOTHINGS[:few]
+            },
+            "learning rate": rates,
+            "layout": {
+                layout: partial(by_layout, args.output, task, replace(usual, layout=layout))
+                for layout in ("stored", "grid")
+            },
+        },
+    )
+
+
+if __name__ == "__main__":
+    main()
