@@ -18,7 +18,7 @@ from PIL import Image
 from benchmarks import _data
 from benchmarks.paper import _networks, _tasks
 
-NETWORKS = ("cnn_effects", "cnn_budgets", "cifar")
+NETWORKS = ("cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 
 @pytest.mark.full

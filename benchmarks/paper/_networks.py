@@ -179,7 +179,7 @@ class _Curve:
 
 
 def _folder(task: Task, setting: Setting) -> Path:
-    words = json.dumps([task.name, repr(task.model), asdict(setting)])
+    words = json.dumps([task.name, asdict(setting)])
     return _data.cache_folder() / "runs" / hashlib.sha256(words.encode()).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from benchmarks.zoo import CifarCNN, MnistCNN, half_by_slices, max_pool_by_slice
 
 
 class Task(NamedTuple):
-    """A model, and images (n, height, width, channels) with their labels."""
+    """A model and labelled images (n, height, width, channels), under a name of their own."""
 
     name: str
     model: nn.Module
