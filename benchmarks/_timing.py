@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -44,6 +45,7 @@ def circumstances() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "machine": platform.machine(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),
@@ -92,4 +94,6 @@ def write(path: Path, record: dict[str, Any]) -> None:
     """Write a record beside the circumstances in which it was made."""
     record = {**record, "circumstances": circumstances()}
     text = json.dumps(record, indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
+    draft = path.with_suffix(".draft")
+    draft.write_text(text + "\n", encoding="utf-8")
+    draft.replace(path)  # at once: a kill leaves the one or the other

@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -79,17 +80,56 @@ def cut(train: Examples, test: Examples, public: int) -> Split:
     return Split(*parts, test)
 
 
+def asked(task: Callable[[], Any]) -> str:
+    """Return what a task is asked for: its arguments, but for data and places."""
+
+    def is_plain(x: Any) -> bool:
+        if isinstance(x, tuple):
+            return all(map(is_plain, x))
+        return x is None or isinstance(x, (int, float, str)) or is_dataclass(x)
+
+    given = (*getattr(task, "args", ()), *getattr(task, "keywords", {}).values())
+    return repr([x for x in given if is_plain(x)])
+
+
 def timed(task: Callable[[], Any]) -> dict[str, Any]:
-    """Return what a task finds, and how many seconds it took."""
+    """Return what a task finds, what it was asked for, and how many seconds it took."""
     begin = time.perf_counter()
     found = task()
-    return {"found": found, "seconds": round(time.perf_counter() - begin, 1)}
+    return {
+        "found": found,
+        "asked": asked(task),
+        "seconds": round(time.perf_counter() - begin, 1),
+    }
 
 
 def measure(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
-    """Run what is not in the record yet, and write each result as soon as it is there."""
-    tasks = {part: {name: partial(timed, f) for name, f in fs.items()} for part, fs in work.items()}
-    _timing.measure_missing(path, tasks)
+    """Run what is not in the record yet, and write each result as soon as it is there.
+
+    What was asked for otherwise is run again, and so is whatever reads the record after it: tasks
+    that are given its path.
+    """
+    record = _timing.load_record(path)
+    stale = False
+    for part, tasks in work.items():
+        known = record.get(part, {})
+        was_stale = stale
+        for name, task in tasks.items():
+            reads = path in getattr(task, "args", ())
+            is_same = known.get(name, {}).get("asked") == asked(task)
+            if not is_same or (reads and was_stale):
+                known.pop(name, None)
+                stale = True
+        for name in known.keys() - tasks.keys():
+            del known[name]
+            stale = True
+    if stale and record:
+        _timing.write(path, {**record, "is_whole": False})
+    timed_work = {
+        part: {name: partial(timed, task) for name, task in tasks.items()}
+        for part, tasks in work.items()
+    }
+    _timing.measure_missing(path, timed_work)
 
 
 def rounded(values: Any) -> list[Any]:

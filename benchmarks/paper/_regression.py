@@ -25,8 +25,7 @@ Examples = tuple[Any, Any]  # features (n, d) and labels (n,)
 Rate = Callable[[jax.Array], jax.Array]
 RATES: dict[str, Callable[[int, int], Rate]] = {  # (steps, steps of an epoch) → factor at a step
     "constant": lambda steps, epoch: lambda step: jnp.ones([]),
-    "1/iteration": lambda steps, epoch: lambda step: 1 / (step + 1),
-    "1/epoch": lambda steps, epoch: lambda step: 1 / (step // epoch + 1),
+    "1/t": lambda steps, epoch: lambda step: 1 / (step // epoch * epoch + 1),  # set once an epoch
     "linear": lambda steps, epoch: lambda step: 1 - step / steps,
 }
 

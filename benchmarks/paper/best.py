@@ -13,9 +13,9 @@ from benchmarks._timing import load_record
 from benchmarks.paper import _record
 from benchmarks.paper._search import Variant, best, final, search
 
-SMOOTHINGS = (3.0, 10.0)
-STEP_SIZES = (4.0, 8.0, 16.0, 32.0, 64.0)
-STEPS = (80, 160, 320)
+SMOOTHINGS = {"inputs": (0.0, 3.0, 10.0), "grid": (3.0, 10.0, 30.0)}
+STEP_SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
+STEPS = (160, 320)
 SEEDS = 5
 KINDS = {  # of which the best is trained
     "unsmoothed": lambda row: row["smoothing"] == 0,
@@ -40,10 +40,9 @@ def main() -> None:
     data = _record.mnist(args)
     epsilons = _record.EPSILONS[-1:] if args.smoke else _record.EPSILONS
     steps = STEPS[:1] if args.smoke else STEPS
-    layouts = {"inputs": (0.0, *SMOOTHINGS), "grid": SMOOTHINGS}
     searched = {
         f"{e} {t} {layout}": partial(search, data, e, Variant(t, layout), smoothings, STEP_SIZES)
-        for e, t, (layout, smoothings) in product(epsilons, steps, layouts.items())
+        for e, t, (layout, smoothings) in product(epsilons, steps, SMOOTHINGS.items())
     }
     trained = {
         f"{e} {kind}": partial(chosen, args.output, data, e, kind)

@@ -13,8 +13,8 @@ from benchmarks.paper import _record
 from benchmarks.paper._search import Variant, best, final, search
 
 EPSILONS = (0.02, 0.05, 0.1, 0.3, 1.0)
-SMOOTHINGS = (1.0, 3.0, 10.0, 30.0)
-STEP_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+SMOOTHINGS = (0.3, 1.0, 3.0, 10.0, 30.0)
+STEP_SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 STEPS, SEEDS = 60, 20
 VARIANTS = {
     "none": Variant(STEPS),
