@@ -22,7 +22,7 @@ from benchmarks._results import (
     smoothed_vectors,
 )
 from benchmarks.paper import _report
-from benchmarks.paper._tables import EPSILONS, PRINTED, summary
+from benchmarks.paper._tables import EPSILONS, PRINTED
 
 PAPER = ROOT / "benchmarks" / "paper" / "README.md"
 
@@ -233,7 +233,7 @@ def scaling() -> str:
 
 def paper() -> str:
     """Return the best accuracies at the ε of the paper's Table 1."""
-    numbers = summary()
+    numbers = _report.numbers()
     rows = []
     for epsilon in EPSILONS:
         found = [
@@ -277,7 +277,7 @@ def main() -> None:
         draw()
     for path, tables in ((ROOT / "README.md", TABLES), (PAPER, _report.parts())):
         path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
-    numbers = json.dumps(summary(), indent=1)
+    numbers = json.dumps(_report.numbers(), indent=1)
     (RESULTS / "summary.json").write_text(numbers + "\n", encoding="utf-8")
 
 

@@ -116,10 +116,40 @@ def cifar() -> str:
     return markdown(["optimizer", "σ", "test accuracy, seed 0", "seed 1", "ε"], lines)
 
 
+def cnn_best() -> str:
+    """Return what each part did on public images, and the best accuracies on the test set."""
+    record = load("paper/cnn_best")
+    columns: dict[str, dict[str, float]] = {}
+    for key, row in record["parts"].items():
+        epsilon, name = key.split(" ", 1)
+        columns.setdefault(name, {})[epsilon] = np.mean([run["accuracy"] for run in row["found"]])
+    rows = [
+        [name, *(f"{seen[e]:.2f} ({seen[e] - columns['none'][e]:+.2f})" for e in ("1.0", "3.0"))]
+        for name, seen in columns.items()
+    ]
+    for title in ("without parts", "best"):
+        cells = []
+        for epsilon in ("1.0", "3.0"):
+            runs = [
+                row["found"]
+                for key, row in record["final"].items()
+                if key.startswith(f"{epsilon} {title} ")
+            ]
+            finals = [run["test_accuracies"][-1] for run in runs]
+            how = ", ".join(runs[0]["parts"]) or (
+                f"batch {runs[0]['batch']}, {runs[0]['epochs']} epochs, "
+                f"rate {runs[0]['learning_rate']:g}"
+            )
+            cells.append(f"**{np.mean(finals):.2f}** ± {np.std(finals, ddof=1):.2f} ({how})")
+        rows.append([f"**{title}, test**", *cells])
+    return markdown(["part", "ε = 1", "ε = 3"], rows)
+
+
 CNN_TABLES = {  # as TABLES
     "cnn": ("cnn", cnn),
     "cnn_long": ("cnn", cnn_long),
     "cnn_layouts": ("cnn_effects", cnn_layouts),
     "cnn_budgets": ("cnn_budgets", cnn_budgets),
+    "cnn_best": ("cnn_best", cnn_best),
     "cifar": ("cifar", cifar),
 }

@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-import optax_lsdp as lsdp
 from benchmarks._results import RESULTS, load
 from benchmarks.paper._tables import EPSILONS, PRINTED, gain, rows_of
+from benchmarks.paper.denoising import lines, planes
 
 COLUMNS = {"published": "as published (not private)", "private": "as private"}
 COLORS = {0.0: "#1d3557", 1.0: "#e09f3e", 2.0: "#9a8c98", 3.0: "#c1121f"}
@@ -38,8 +37,7 @@ def draw_degradation() -> None:
             for index, run in enumerate(runs):
                 losses = run["losses"][part]
                 label = "no noise" if run["epsilon"] is None else f"ε = {run['epsilon']:g}"
-                shade = 0.85 * (1 - index / len(runs))
-                color = (0.76 * (1 - shade) + 0.15 * shade, 0.1, 0.15 + 0.5 * shade)
+                color = colormaps["viridis"](0.92 * index / len(runs))
                 axes.semilogy(range(1, len(losses) + 1), losses, color=color, label=label)
             axes.set_title(f"{title}: {part} loss", fontsize=10)
             tidy(axes)
@@ -121,7 +119,7 @@ def draw_step_sizes() -> None:
             tidy(axes)
         row[0].set_ylabel("test accuracy, %, 3 seeds")
     for axes in figure.axes[2:]:
-        axes.set_xlabel("a, of the step size a/epoch")
+        axes.set_xlabel("a, of the step size a/t")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
     save(figure, "step_sizes")
@@ -129,32 +127,16 @@ def draw_step_sizes() -> None:
 
 def draw_denoising() -> None:
     """Draw the paper's illustration: a noisy sine and a noisy product of sines, smoothed."""
-    place = 2 * np.pi * np.arange(1, 101) / 100
-    rng = np.random.default_rng(0)
-    line, plane = np.sin(place), np.outer(np.sin(place), np.sin(place))
-    noisy_line = line + 0.1 * rng.normal(size=100)
-    noisy_plane = plane + 0.2 * rng.normal(size=(100, 100))
-
-    def smooth(v: np.ndarray, smoothing: float, layout: Any = "stored") -> np.ndarray:
-        tx = lsdp.laplacian_smooth(smoothing, layout=layout)
-        return np.asarray(jax.jit(tx.update)(jnp.asarray(v, jnp.float32), tx.init(None))[0])
-
-    on_grid = smooth(noisy_plane, 10.0, lambda path, shape: lsdp.Grid((0, 1)))
-    figure = Figure(figsize=(11.5, 3.2), layout="constrained")
-    first, *rest = figure.subplots(1, 5)
-    first.plot(noisy_line, color="#9a8c98", lw=0.8, label="noisy")
-    first.plot(smooth(noisy_line, 10.0), color="#c1121f", label="σ = 10")
-    first.plot(line, "k:", lw=0.8, label="signal")
+    record = load("paper/denoising")["errors"]["planes"]["found"]
+    figure = Figure(figsize=(13, 3), layout="constrained")
+    first, *rest = figure.subplots(1, 6)
+    for (name, line), look in zip(lines().items(), ("k:", "-", "-"), strict=True):
+        color = {"signal": "black", "noisy": "#9a8c98"}.get(name, "#c1121f")
+        first.plot(line, look, color=color, lw=0.9, label=name)
     first.legend(frameon=False, fontsize=7)
-    pictures = {
-        "signal": plane,
-        "noisy": noisy_plane,
-        "row by row, σ = 100": smooth(noisy_plane, 100.0),
-        "on the grid, σ = 10": on_grid,
-    }
-    for axes, (title, picture) in zip(rest, pictures.items(), strict=True):
+    for axes, (title, picture) in zip(rest, planes().items(), strict=True):
         axes.imshow(picture, vmin=-1.2, vmax=1.2, cmap="RdBu")
-        error = np.sqrt(np.mean((picture - plane) ** 2))
+        error = record[title]
         axes.set_title(f"{title}\nerror {error:.3f}" if error else title, fontsize=9)
         axes.axis("off")
     tidy(first)
@@ -185,6 +167,9 @@ def draw_when() -> None:
             )
         axes.axhline(0, color="black", lw=0.8)
         axes.set_xscale("log")
+        axes.set_xticks(sorted({float(e) for _, e, _ in keys}))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.minorticks_off()
         axes.set_xlabel(f"ε ({name}, full batches, 60 steps)")
         tidy(axes)
     figure.axes[0].set_ylabel("points gained over σ = 0, 95 % of 20 seeds")
@@ -194,12 +179,12 @@ def draw_when() -> None:
 
 
 def draw_errors() -> None:
-    """Draw what smoothing loses of the signal against what it leaves of the noise."""
+    """Draw what smoothing loses of the signal against the noise it leaves, and both along a run."""
     rows = load("paper/errors")["runs"]["0.1"]["found"]
-    figure = Figure(figsize=(9.5, 3.8), layout="constrained")
+    figure = Figure(figsize=(12, 3.8), layout="constrained")
+    *trades, along = figure.subplots(1, 3)
     looks = {"inputs": ("o", "#c1121f"), "stored": ("s", "#2a6f97"), "grid": ("^", "#e09f3e")}
-    chosen = (rows[0], rows[len(rows) // 2])
-    for axes, row in zip(figure.subplots(1, 2, sharey=True), chosen, strict=True):
+    for axes, row in zip(trades, (rows[0], rows[len(rows) // 2]), strict=True):
         for layout, (marker, color) in looks.items():
             points = [
                 (part["variance"] / row["noise"], part["bias"] / row["signal"])
@@ -207,14 +192,32 @@ def draw_errors() -> None:
             ]
             axes.plot(*zip(*points, strict=True), marker + "-", color=color, label=layout)
         axes.set_xscale("log")
+        axes.set_ylim(0, 1)
         axes.set_xlabel(
-            f"share of the noise that is left, σ = 0.3 to 30\n(ε = 0.1, step {row['step'] + 1}, "
-            f"signal / noise = {row['signal'] / row['noise']:.2g})"
+            f"share of the noise that is left, σ = {', '.join(reversed(row['inputs']))}\n"
+            f"(step {row['step'] + 1}, signal / noise = {row['signal'] / row['noise']:.2g})",
+            fontsize=8,
         )
         tidy(axes)
-    figure.axes[0].set_ylabel("share of the signal that is lost")
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
+    trades[0].set_ylabel("share of the signal that is lost")
+    steps = [row["step"] + 1 for row in rows]
+    parts = {
+        "noise, σ = 0": ("k-", [row["noise"] for row in rows]),
+        "noise, σ = 3, grid": ("k--", [row["grid"]["3.0"]["variance"] for row in rows]),
+        "true gradient": ("-", [row["true"] for row in rows]),
+        "bias of clipping": (":", [row["clipping"] for row in rows]),
+        "bias of smoothing, σ = 3, grid": ("--", [row["grid"]["3.0"]["bias"] for row in rows]),
+    }
+    for name, (style, values) in parts.items():
+        along.semilogy(
+            steps, values, style, label=name, **({} if "k" in style else {"color": "#c1121f"})
+        )
+    along.set_xlabel("step (ε = 0.1)")
+    along.set_ylabel("squared norm")
+    along.legend(frameon=False, fontsize=7)
+    tidy(along)
+    handles, labels = trades[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
     save(figure, "errors")
 
 
@@ -225,5 +228,5 @@ FIGURES = {  # by name: the records that are drawn, what draws them, and what is
     "step_sizes": (("step_sizes",), draw_step_sizes, "Accuracy against the step size"),
     "when": (("when",), draw_when, "Gain of smoothing"),
     "errors": (("errors",), draw_errors, "Squared error of the smoothed gradient"),
-    "denoising": ((), draw_denoising, "A noisy sine, and a noisy product of sines"),
+    "denoising": (("denoising",), draw_denoising, "A noisy sine, and a noisy product of sines"),
 }

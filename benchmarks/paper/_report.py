@@ -3,11 +3,12 @@
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from benchmarks._results import RESULTS
+from benchmarks._results import RESULTS, markdown
 from benchmarks._timing import load_record
 from benchmarks.paper._cnn_figures import CNN_FIGURES
 from benchmarks.paper._cnn_tables import CNN_TABLES
 from benchmarks.paper._figures import FIGURES
+from benchmarks.paper._summary import summary
 from benchmarks.paper._tables import TABLES
 
 NOT_RUN = "*Not run yet.*"
@@ -19,9 +20,34 @@ def are_run(records: Iterable[str]) -> bool:
     return all(load_record(path).get("is_whole") for path in paths)
 
 
+def numbers() -> dict[str, float]:
+    """Return the headline numbers of what has been run."""
+    return summary(lambda name: are_run([name]))
+
+
+def times() -> str:
+    """Return how long each script took, and on what."""
+    rows = []
+    for path in sorted((RESULTS / "paper").glob("*.json")):
+        record = load_record(path)
+        where = record["circumstances"]
+        seconds = sum(
+            row["seconds"]
+            for part in record.values()
+            if isinstance(part, dict)
+            for row in part.values()
+            if isinstance(row, dict) and "seconds" in row
+        )
+        device = f"{where['device']} {where['machine']}, {where['cores']} cores"
+        state = "" if record["is_whole"] else "not finished"
+        command = f"`{where['command']}`"
+        rows.append([command, device, f"{seconds / 60:.1f}", where["date"], state])
+    return markdown(["command", "device", "minutes", "date", ""], rows)
+
+
 def parts() -> dict[str, Callable[[], str]]:
     """Return what fills each place of the text."""
-    found: dict[str, Callable[[], str]] = {}
+    found: dict[str, Callable[[], str]] = {"times": times}
     for name, (record, table) in (TABLES | CNN_TABLES).items():
         found[name] = table if are_run([record]) else lambda: NOT_RUN
     for name, (records, _, alt) in (FIGURES | CNN_FIGURES).items():

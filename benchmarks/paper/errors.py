@@ -1,7 +1,8 @@
 """Bias and variance of the smoothed gradient along a private run, against the true gradient.
 
-The true gradient g is the mean of all clipped gradients. Smoothing the noisy one gives A⁻¹(g + n):
-its bias is A⁻¹g − g, and its variance E‖A⁻¹n‖², which is β times that of the noise.
+The mean of all clipped gradients is g. Smoothing the noisy one gives A⁻¹(g + n): its bias is
+A⁻¹g − g, and its variance E‖A⁻¹n‖², of which β says that it is β times that of the noise. What
+clipping has changed, g minus the mean of all gradients, comes to the bias at every σ alike.
 """
 
 from functools import partial
@@ -19,7 +20,7 @@ from benchmarks.paper._search import noise
 from optax_lsdp.smoothing import Grid, grid_beta, ring_beta
 
 SMOOTHINGS = (0.3, 1.0, 3.0, 10.0, 30.0)
-STEPS, STEP_SIZE, LOOKS = 80, 16.0, 9
+STEPS, STEP_SIZE, LOOKS, DRAWS = 80, 8.0, 9, 20
 
 
 def layouts(side: int, classes: int) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def layouts(side: int, classes: int) -> dict[str, Any]:
 
 def errors(data: _record.Split, epsilon: float, steps: int) -> Any:
     """Train with DP-SGD, and split the error of every σ and layout at some of its steps."""
-    features, labels = data.private
+    features, labels = data.centred().private
     size, width, classes = len(labels), features.shape[1], data.classes
     batch = jnp.asarray(features), jnp.asarray(labels)
     multiplier = noise(epsilon, steps)
@@ -52,23 +53,29 @@ def errors(data: _record.Split, epsilon: float, steps: int) -> Any:
     )
     gradient = lsdp.clipped_grad(loss, clip_norm=1.0)
     exact = lsdp.clip_per_example(1.0)
+    whole = jax.grad(lambda params: jax.vmap(loss, (None, 0))(params, batch).mean())
 
     @jax.jit
     def step(params: Any, state: Any) -> Any:
         total = gradient(params, batch)
         updates, state = optimizer.update(total, state, params)
         mean, _ = exact.update(total, exact.init(params), params)
-        return optax.apply_updates(params, updates), state, mean["kernel"] / size
+        clipped = mean["kernel"] / size
+        return optax.apply_updates(params, updates), state, clipped, whole(params)["kernel"]
 
     params = {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}
     state = optimizer.init(params)
     looked_at = set(np.linspace(0, steps - 1, LOOKS).round().astype(int).tolist())
     found = []
     for number in range(steps):
-        params, state, mean = step(params, state)
+        params, state, mean, true = step(params, state)
         if number in looked_at:
             rows = _split(np.asarray(mean), deviation, layouts(round(width**0.5), classes))
-            found.append({"step": number, **rows})
+            clipping = {
+                "true": float(jnp.sum(true**2)),
+                "clipping": float(jnp.sum((mean - true) ** 2)),
+            }
+            found.append({"step": number, **clipping, **rows})
     return found
 
 
@@ -76,13 +83,21 @@ def _split(mean: np.ndarray, deviation: float, layouts: dict[str, Any]) -> dict[
     """Return squared bias and variance of every layout and σ, and what there is without."""
     energy = mean.size * deviation**2
     rows: dict[str, Any] = {"signal": float(np.sum(mean**2)), "noise": energy}
+    noise = deviation * jax.random.normal(jax.random.key(0), (DRAWS, *mean.shape))
     for name, (layout, beta) in layouts.items():
         rows[name] = {}
         for smoothing in SMOOTHINGS:
             tx = lsdp.laplacian_smooth(smoothing, layout=layout)
-            smoothed, _ = tx.update(jnp.asarray(mean), tx.init(None))
-            bias = float(np.sum((np.asarray(smoothed) - mean) ** 2))
-            rows[name][str(smoothing)] = {"bias": bias, "variance": float(beta(smoothing)) * energy}
+
+            def smooth(update: jax.Array, tx: Any = tx) -> jax.Array:
+                return tx.update(update, tx.init(None))[0]
+
+            seen = jax.vmap(smooth)(noise)
+            rows[name][str(smoothing)] = {
+                "bias": float(np.sum((np.asarray(smooth(jnp.asarray(mean))) - mean) ** 2)),
+                "variance": float(jnp.sum(seen**2)) / DRAWS,
+                "variance_by_beta": float(beta(smoothing)) * energy,
+            }
     return rows
 
 

@@ -1,0 +1,96 @@
+"""The summary: records go in, headline numbers come out, by flat names."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from benchmarks._results import load
+from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, worst
+from benchmarks.paper._tables import EPSILONS, gain, rows_of
+
+Numbers = Iterator[tuple[str, float]]
+
+
+def summary(is_run: Callable[[str], bool]) -> dict[str, float]:
+    """Return the headline numbers of all records that are whole; accuracies are in percent."""
+    found: dict[str, float] = {}
+    for name, numbers in NUMBERS.items():
+        if is_run(name):
+            found |= {key: round(float(value), 3) for key, value in numbers()}
+    return found
+
+
+def _best() -> Numbers:
+    final = load("paper/best")["final"]
+    for epsilon in EPSILONS:
+        for kind in ("unsmoothed", "smoothed", "best"):
+            accuracies = final[f"{epsilon} {kind}"]["found"]["test_accuracies"]
+            yield f"table1.private.eps={epsilon:.2f}.{kind}.test_accuracy", np.mean(accuracies)
+
+
+def _table1() -> Numbers:
+    for column in ("published", "private"):
+        for (epsilon, smoothing), row in rows_of(column).items():
+            name = f"table1.protocol.{column}.eps={epsilon:.2f}.sigma={smoothing:g}.test_accuracy"
+            yield name, np.mean(row["test_accuracies"])
+
+
+def _when() -> Numbers:
+    for key in load("paper/when")["final"]:
+        data, epsilon, variant = key.split(" ", 2)
+        if variant != "none":
+            mean, half = gain(data, float(epsilon), variant)
+            name = f"when.{data.lower()}.eps={epsilon}.{variant.replace(', ', '.')}"
+            yield f"{name.replace(' ', '_')}.gain", mean
+            yield f"{name.replace(' ', '_')}.gain_half_interval", half
+
+
+def _theory() -> Numbers:
+    for name, row in load("paper/theory")["holds from"].items():
+        yield f"theory.theorem1_holds_from.{name.lower().replace(' ', '_')}.epsilon", row["found"]
+
+
+def _cnn() -> Numbers:
+    for z in (2, 5, 8, 10):
+        for name, runs in curves(z).items():
+            finals = [run["test_accuracies"][-1] for run in runs]
+            yield f"cnn.z={z}.{name}.test_accuracy", np.mean(finals)
+    for name, row in load("paper/cnn")["long"].items():
+        yield f"cnn.z=10.{name}.final_accuracy", row["found"]["test_accuracies"][-1]
+        yield f"cnn.z=10.{name}.worst_accuracy", worst(row["found"])
+
+
+def _cnn_budgets() -> Numbers:
+    for name in OPTIMIZERS:
+        for epsilon, accuracies in budget_accuracies(name).items():
+            yield f"cnn.eps={epsilon:g}.{name}.test_accuracy", np.mean(accuracies)
+
+
+def _cnn_best() -> Numbers:
+    final = load("paper/cnn_best")["final"]
+    for epsilon in (1.0, 3.0):
+        for title, kind in (("best", "best"), ("without parts", "plain")):
+            seeds = [
+                row["found"]["test_accuracies"][-1]
+                for key, row in final.items()
+                if key.startswith(f"{epsilon} {title} ")
+            ]
+            yield f"mnist.eps={epsilon:g}.{kind}.test_accuracy", np.mean(seeds)
+
+
+def _cifar() -> Numbers:
+    for key, row in load("paper/cifar")["runs"].items():
+        name, _, seed = key.split(" ")
+        yield f"cifar.{name}.seed={seed}.test_accuracy", row["found"]["test_accuracies"][-1]
+
+
+NUMBERS: dict[str, Callable[[], Numbers]] = {  # by record
+    "best": _best,
+    "table1": _table1,
+    "when": _when,
+    "theory": _theory,
+    "cnn": _cnn,
+    "cnn_budgets": _cnn_budgets,
+    "cnn_best": _cnn_best,
+    "cifar": _cifar,
+}
