@@ -1,6 +1,7 @@
 """Benchmarks run, and write a record from which they go on."""
 
 import argparse
+import functools
 import gzip
 import hashlib
 import importlib
@@ -16,7 +17,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import _data
-from benchmarks.paper import _networks, _tasks
+from benchmarks.paper import _networks, _record, _regression, _search, _tasks, when
 
 NETWORKS = ("cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
@@ -77,6 +78,69 @@ def test_mnist_is_read_and_checked(tmp_path, monkeypatch):
         _data.mnist(tmp_path)
     with pytest.raises(SystemExit, match="--data-dir must hold"):
         _data.mnist(tmp_path / "elsewhere")
+
+
+def test_adult_is_read_and_encoded(tmp_path, monkeypatch):
+    folder = tmp_path / "adult"
+    folder.mkdir()
+    words = "Private, 77516, HS-grad, 8, Never-married, Sales, Husband, White, Male"
+    rows = [f"39, {words}, 2174, 0, 40, Peru, <=50K", f"50, {words}, 0, 0, 13, ?, >50K", ""]
+    texts = {"adult.data": "\n".join(rows), "adult.test": "|skip\n" + rows[1] + ".\n"}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    sums = {name: hashlib.md5(text.encode()).hexdigest() for name, text in texts.items()}
+    monkeypatch.setattr(_data, "ADULT_FILES", sums)
+    data = _data.adult(tmp_path)
+    assert data.train[1].tolist() == [0, 1] and data.test[1].tolist() == [1]
+    features = data.train[0]
+    gains = np.log1p([2174, 0]) / np.log1p(100_000)
+    numbers = [[0.39, 0.5], [0.5, 0.5], gains, [0, 0], [0.4, 0.13]]
+    np.testing.assert_allclose(features[:, :5], np.transpose(numbers), rtol=1e-6)
+    assert features[:, 5:].sum(axis=1).tolist() == [8, 8]  # one of each category, "?" among them
+    np.testing.assert_array_equal(data.test[0], features[1:])
+
+
+def test_a_record_runs_again_what_is_asked_for_otherwise(tmp_path):
+    path, ran = tmp_path / "record.json", []
+
+    def search(data, size):
+        ran.append(f"search {size}")
+        return size
+
+    def final(record, data):
+        ran.append("final")
+        return 2 * json.loads(record.read_text())["search"]["all"]["found"]
+
+    def alone(data):
+        ran.append("alone")
+
+    def measure(size):
+        data = np.zeros(3)
+        first = {"all": functools.partial(search, data, size)}
+        last = {"of it": functools.partial(final, path, data)}
+        rest = {"too": functools.partial(alone, data)}
+        _record.measure(path, {"search": first, "final": last, "alone": rest})
+        return json.loads(path.read_text())["final"]["of it"]["found"]
+
+    assert measure(2) == 4 and ran == ["search 2", "final", "alone"]
+    assert measure(2) == 4 and len(ran) == 3
+    assert measure(5) == 10 and ran[3:] == ["search 5", "final"]
+
+
+def test_a_search_draws_other_noise_than_what_it_chooses_for(monkeypatch):
+    drawn = []
+
+    def record(protocol, data, looked_at, settings, seeds, classes):
+        drawn.append(set(seeds))
+        shape = (len(seeds), len(settings.step_size), 1)
+        return _regression.Curves({}, {name: np.zeros(shape) for name in looked_at})
+
+    monkeypatch.setattr(_search, "train", record)
+    data = _record.mnist(argparse.Namespace(smoke=True))
+    rows = _search.search(data, 1.0, _search.Variant(3), (0.0,), (1.0,))
+    _search.final(data, 1.0, rows[0], when.SEEDS)
+    *searched, final = drawn
+    assert len(searched) == _search.FOLDS and final.isdisjoint(set.union(*searched))
 
 
 def test_cifar10_is_read_from_mosaics_as_from_its_archive(tmp_path, monkeypatch):
@@ -141,7 +205,17 @@ def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "script",
     [
-        *("best", "degradation", "errors", "step_sizes", "table1", "theory", "when", "cnn"),
+        *(
+            "best",
+            "degradation",
+            "denoising",
+            "errors",
+            "step_sizes",
+            "table1",
+            "theory",
+            "when",
+            "cnn",
+        ),
         *(pytest.param(name, marks=pytest.mark.full) for name in NETWORKS),
     ],
 )
