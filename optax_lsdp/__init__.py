@@ -18,6 +18,7 @@ _HOME = {
     "PrivacyPlan": "planning",
     "UnamplifiedShuffle": "sampling",
     "accounting": "accounting",
+    "auditing": "auditing",
     "add_gaussian_noise": "noise",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",

@@ -31,6 +31,8 @@ MAY_IMPORT = {
     "_trees": {"jax"},
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "accounting._events": {"dp_accounting"},
+    "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},
+    "auditing._bounds": LIGHT | {"optax_lsdp.accounting"},
     "budget": {
         "matplotlib",
         *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "accounting")),

@@ -1,0 +1,174 @@
+"""Canaries: a training function goes in, a lower bound on the ε that it really has comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting import show_epsilon
+from optax_lsdp.auditing._bounds import (
+    Rates,
+    epsilon_of_gaussian,
+    epsilon_of_rates,
+    one_run_epsilon,
+    rates,
+)
+from optax_lsdp.auditing._report import Report
+
+_AT_A_TIME = 4096  # trainings that are mapped together
+
+
+@dataclass(frozen=True)
+class EpsilonReport(Report):
+    """How much privacy an attack has disproved.
+
+    Attributes:
+        claimed: the ε that is claimed, or None.
+        epsilon: no smaller ε can be true, but for `failure`.
+        gaussian_epsilon: the same if the mechanism is Gaussian, as all of this library's are for
+            full batches; None where it does not apply.
+        delta: δ.
+        trials: how many trainings, or canaries in one of them.
+        failure: the probability that this audit is wrong.
+    """
+
+    claimed: float | None
+    epsilon: float
+    gaussian_epsilon: float | None
+    delta: float
+    trials: int
+    failure: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the claim stands."""
+        return self.claimed is None or max(self.epsilon, self.gaussian_epsilon or 0) <= self.claimed
+
+    def lines(self) -> dict[str, str]:
+        """Return what is printed."""
+        found = {"ε is at least": show_epsilon(self.epsilon)}
+        if self.gaussian_epsilon is not None:
+            found["if it is Gaussian"] = show_epsilon(self.gaussian_epsilon)
+        if self.claimed is not None:
+            found["claimed"] = show_epsilon(self.claimed)
+        found["at δ"] = f"{self.delta:g}"
+        found["trials"] = f"{self.trials:,}, wrong with probability {self.failure:g}"
+        return found
+
+
+def audit_epsilon(
+    train: Callable[[jax.Array, jax.Array], jax.Array],
+    *,
+    delta: float,
+    claimed: float | None = None,
+    trials: int = 10_000,
+    failure: float = 1e-5,
+    gaussian: bool = False,
+    key: jax.Array,
+) -> EpsilonReport:
+    """Train many times with and without a canary, and tell by how much the results differ.
+
+    Args:
+        train: `train(key, is_in)`: trains with fresh randomness, with the canary or without it
+            (`is_in` is a traced bool; use a mask), and returns a score that is larger when the
+            canary is in, such as the inner product of the update with its gradient. It is mapped
+            and compiled.
+        delta: δ.
+        claimed: the ε that is to be disproved.
+        trials: how many trainings with, and as many without. Half of them choose the threshold.
+        failure: the probability that the bound is wrong.
+        gaussian: whether a bound is also computed that holds for Gaussian mechanisms alone; it
+            needs far fewer trials.
+        key: of all trainings.
+    """
+    check_delta("delta", delta)
+    check_whole("trials", trials, 4)
+    check_delta("failure", failure)
+    if claimed is not None:
+        check_positive("claimed", claimed)
+    run = jax.jit(jax.vmap(train, (0, None)))
+    scores = []
+    for is_in in (False, True):
+        keys = jax.random.split(jax.random.fold_in(key, is_in), trials)
+        parts = [
+            np.asarray(run(keys[i : i + _AT_A_TIME], jnp.asarray(is_in)), np.float64)
+            for i in range(0, trials, _AT_A_TIME)
+        ]
+        scores.append(np.concatenate(parts))
+    if scores[0].shape != (trials,):
+        raise ValueError(f"`train` must return a number, got shape {scores[0].shape[1:]}.")
+    outside, inside = (np.nan_to_num(part, nan=0.0) for part in scores)
+    half = trials // 2
+    share = failure / (2 if gaussian else 1)
+
+    def bound(measure: Callable[[Rates, float], float]) -> float:
+        threshold = _best_threshold(outside[:half], inside[:half], delta, measure)
+        counts = [int((part[half:] > threshold).sum()) for part in (inside, outside)]
+        return measure(rates(counts[0], counts[1], trials - half, share), delta)
+
+    return EpsilonReport(
+        claimed,
+        bound(epsilon_of_rates),
+        bound(epsilon_of_gaussian) if gaussian else None,
+        delta,
+        2 * trials,
+        failure,
+    )
+
+
+def _best_threshold(
+    outside: np.ndarray, inside: np.ndarray, delta: float, measure: Callable[[Rates, float], float]
+) -> float:
+    """Return the threshold that would have proved most, of a few hundred."""
+    places = np.quantile(np.concatenate([outside, inside]), np.linspace(0.001, 0.999, 333))
+    places = np.unique(places)
+
+    def proved(threshold: float) -> float:
+        counts = [int((part > threshold).sum()) for part in (inside, outside)]
+        return measure(rates(counts[0], counts[1], len(inside), 0.05), delta)
+
+    return float(max(places, key=proved))
+
+
+def audit_one_run(
+    train: Callable[[jax.Array], Any],
+    *,
+    canaries: int,
+    delta: float,
+    claimed: float | None = None,
+    guesses: int | None = None,
+    failure: float = 1e-5,
+    key: jax.Array,
+) -> EpsilonReport:
+    """Train once with about half of many canaries, guess which were in, and bound ε by the score.
+
+    Args:
+        train: `train(is_in)`: trains once, with those canaries for which the array says so, and
+            returns a score for each of them, larger when it is in.
+        canaries: how many there are. They must be examples of their own, at most one per person.
+        delta: δ. Nothing is proved unless δ times `canaries` is far below `failure`.
+        claimed: the ε that is to be disproved.
+        guesses: how many are made, of the largest and the smallest scores; by default a fifth.
+        failure: the probability that the bound is wrong.
+        key: of the choice who is in.
+    """
+    check_whole("canaries", canaries, 2)
+    check_delta("delta", delta)
+    check_delta("failure", failure)
+    guesses = max(2, canaries // 5) if guesses is None else guesses
+    check_whole("guesses", guesses, 2)
+    is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
+    scores = np.nan_to_num(np.asarray(train(jnp.asarray(is_in)), np.float64), nan=0.0)
+    if scores.shape != (canaries,):
+        raise ValueError(f"`train` must return {canaries} scores, got shape {scores.shape}.")
+    order = np.argsort(scores, kind="stable")
+    high, low = order[len(order) - guesses // 2 :], order[: guesses - guesses // 2]
+    right = int(is_in[high].sum() + (~is_in[low]).sum())
+    epsilon = one_run_epsilon(delta, canaries, guesses, right, failure)
+    return EpsilonReport(claimed, epsilon, None, delta, canaries, failure)

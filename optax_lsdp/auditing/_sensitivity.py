@@ -1,0 +1,223 @@
+"""Sensitivity: a release goes in, the largest change that one example has made comes out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
+from optax_lsdp.auditing._report import Report
+
+Release = Callable[[Any, jax.Array], Any]
+_ODD = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
+_LOUDNESS = (1.0, 1e-3, 1e3)  # of all other examples
+
+
+@dataclass(frozen=True)
+class SensitivityReport(Report):
+    """How far one example moved a release. It tells of the batch, so it is private.
+
+    Attributes:
+        declared: how far it may.
+        largest: how far it did.
+        how: between which neighbours.
+        masked: how far an example that was masked out did.
+        pairs: how many were tried.
+        tolerance: what rounding is granted, as a share of `declared`.
+    """
+
+    declared: float
+    largest: float
+    how: str
+    masked: float
+    pairs: int
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no neighbours were farther apart than declared."""
+        room = self.tolerance * self.declared
+        return self.largest <= self.declared + room and self.masked <= room
+
+    def lines(self) -> dict[str, str]:
+        """Return what is printed."""
+        return {
+            "declared": f"{self.declared:.6g}",
+            "largest change": f"{self.largest:.6g} ({self.how})",
+            "by what is masked out": f"{self.masked:.6g}",
+            "neighbours tried": f"{self.pairs:,}",
+        }
+
+
+class _Circumstances(NamedTuple):
+    """A batch in which the example in one place is going to differ."""
+
+    how: str
+    batch: Any
+    mask: jax.Array
+    place: int
+
+    def odd_one(self, factor: float) -> Any:
+        """Return the batch with that example multiplied."""
+        return _times(self.batch, np.where(np.arange(len(self.mask)) == self.place, factor, 1.0))
+
+
+class _Neighbours(NamedTuple):
+    """Two batches: the second has another example in one place, and a mask of its own."""
+
+    batch: Any
+    example: Any
+    place: Any
+    masks: tuple[jax.Array, jax.Array]
+
+
+def audit_sensitivity(
+    release: Release,
+    batch: Any,
+    *,
+    declared: float,
+    neighbouring: Literal["add_remove", "replace_one"] = "add_remove",
+    searches: int = 20,
+    ascents: int = 3,
+    ascent_steps: int = 30,
+    tolerance: float = 1e-4,
+    key: jax.Array,
+) -> SensitivityReport:
+    """Look for two neighbouring batches on which a release differs by more than is declared.
+
+    A search cannot prove that there are none; it finds what is commonly wrong. One example among
+    many or few, loud or quiet ones is removed, replaced, negated, made huge, tiny, infinite or
+    NaN; then the worst neighbours are driven apart by gradient ascent. Whatever is masked out
+    must not matter at all.
+
+    Args:
+        release: `release(batch, mask)`: what noise is added to, such as a clipped sum; or a whole
+            step with its randomness fixed, in which the noise cancels. It is compiled.
+        batch: examples as they are in reality, with a leading axis.
+        declared: the largest ℓ₂ distance that one example may cause, in units of the result.
+        neighbouring: whether one example is there or not, or is another one.
+        searches: in how many circumstances each odd example is tried.
+        ascents: how many of the worst neighbours are driven apart.
+        ascent_steps: in how many steps.
+        tolerance: as in the report.
+        key: of the search.
+    """
+    check_positive("declared", declared)
+    check_choice("neighbouring", neighbouring, ("add_remove", "replace_one"))
+    check_non_negative("tolerance", tolerance)
+    for name, count in (("searches", searches), ("ascents", ascents)):
+        check_whole(name, count, 0 if name == "ascents" else 1)
+    batch = jax.tree.map(jnp.asarray, batch)
+    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
+    difference = jax.jit(partial(_difference, release))
+    drive = jax.jit(partial(_drive, release))
+    found: list[tuple[float, str, _Neighbours]] = []
+    masked = 0.0
+    for here in _circumstances(batch, searches, rng):
+        for odd in _ODD:
+            pair = _neighbours(here, odd, neighbouring)
+            found.append((_norm(difference(*pair)), f"{here.how} one times {odd:g}", pair))
+            masked = max(masked, _norm(difference(*_masked_out(here, odd))))
+    found.sort(key=lambda one: -one[0])
+    for _, _, pair in [one for one in found if math.isfinite(one[0])][:ascents]:
+        for step in range(ascent_steps):
+            pair = drive(pair, 0.3 * (1 - step / ascent_steps))
+            found.append((_norm(difference(*pair)), "found by gradient ascent", pair))
+            if not math.isfinite(found[-1][0]):
+                break
+    largest, how, _ = max(found, key=lambda one: one[0])
+    return SensitivityReport(declared, largest, how, masked, len(found), tolerance)
+
+
+def _difference(
+    release: Release, batch: Any, example: Any, place: Any, masks: tuple[jax.Array, jax.Array]
+) -> Any:
+    """Return how a release changes from the first to the second of two neighbours."""
+    other = jax.tree.map(lambda x, one: x.at[place].set(one), batch, example)
+    return jax.tree.map(jnp.subtract, release(batch, masks[0]), release(other, masks[1]))
+
+
+def _norm(difference: Any) -> float:
+    """Return the ℓ₂ norm in float64; infinite where it is not a number."""
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(jax.device_get(difference))]
+    squares = sum(np.sum(x**2) for x in leaves)
+    return math.sqrt(squares) if np.isfinite(squares) else math.inf
+
+
+def _circumstances(batch: Any, count: int, rng: np.random.Generator) -> Iterator[_Circumstances]:
+    """Return batches of some of the examples, with their masks and the place that will differ."""
+    size = len(jax.tree.leaves(batch)[0])
+    for number in range(count):
+        loudness = _LOUDNESS[number % len(_LOUDNESS)]
+        if number % 4 == 3:  # all others are alike, so that they add up
+            order = np.full(size, rng.integers(size))
+        else:
+            order = rng.integers(size, size=size)
+        examples = jax.tree.map(lambda x, o=order: x[o], batch)
+        kept = size if number % 2 == 0 else int(rng.integers(1, size + 1))
+        mask = np.zeros(size, bool)
+        mask[rng.permutation(size)[:kept]] = True
+        place = int(rng.choice(np.flatnonzero(mask)))
+        others = np.where(np.arange(size) == place, 1.0, loudness)
+        how = f"{kept} of {size} examples times {loudness:g} and"
+        yield _Circumstances(how, _times(examples, others), jnp.asarray(mask), place)
+
+
+def _times(batch: Any, factors: np.ndarray) -> Any:
+    """Multiply each example's floats by a factor of its own."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        along = jnp.asarray(factors, x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
+        return x * along
+
+    return jax.tree.map(scale, batch)
+
+
+def _neighbours(here: _Circumstances, odd: float, neighbouring: str) -> _Neighbours:
+    changed = here.odd_one(odd)
+    example = jax.tree.map(lambda x: x[here.place], changed)
+    if neighbouring == "add_remove":
+        without = here.mask.at[here.place].set(False)
+        return _Neighbours(changed, example, here.place, (here.mask, without))
+    return _Neighbours(here.batch, example, here.place, (here.mask, here.mask))
+
+
+def _masked_out(here: _Circumstances, odd: float) -> _Neighbours:
+    without = here.mask.at[here.place].set(False)
+    example = jax.tree.map(lambda x: x[here.place], here.odd_one(odd))
+    return _Neighbours(here.batch, example, here.place, (without, without))
+
+
+def _drive(release: Release, pair: _Neighbours, rate: Any) -> _Neighbours:
+    """Take a step of gradient ascent on the distance, in all floats of both batches."""
+
+    def is_float(x: jax.Array) -> bool:
+        return jnp.issubdtype(x.dtype, jnp.floating)
+
+    leaves, structure = jax.tree.flatten((pair.batch, pair.example))
+    floats = [x for x in leaves if is_float(x)]
+
+    def assemble(floats: list[jax.Array]) -> tuple[Any, Any]:
+        given = iter(floats)
+        return jax.tree.unflatten(structure, [next(given) if is_float(x) else x for x in leaves])
+
+    def distance(floats: list[jax.Array]) -> jax.Array:
+        change = _difference(release, *assemble(floats), pair.place, pair.masks)
+        return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(change)) + 1e-30)
+
+    def move(x: jax.Array, slope: jax.Array) -> jax.Array:
+        size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
+        return x + rate * (size + 1e-6) * slope / (steepness + 1e-30)
+
+    moved = [move(x, slope) for x, slope in zip(floats, jax.grad(distance)(floats), strict=True)]
+    batch, example = assemble(moved)
+    return pair._replace(batch=batch, example=example)

@@ -1,0 +1,128 @@
+"""Lower bounds on ε: they hold as often as they say, and see what there is to see."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
+from optax_lsdp.auditing import audit_epsilon, audit_one_run
+from optax_lsdp.auditing._bounds import Rates, epsilon_of_rates, one_run_p_value, rates
+
+DELTA = 1e-5
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.9])
+def test_rates_are_covered(share):
+    """Over every outcome, weighted by its probability, both bounds fail as rarely as they say."""
+    trials, failure = 60, 0.1
+    counts = np.arange(trials + 1)
+    weights = binom.pmf(counts, trials, share)
+    found = [rates(int(k), int(k), trials, failure) for k in counts]
+    too_high = sum(w for w, r in zip(weights, found, strict=True) if r.true_positive > share)
+    too_low = sum(w for w, r in zip(weights, found, strict=True) if r.false_positive < share)
+    assert too_high <= failure / 2 and too_low <= failure / 2
+
+
+def test_the_best_test_of_pure_privacy_gives_its_epsilon():
+    for epsilon in (0.1, 1.0, 5.0):
+        right = math.exp(epsilon) / (1 + math.exp(epsilon))  # randomised response
+        assert epsilon_of_rates(Rates(right, 1 - right), 0.0) == pytest.approx(epsilon)
+    assert epsilon_of_rates(Rates(0.3, 0.4), 0.0) == 0.0
+    assert epsilon_of_rates(Rates(1.0, 0.0), 1e-5) == math.inf
+
+
+def test_one_run_is_exact_for_randomised_response():
+    """With δ = 0 the p-value is the chance of so many right answers."""
+    epsilon, guesses, right = 1.0, 50, 45
+    chance = math.exp(epsilon) / (1 + math.exp(epsilon))
+    expected = binom.sf(right - 1, guesses, chance)
+    assert one_run_p_value(epsilon, 0.0, 50, guesses, right) == pytest.approx(expected)
+    slopes = [
+        sum(binom.pmf(right - j, guesses, chance) for j in range(1, i + 1)) / i
+        for i in range(1, right + 1)
+    ]
+    with_delta = expected + 2 * 50 * DELTA * max(slopes)
+    assert one_run_p_value(epsilon, DELTA, 50, guesses, right) == pytest.approx(with_delta)
+
+
+def one_step(noise_multiplier):
+    """Return the worst case: one Gaussian, and a canary that moves it by the whole sensitivity."""
+
+    def train(key, is_in):
+        return is_in.astype(jnp.float32) + noise_multiplier * jax.random.normal(key, ())
+
+    return train
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 1.0, 4.0, 10.0])
+def test_a_true_claim_is_never_refuted_and_half_of_it_is_seen(epsilon):
+    z = calibrate_noise_multiplier(
+        epsilon=epsilon, delta=DELTA, steps=1, sampling="full", sampling_rate=1.0
+    )
+    report = audit_epsilon(
+        one_step(z),
+        delta=DELTA,
+        claimed=epsilon,
+        trials=60_000,
+        gaussian=True,
+        key=jax.random.key(0),
+    )
+    assert report, str(report)
+    assert report.gaussian_epsilon >= epsilon / 2
+    assert report.epsilon <= report.gaussian_epsilon + 0.5
+
+
+def test_a_false_claim_is_refuted():
+    z = calibrate_noise_multiplier(
+        epsilon=4.0, delta=DELTA, steps=1, sampling="full", sampling_rate=1.0
+    )
+    report = audit_epsilon(
+        one_step(0.3 * z), delta=DELTA, claimed=4.0, trials=20_000, key=jax.random.key(0)
+    )
+    assert not report and report.epsilon > 4.0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_run_with_many_canaries(seed):
+    """Each canary has a coordinate of its own, so that m of them are m one-step mechanisms."""
+    canaries, delta = 2000, 1e-6
+
+    def train(noise_multiplier):
+        def run(is_in):
+            noise = jax.random.normal(jax.random.key(seed), (canaries,))
+            return is_in.astype(jnp.float32) + noise_multiplier * noise
+
+        return run
+
+    def audit(noise_multiplier):
+        claimed = SampledGaussian(
+            noise_multiplier, sampling_rate=1.0, steps=1, sampling="full"
+        ).epsilon(delta)
+        return audit_one_run(
+            train(noise_multiplier),
+            canaries=canaries,
+            delta=delta,
+            claimed=claimed,
+            failure=0.01,
+            key=jax.random.key(100 + seed),
+        )
+
+    for noise_multiplier in (0.5, 1.0, 4.0):
+        report = audit(noise_multiplier)
+        assert report, str(report)
+    assert audit(0.5).epsilon > 1.0
+
+
+def test_bad_input_is_told():
+    with pytest.raises(ValueError, match="`train` must return a number"):
+        audit_epsilon(
+            lambda key, is_in: jnp.zeros(3), delta=DELTA, trials=10, key=jax.random.key(0)
+        )
+    with pytest.raises(ValueError, match="`train` must return 10 scores"):
+        audit_one_run(lambda is_in: jnp.zeros(3), canaries=10, delta=DELTA, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`delta` must be above 0 and below 1"):
+        audit_epsilon(one_step(1.0), delta=0.0, key=jax.random.key(0))
