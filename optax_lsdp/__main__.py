@@ -22,6 +22,21 @@ def demo(args: argparse.Namespace) -> None:
     run(settings, args.output, args.record)
 
 
+def audit(args: argparse.Namespace) -> None:
+    """Audit this installation; exit with 1 if anything is rejected."""
+    import jax
+
+    from optax_lsdp.auditing import audit_library
+
+    rejected = []
+    for name, report in audit_library(jax.random.key(args.seed)):
+        print(f"{name}\n{report}\n", flush=True)
+        if not report:
+            rejected.append(name)
+    if rejected:
+        sys.exit(f"Rejected: {', '.join(rejected)}.")
+
+
 def parser() -> Parser:
     """Return the parser of all commands."""
     top = Parser(prog="optax-lsdp", description="Private training with Laplacian smoothing.")
@@ -47,6 +62,18 @@ def parser() -> Parser:
         command.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=shown)
     command.set_defaults(run=demo)
     budget.add_commands(commands)
+    command = commands.add_parser(
+        "audit",
+        help="attack this installation: clipping, noise, samplers and a whole step",
+        description="Search for neighbouring batches that clipping does not hold together, test "
+        "noise and samplers, and try to tell steps with a canary from steps without. What is good "
+        "is rejected with a probability of 1e-5 each. About a minute.",
+    )
+    whole = number("seed", lambda name, value: check_whole(name, value, 0), int)
+    command.add_argument(
+        "--seed", type=whole, default=0, metavar="N", help="of all audits (default: 0)"
+    )
+    command.set_defaults(run=audit)
     return top
 
 

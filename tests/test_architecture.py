@@ -32,6 +32,8 @@ MAY_IMPORT = {
     "accounting": LIGHT | {"optax_lsdp._checks"},
     "accounting._events": {"dp_accounting"},
     "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},
+    "auditing._self": JAX
+    | {f"optax_lsdp.{n}" for n in ("accounting", "clipping", "noise", "optimizers", "sampling")},
     "auditing._bounds": LIGHT | {"optax_lsdp.accounting"},
     "budget": {
         "matplotlib",
@@ -60,7 +62,8 @@ MAY_IMPORT = {
     "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
     "__main__": {
         "optax_lsdp",
-        *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "demo")),
+        "jax",
+        *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "auditing", "demo")),
     },
 }
 
