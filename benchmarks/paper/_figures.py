@@ -130,7 +130,7 @@ def draw_denoising() -> None:
     record = load("paper/denoising")["errors"]["planes"]["found"]
     figure = Figure(figsize=(13, 3), layout="constrained")
     first, *rest = figure.subplots(1, 6)
-    for (name, line), look in zip(lines().items(), ("k:", "-", "-"), strict=True):
+    for (name, line), look in zip(lines().items(), (":", "-", "-"), strict=True):
         color = {"signal": "black", "noisy": "#9a8c98"}.get(name, "#c1121f")
         first.plot(line, look, color=color, lw=0.9, label=name)
     first.legend(frameon=False, fontsize=7)
@@ -191,10 +191,11 @@ def draw_errors() -> None:
                 for part in row[layout].values()
             ]
             axes.plot(*zip(*points, strict=True), marker + "-", color=color, label=layout)
+        smoothings = ", ".join(f"{float(name):g}" for name in reversed(row["inputs"]))
         axes.set_xscale("log")
         axes.set_ylim(0, 1)
         axes.set_xlabel(
-            f"share of the noise that is left, σ = {', '.join(reversed(row['inputs']))}\n"
+            f"share of the noise that is left, σ = {smoothings}\n"
             f"(step {row['step'] + 1}, signal / noise = {row['signal'] / row['noise']:.2g})",
             fontsize=8,
         )
@@ -212,6 +213,7 @@ def draw_errors() -> None:
         along.semilogy(
             steps, values, style, label=name, **({} if "k" in style else {"color": "#c1121f"})
         )
+    along.set_ylim(bottom=1e-8)
     along.set_xlabel("step (ε = 0.1)")
     along.set_ylabel("squared norm")
     along.legend(frameon=False, fontsize=7)
