@@ -17,7 +17,7 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# Optimized code and ten times the examples of every law (see tests/conftest.py), then all tests on the oldest versions that pyproject.toml
+# Optimized code and twenty times the examples of every law (see tests/conftest.py), then all tests on the oldest versions that pyproject.toml
 # admits, whose own deprecation warnings are not ours. The last result is kept in tests/full.txt.
 test-full: $(READY) $(OLDEST)/.ready
 	{ FULL=1 $(BIN)/python -m pytest -n 2 -q -m "" && \

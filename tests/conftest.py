@@ -1,7 +1,7 @@
 """Every test runs on eight CPU devices, and no dtype is promoted by accident.
 
 Most of a test's time is compiling, so LLVM optimizes nothing (XLA's own passes all run). With
-FULL=1 it does, as for users, and each law is tried on ten times the examples.
+FULL=1 it does, as for users, and each law is tried on twenty times the examples.
 """
 
 import os
@@ -19,7 +19,7 @@ import jax
 import pytest
 
 FULL = bool(os.environ.get("FULL"))
-hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=50)
+hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("full" if FULL else "laws")
 

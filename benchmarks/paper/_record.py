@@ -66,9 +66,7 @@ def mnist(args: argparse.Namespace) -> Split:
 
 
 def adult(args: argparse.Namespace) -> Split:
-    """Return Adult, of whose training rows 6,000 are treated as public; digits for a smoke run."""
-    if args.smoke:
-        return mnist(args)
+    """Return Adult, of whose training rows 6,000 are treated as public."""
     data = _data.adult(args.data_dir)
     return cut(data.train, data.test, 6_000)
 

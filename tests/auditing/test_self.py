@@ -12,6 +12,7 @@ def test_this_installation_passes(capsys):
     assert shown.count("verdict: passed") == 6 and "REJECTED" not in shown
 
 
+@pytest.mark.full
 def test_a_broken_installation_is_told(monkeypatch, capsys):
     draw = _self._noise
     monkeypatch.setattr(_self, "_noise", lambda params, scale, key: draw(params, 0.9 * scale, key))
