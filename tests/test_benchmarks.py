@@ -19,7 +19,8 @@ from PIL import Image
 from benchmarks import _data
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, when
 
-LONGER = ("degradation", "errors", "step_sizes", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
+CONVEX = ("best", "degradation", "denoising", "errors", "step_sizes", "table1", "theory", "when")
+NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 
 @pytest.mark.full
@@ -205,8 +206,8 @@ def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     "script",
     [
-        *("best", "denoising", "table1", "theory", "when", "cnn"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in LONGER),
+        *CONVEX,
+        *(pytest.param(name, marks=pytest.mark.full) for name in NETWORKS),
     ],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
