@@ -22,7 +22,8 @@ from benchmarks._results import (
     smoothed_vectors,
 )
 from benchmarks.paper import _report
-from benchmarks.paper._tables import EPSILONS, PRINTED
+from benchmarks.paper._record import EPSILONS
+from benchmarks.paper._tables import PRINTED
 
 PAPER = ROOT / "benchmarks" / "paper" / "README.md"
 
@@ -243,7 +244,15 @@ def paper() -> str:
         printed = max(row[epsilon][0] for row in PRINTED.values())
         rows.append([f"{epsilon:.2f}", *(f"{value:.1f}" for value in (*found, printed))])
     head = ["ε", "σ = 0", "smoothed, σ and layout chosen", "the paper's best, not private"]
-    return markdown(head, rows)
+    loud, quiet = (numbers[f"when.mnist.eps={epsilon}.grid.gain"] for epsilon in (0.02, 1.0))
+    adult = [v for k, v in numbers.items() if k.startswith("when.adult") and k.endswith(".gain")]
+    return (
+        f"{markdown(head, rows)}\n\nSettings were chosen on the validation images, treated as "
+        "public. [The paper's experiments](benchmarks/paper/README.md), as\npublished and as "
+        "private, have the rest: with step sizes tuned for each σ, the gain on images grows with "
+        f"the noise, from {quiet:+.1f} points\nat ε = 1 to {loud:+.1f} at ε = 0.02 (20 seeds), and on a table of "
+        f"census data it lies between {min(adult):+.1f} and {max(adult):+.1f}."
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -36,6 +36,21 @@ def test_the_numbers_are_those_of_the_results():
     assert report.fill(text) == text, "run `python -m benchmarks.report`"
 
 
+def test_the_advice_in_words_follows_from_the_records():
+    """What the docstring of `laplacian_smooth` and the paper's README say without a record."""
+    numbers = _report.numbers()
+
+    def gain(epsilon, layout):
+        return numbers[f"when.mnist.eps={epsilon}.{layout}.gain"]
+
+    for layout in ("grid", "inputs"):
+        assert [round(gain(epsilon, layout)) for epsilon in (0.02, 0.1, 1.0)] == [3, 1, 0]
+    for epsilon in (0.02, 0.05, 0.1, 0.3, 1.0):
+        assert gain(epsilon, "stored") < 0.05
+    adult = [v for k, v in numbers.items() if k.startswith("when.adult") and k.endswith(".gain")]
+    assert max(map(abs, adult)) < 0.5
+
+
 def test_the_numbers_of_the_paper_are_those_of_the_results():
     text = report.PAPER.read_text()
     assert report.fill(text, _report.parts()) == text, "run `python -m benchmarks.report`"

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks._results import load
-from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves
+from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, runs_of
 from benchmarks.paper._figures import save, tidy
 
 COLORS = {"sgd": "#1d3557", "lssgd": "#c1121f", "adam": "#9a8c98", "lsadam": "#e09f3e"}
@@ -103,11 +103,7 @@ def draw_cnn_budgets() -> None:
 
 def draw_cifar() -> None:
     """Draw the four optimizers on CIFAR-10."""
-    rows = load("paper/cifar")["runs"]
-    runs = {
-        name: [row["found"] for key, row in rows.items() if key.split(" ")[0] == name]
-        for name in OPTIMIZERS
-    }
+    runs = {name: runs_of("cifar", "runs", f"{name} ") for name in OPTIMIZERS}
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     draw_curves(axes, runs)

@@ -5,22 +5,26 @@ from typing import Any
 import numpy as np
 
 from benchmarks._results import load, markdown
+from benchmarks.paper._tables import spread
 
 OPTIMIZERS = {"sgd": "DP-SGD", "lssgd": "DP-LSSGD", "adam": "DP-Adam", "lsadam": "DP-LSAdam"}
 WARM = 5  # epochs after which an accuracy that falls is a sign of instability
 
 
+def runs_of(record: str, part: str, start: str) -> list[Any]:
+    """Return all runs whose name starts like this."""
+    rows = load(f"paper/{record}")[part]
+    return [row["found"] for name, row in rows.items() if name.startswith(start)]
+
+
+def ends(runs: list[Any]) -> list[float]:
+    """Return the test accuracies with which runs ended."""
+    return [run["test_accuracies"][-1] for run in runs]
+
+
 def curves(noise_multiplier: float) -> dict[str, list[Any]]:
     """Return all seeds of each optimizer's runs of fifteen epochs."""
-    rows = load("paper/cnn")["noise"]
-    return {
-        name: [
-            row["found"]
-            for key, row in rows.items()
-            if key.startswith(f"{name} {noise_multiplier:g} ")
-        ]
-        for name in OPTIMIZERS
-    }
+    return {name: runs_of("cnn", "noise", f"{name} {noise_multiplier:g} ") for name in OPTIMIZERS}
 
 
 def worst(run: Any) -> float:
@@ -33,10 +37,9 @@ def cnn() -> str:
     rows = []
     for z in (2, 5, 8, 10):
         for name, runs in curves(z).items():
-            finals = [run["test_accuracies"][-1] for run in runs]
             cells = [
                 f"{runs[0]['smoothing']:g}",
-                f"{np.mean(finals):.2f}" + (f" ± {np.std(finals, ddof=1):.2f}" if z == 10 else ""),
+                spread(ends(runs)) if len(runs) > 1 else f"{ends(runs)[0]:.2f}",
                 f"{np.mean([worst(run) for run in runs]):.2f}",
                 f"{runs[0]['epsilons'][-1]:.4f}",
             ]
@@ -83,7 +86,7 @@ def cnn_layouts() -> str:
 def budget_accuracies(name: str) -> dict[float, list[float]]:
     """Return an optimizer's test accuracies by ε."""
     return {
-        float(key.split(" ")[0]): [run["test_accuracies"][-1] for run in row["found"]]
+        float(key.split(" ")[0]): ends(row["found"])
         for key, row in load("paper/cnn_budgets")["final"].items()
         if key.split(" ")[1] == name
     }
@@ -105,22 +108,19 @@ def cnn_budgets() -> str:
 
 def cifar() -> str:
     """Return the accuracies on CIFAR-10."""
-    rows = load("paper/cifar")["runs"]
-    lines = []
+    rows = []
     for name, label in OPTIMIZERS.items():
-        runs = [row["found"] for key, row in rows.items() if key.split(" ")[0] == name]
-        finals = [f"{run['test_accuracies'][-1]:.2f}" for run in runs]
-        lines.append(
-            [label, f"{runs[0]['smoothing']:g}", *finals, f"{runs[0]['epsilons'][-1]:.3f}"]
-        )
-    return markdown(["optimizer", "σ", "test accuracy, seed 0", "seed 1", "ε"], lines)
+        runs = runs_of("cifar", "runs", f"{name} ")
+        accuracies = [f"{accuracy:.2f}" for accuracy in ends(runs)]
+        smoothing, epsilon = runs[0]["smoothing"], runs[0]["epsilons"][-1]
+        rows.append([label, f"{smoothing:g}", *accuracies, f"{epsilon:.3f}"])
+    return markdown(["optimizer", "σ", "test accuracy, seed 0", "seed 1", "ε"], rows)
 
 
 def cnn_best() -> str:
     """Return what each part did on public images, and the best accuracies on the test set."""
-    record = load("paper/cnn_best")
     columns: dict[str, dict[str, float]] = {}
-    for key, row in record["parts"].items():
+    for key, row in load("paper/cnn_best")["parts"].items():
         epsilon, name = key.split(" ", 1)
         columns.setdefault(name, {})[epsilon] = np.mean([run["accuracy"] for run in row["found"]])
     rows = [
@@ -130,17 +130,12 @@ def cnn_best() -> str:
     for title in ("without parts", "best"):
         cells = []
         for epsilon in ("1.0", "3.0"):
-            runs = [
-                row["found"]
-                for key, row in record["final"].items()
-                if key.startswith(f"{epsilon} {title} ")
-            ]
-            finals = [run["test_accuracies"][-1] for run in runs]
-            how = ", ".join(runs[0]["parts"]) or (
-                f"batch {runs[0]['batch']}, {runs[0]['epochs']} epochs, "
-                f"rate {runs[0]['learning_rate']:g}"
+            runs = runs_of("cnn_best", "final", f"{epsilon} {title} ")
+            first = runs[0]
+            how = ", ".join(first["parts"]) or (
+                f"batch {first['batch']}, {first['epochs']} epochs, rate {first['learning_rate']:g}"
             )
-            cells.append(f"**{np.mean(finals):.2f}** ± {np.std(finals, ddof=1):.2f} ({how})")
+            cells.append(f"**{spread(ends(runs))}** ({how})")
         rows.append([f"**{title}, test**", *cells])
     return markdown(["part", "ε = 1", "ε = 3"], rows)
 

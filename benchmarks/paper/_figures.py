@@ -7,7 +7,8 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks._results import RESULTS, load
-from benchmarks.paper._tables import EPSILONS, PRINTED, gain, rows_of
+from benchmarks.paper._record import EPSILONS
+from benchmarks.paper._tables import PRINTED, gain, rows_of
 from benchmarks.paper.denoising import lines, planes
 
 COLUMNS = {"published": "as published (not private)", "private": "as private"}
@@ -203,16 +204,18 @@ def draw_errors() -> None:
     trades[0].set_ylabel("share of the signal that is lost")
     steps = [row["step"] + 1 for row in rows]
     parts = {
-        "noise, σ = 0": ("k-", [row["noise"] for row in rows]),
-        "noise, σ = 3, grid": ("k--", [row["grid"]["3.0"]["variance"] for row in rows]),
-        "true gradient": ("-", [row["true"] for row in rows]),
-        "bias of clipping": (":", [row["clipping"] for row in rows]),
-        "bias of smoothing, σ = 3, grid": ("--", [row["grid"]["3.0"]["bias"] for row in rows]),
+        "noise, σ = 0": ("black", "-", [row["noise"] for row in rows]),
+        "noise, σ = 3, grid": ("black", "--", [row["grid"]["3.0"]["variance"] for row in rows]),
+        "true gradient": ("#c1121f", "-", [row["true"] for row in rows]),
+        "bias of clipping": ("#c1121f", ":", [row["clipping"] for row in rows]),
+        "bias of smoothing, σ = 3, grid": (
+            "#c1121f",
+            "--",
+            [row["grid"]["3.0"]["bias"] for row in rows],
+        ),
     }
-    for name, (style, values) in parts.items():
-        along.semilogy(
-            steps, values, style, label=name, **({} if "k" in style else {"color": "#c1121f"})
-        )
+    for name, (color, style, values) in parts.items():
+        along.semilogy(steps, values, style, color=color, label=name)
     along.set_ylim(bottom=1e-8)
     along.set_xlabel("step (ε = 0.1)")
     along.set_ylabel("squared norm")

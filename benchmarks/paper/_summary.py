@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from benchmarks._results import load
-from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, worst
-from benchmarks.paper._tables import EPSILONS, gain, rows_of
+from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, ends, runs_of, worst
+from benchmarks.paper._record import EPSILONS
+from benchmarks.paper._tables import gain, rows_of
 
 Numbers = Iterator[tuple[str, float]]
 
@@ -53,8 +54,7 @@ def _theory() -> Numbers:
 def _cnn() -> Numbers:
     for z in (2, 5, 8, 10):
         for name, runs in curves(z).items():
-            finals = [run["test_accuracies"][-1] for run in runs]
-            yield f"cnn.z={z}.{name}.test_accuracy", np.mean(finals)
+            yield f"cnn.z={z}.{name}.test_accuracy", np.mean(ends(runs))
     for name, row in load("paper/cnn")["long"].items():
         yield f"cnn.z=10.{name}.final_accuracy", row["found"]["test_accuracies"][-1]
         yield f"cnn.z=10.{name}.worst_accuracy", worst(row["found"])
@@ -67,21 +67,16 @@ def _cnn_budgets() -> Numbers:
 
 
 def _cnn_best() -> Numbers:
-    final = load("paper/cnn_best")["final"]
     for epsilon in (1.0, 3.0):
         for title, kind in (("best", "best"), ("without parts", "plain")):
-            seeds = [
-                row["found"]["test_accuracies"][-1]
-                for key, row in final.items()
-                if key.startswith(f"{epsilon} {title} ")
-            ]
-            yield f"mnist.eps={epsilon:g}.{kind}.test_accuracy", np.mean(seeds)
+            runs = runs_of("cnn_best", "final", f"{epsilon} {title} ")
+            yield f"mnist.eps={epsilon:g}.{kind}.test_accuracy", np.mean(ends(runs))
 
 
 def _cifar() -> Numbers:
-    for key, row in load("paper/cifar")["runs"].items():
-        name, _, seed = key.split(" ")
-        yield f"cifar.{name}.seed={seed}.test_accuracy", row["found"]["test_accuracies"][-1]
+    for name in OPTIMIZERS:
+        for run in runs_of("cifar", "runs", f"{name} "):
+            yield f"cifar.{name}.seed={run['seed']}.test_accuracy", ends([run])[0]
 
 
 NUMBERS: dict[str, Callable[[], Numbers]] = {  # by record

@@ -8,6 +8,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks._results import load, markdown
+from benchmarks.paper._record import EPSILONS
 
 PRINTED = {  # the paper's Table 1: mean and deviation of five runs, by σ and ε
     0.0: {0.30: (81.74, 0.96), 0.25: (81.45, 1.59), 0.20: (78.92, 1.14), 0.15: (77.03, 0.69)}
@@ -19,7 +20,6 @@ PRINTED = {  # the paper's Table 1: mean and deviation of five runs, by σ and �
     3.0: {0.30: (85.11, 0.45), 0.25: (82.97, 0.48), 0.20: (82.22, 0.28), 0.15: (80.81, 1.03)}
     | {0.10: (77.13, 0.77)},
 }
-EPSILONS = (0.30, 0.25, 0.20, 0.15, 0.10)
 CONSTANTS_AT = (1.0, 2.0, 3.0, 4.0, 5.0)
 PRINTED_CONSTANTS = {  # the paper's tables, the same for all three sizes
     "gamma": (0.447, 0.333, 0.277, 0.243, 0.218),

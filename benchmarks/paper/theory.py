@@ -12,7 +12,7 @@ import scipy.optimize
 
 import optax_lsdp as lsdp
 from benchmarks.paper import _record
-from benchmarks.paper._columns import theorem_noise
+from benchmarks.paper._columns import OF_THE_CODE, theorem_noise
 from benchmarks.paper._regression import loss
 from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
 from optax_lsdp.smoothing import ring_beta, ring_gamma
@@ -40,7 +40,7 @@ def noise(epsilon: float) -> Any:
     tight = calibrate_noise_multiplier(
         epsilon=epsilon, delta=_record.DELTA, steps=steps, sampling_rate=batch / size
     )
-    code = theorem.noise_multiplier / math.sqrt(5)
+    code = theorem.noise_multiplier * OF_THE_CODE
     return {
         "theorem": theorem.noise_multiplier,
         "code": code,

@@ -163,6 +163,8 @@ def audit_one_run(
     check_delta("failure", failure)
     guesses = max(2, canaries // 5) if guesses is None else guesses
     check_whole("guesses", guesses, 2)
+    if guesses > canaries:
+        raise ValueError(f"`guesses` must be at most the {canaries} canaries, got {guesses}.")
     is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
     scores = np.nan_to_num(np.asarray(train(jnp.asarray(is_in)), np.float64), nan=0.0)
     if scores.shape != (canaries,):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import combinations, islice
 from typing import Any
 
@@ -13,37 +12,10 @@ from scipy.stats import chi2, kstest, norm
 from scipy.stats import t as student
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-from optax_lsdp.auditing._report import Report, Test
+from optax_lsdp.auditing._report import StatisticsReport
 
 _MOST_PAIRS = 2000  # of steps or leaves that are compared
 _PARTS = (2, 3, 4, 8)  # into which a leaf may be cut, over devices
-
-
-@dataclass(frozen=True)
-class NoiseReport(Report):
-    """Whether noise is what it should be.
-
-    Attributes:
-        scale: the standard deviation that it should have.
-        seen: the one that it has.
-        tests: what was tested.
-        failure: the probability that good noise is rejected.
-    """
-
-    scale: float
-    seen: float
-    tests: tuple[Test, ...]
-    failure: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether no test speaks against it."""
-        return all(test.passes(self.failure / len(self.tests)) for test in self.tests)
-
-    def lines(self) -> dict[str, str]:
-        """Return what is printed."""
-        found = {"standard deviation": f"{self.seen:.6g}, should be {self.scale:.6g}"}
-        return found | {test.name: test.line() for test in self.tests}
 
 
 def audit_noise(
@@ -52,7 +24,7 @@ def audit_noise(
     scale: float,
     steps: int = 32,
     failure: float = 1e-5,
-) -> NoiseReport:
+) -> StatisticsReport:
     """Compare what steps add with independent Gaussians of a given scale.
 
     Args:
@@ -75,16 +47,17 @@ def audit_noise(
     if everything.size < 100:
         raise ValueError(f"`release` must give 100 numbers in all steps, got {everything.size}.")
     squares = float(np.sum(everything**2))
-    tests = (
-        Test("scale", _two_sided(chi2.cdf(squares, everything.size))),
-        Test("scale of each leaf", _of_leaves(leaves)),
-        Test("Gaussian", float(kstest(everything.ravel()[:100_000], norm.cdf).pvalue)),
-        Test("tails", _of_tails(everything)),
-        Test("independent steps", _of_pairs(combinations(everything, 2))),
-        Test("independent leaves", _of_pairs(_prefixes(leaves))),
-        Test("independent parts of leaves", _of_pairs(_parts(leaves))),
-    )
-    return NoiseReport(scale, scale * float(np.sqrt(squares / everything.size)), tests, failure)
+    p_values = {
+        "scale": _two_sided(chi2.cdf(squares, everything.size)),
+        "scale of each leaf": _of_leaves(leaves),
+        "Gaussian": float(kstest(everything.ravel()[:100_000], norm.cdf).pvalue),
+        "tails": _of_tails(everything),
+        "independent steps": _of_pairs(combinations(everything, 2)),
+        "independent leaves": _of_pairs(_prefixes(leaves)),
+        "independent parts of leaves": _of_pairs(_parts(leaves)),
+    }
+    seen = scale * float(np.sqrt(squares / everything.size))
+    return StatisticsReport("standard deviation", scale, seen, p_values, failure)
 
 
 def _two_sided(share: Any) -> float:

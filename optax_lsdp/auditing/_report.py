@@ -3,22 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import NamedTuple
-
-
-class Test(NamedTuple):
-    """A statistical test, and the p-value that it gave."""
-
-    name: str
-    p_value: float
-
-    def passes(self, failure: float) -> bool:
-        """Tell whether chance explains what was seen."""
-        return self.p_value >= failure
-
-    def line(self) -> str:
-        """Return what is printed."""
-        return f"p = {self.p_value:.2g}"
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 
 class Report(ABC):
@@ -40,3 +26,32 @@ class Report(ABC):
         found = {"verdict": "passed" if self.passed else "REJECTED", **self.lines()}
         width = max(map(len, found))
         return "\n".join(f"{name:>{width}}: {text}" for name, text in found.items())
+
+
+@dataclass(frozen=True)
+class StatisticsReport(Report):
+    """Whether what was drawn is what it should be.
+
+    Attributes:
+        quantity: what was measured.
+        expected: what it should be.
+        seen: what it was.
+        p_values: how likely what each test saw is, if all is well.
+        failure: the probability that what is well is rejected.
+    """
+
+    quantity: str
+    expected: float
+    seen: float
+    p_values: Mapping[str, float]
+    failure: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether chance explains what every test saw."""
+        return min(self.p_values.values()) >= self.failure / len(self.p_values)
+
+    def lines(self) -> dict[str, str]:
+        """Return what is printed."""
+        measured = {self.quantity: f"{self.seen:.6g}, should be {self.expected:.6g}"}
+        return measured | {name: f"p = {value:.2g}" for name, value in self.p_values.items()}

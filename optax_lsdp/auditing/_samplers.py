@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from scipy.stats import binom, norm
 
 from optax_lsdp._checks import check_choice, check_delta, check_rate, check_whole
-from optax_lsdp.auditing._report import Report, Test
-
-
-@dataclass(frozen=True)
-class SamplerReport(Report):
-    """Whether batches are drawn as they should be.
-
-    Attributes:
-        sampling_rate: the share of examples that a batch should have.
-        seen: the one that it has.
-        tests: what was tested.
-        failure: the probability that a good sampler is rejected.
-    """
-
-    sampling_rate: float
-    seen: float
-    tests: tuple[Test, ...]
-    failure: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether no test speaks against it."""
-        return all(test.passes(self.failure / len(self.tests)) for test in self.tests)
-
-    def lines(self) -> dict[str, str]:
-        """Return what is printed."""
-        found = {"sampling rate": f"{self.seen:.6g}, should be {self.sampling_rate:.6g}"}
-        return found | {test.name: test.line() for test in self.tests}
+from optax_lsdp.auditing._report import StatisticsReport
 
 
 def audit_sampler(
@@ -47,7 +19,7 @@ def audit_sampler(
     sampling: Literal["poisson", "without_replacement"] = "poisson",
     steps: int = 400,
     failure: float = 1e-5,
-) -> SamplerReport:
+) -> StatisticsReport:
     """Compare batches with what a kind of sampling would draw: a shuffler is not Poisson.
 
     Args:
@@ -70,21 +42,21 @@ def audit_sampler(
         np.add.at(is_in[step], np.asarray(batch.indices)[np.asarray(batch.mask)], 1)
     sizes, counts = is_in.sum(axis=1), is_in.sum(axis=0)
     meetings = int((is_in[1:] * is_in[:-1]).sum())
-    tests = [
-        Test("no example twice in a batch", float(is_in.max() <= 1)),
-        Test("each example as often", _of_spread(counts, steps, sampling_rate)),
-        Test(
-            "batches know nothing of the last",
-            _of_count(meetings, dataset_size * (steps - 1), sampling_rate**2),
+    p_values = {
+        "no example twice in a batch": float(is_in.max() <= 1),
+        "each example as often": _of_spread(counts, steps, sampling_rate),
+        "batches know nothing of the last": _of_count(
+            meetings, dataset_size * (steps - 1), sampling_rate**2
         ),
-    ]
+    }
     if sampling == "poisson":
-        tests.append(Test("inclusions in all", _of_count(sizes.sum(), is_in.size, sampling_rate)))
-        tests.append(Test("sizes of batches", _of_spread(sizes, dataset_size, sampling_rate)))
+        p_values["inclusions in all"] = _of_count(sizes.sum(), is_in.size, sampling_rate)
+        p_values["sizes of batches"] = _of_spread(sizes, dataset_size, sampling_rate)
     else:
         size = round(sampling_rate * dataset_size)
-        tests.append(Test("sizes of batches", float(np.all(sizes == size))))
-    return SamplerReport(sampling_rate, float(is_in.mean()), tuple(tests), failure)
+        p_values["sizes of batches"] = float(np.all(sizes == size))
+    seen = float(is_in.mean())
+    return StatisticsReport("sampling rate", sampling_rate, seen, p_values, failure)
 
 
 def _of_count(count: int, trials: int, rate: float) -> float:

@@ -112,8 +112,9 @@ def audit_sensitivity(
     check_positive("declared", declared)
     check_choice("neighbouring", neighbouring, ("add_remove", "replace_one"))
     check_non_negative("tolerance", tolerance)
-    for name, count in (("searches", searches), ("ascents", ascents)):
-        check_whole(name, count, 0 if name == "ascents" else 1)
+    check_whole("searches", searches)
+    check_whole("ascents", ascents, 0)
+    check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     difference = jax.jit(partial(_difference, release))
