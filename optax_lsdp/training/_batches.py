@@ -18,9 +18,10 @@ from optax_lsdp.training._step import Chunk
 
 
 class Read(NamedTuple):
-    """A chunk of a batch, and a hash of what this process has read of that batch so far."""
+    """A chunk of a batch, whether it is the last one, and a hash of what this process has read."""
 
     chunk: Chunk
+    is_last: bool
     digest: str
 
 
@@ -61,10 +62,16 @@ class Batches:
         for step in range(start, self.steps):
             indices, mask = self.sampler.batch(step)
             digest = hashlib.blake2b(digest_size=16) if self.hashed else None
-            for place in range(self.count):
+            last = self._last_place(mask)
+            for place in range(last + 1):
                 part = slice(place * self.size, (place + 1) * self.size)
                 chunk = self._chunk(step, place, indices[part], mask[part], digest)
-                yield Read(chunk, digest.hexdigest() if digest else "")
+                yield Read(chunk, place == last, digest.hexdigest() if digest else "")
+
+    def _last_place(self, mask: np.ndarray) -> int:
+        """Return the last chunk with an example in it, of two at least if there are several."""
+        filled = -(-int(mask.sum()) // self.size)  # examples come first, padding after them
+        return max(filled, min(2, self.count)) - 1  # the step expects sums of others then
 
     def _chunk(self, step: int, place: int, indices: Any, mask: Any, digest: Any) -> Chunk:
         key = jax.random.fold_in(jax.random.fold_in(self.key, step), place)

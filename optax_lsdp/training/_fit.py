@@ -55,7 +55,9 @@ def fit(
         smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
         average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
             one that forgets exponentially; in float32.
-        microbatch_size: how many examples are on the devices at a time, to bound memory.
+        microbatch_size: how many examples are on the devices at a time, to bound memory. What
+            would hold padding alone is left out, which saves the time that the room for large
+            Poisson batches costs; how long a step takes then tells how large its batch was.
         mesh: devices over which examples are spread.
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
             and are as secret as the data. `export_params` writes what may be released.

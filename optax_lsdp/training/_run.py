@@ -214,13 +214,10 @@ class Run:
     def _take(self) -> bool:
         """Take a step, of which none is told yet; not if its examples have changed since."""
         sums = None
-        for place in range(self.batches.count):
-            read = self._next_chunk()
-            self.upcoming = self.workers.submit(next, self.stream, None)
-            if place < self.batches.count - 1:
-                add = self.add_next if place else self.add_first
-                sums, token = add(self.state.params, sums, read.chunk)
-                self._wait(token)
+        while not (read := self._next_chunk()).is_last:
+            add = self.add_first if sums is None else self.add_next
+            sums, token = add(self.state.params, sums, read.chunk)
+            self._wait(token)
         if self.folder is not None:
             journal = self.folder.journal
             if holds_anywhere(journal.differs(self.step, read.digest)):
@@ -243,6 +240,7 @@ class Run:
         except Exception as found:
             error = found
         raise_together(error)
+        self.upcoming = self.workers.submit(next, self.stream, None)
         return read
 
     def _wait(self, token: jax.Array) -> None:

@@ -53,6 +53,24 @@ def test_microbatches_change_nothing_but_memory():
         np.testing.assert_allclose(got, want, atol=1e-6)
 
 
+@pytest.mark.parametrize("expected", [2, 40])
+def test_chunks_of_padding_are_left_out_and_no_example_is(expected):
+    plan = make_plan(expected_batch_size=expected)
+    batches = Batches(plan, Examples(make_data()), KEY, 4, None)
+    stream = batches.stream(0)
+    for step in range(20):
+        chunks = []
+        while not chunks or not chunks[-1].is_last:
+            chunks.append(next(stream))
+        batch = batches.sampler.batch(step)
+        found = np.concatenate([read.chunk.examples["x"][read.chunk.mask] for read in chunks])
+        np.testing.assert_array_equal(found, make_data()["x"][batch.indices[batch.mask]])
+        assert len(chunks) == max(2, -(-batch.mask.sum() // 4)) < batches.count
+    whole, parts = fit(plan), fit(plan, microbatch_size=4)
+    for got, want in zip(*map(jax.tree.leaves, (parts.params, whole.params)), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
 def memory(plan, microbatch_size):
     run = training._run.Run(
         plan,
