@@ -45,7 +45,7 @@ def circumstances() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
         "machine": platform.machine(),
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         "python": platform.python_version(),
         "versions": {package: version(package) for package in packages},
         "date": date.today().isoformat(),

@@ -15,6 +15,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 import optax_lsdp as lsdp
@@ -97,6 +98,7 @@ def run(task: Task, setting: Setting) -> Any:
         optimizer=setting.make_optimizer(),
         smoothing=lsdp.laplacian_smooth(setting.smoothing, layout=_layout(setting.layout)),
         average=setting.average,
+        microbatch_size=max(1, task.microbatch_size // setting.views),
         folder=folder / "run",
         save_every=max(1, plan.steps // 10),
         callbacks=[curve],
@@ -111,17 +113,19 @@ def run(task: Task, setting: Setting) -> Any:
 
 
 def rehearse(task: Task, setting: Setting) -> Any:
-    """Train on four fifths of the public examples, and judge by the rest.
+    """Train on four fifths of the public examples, and judge by the rest; another with each seed.
 
     The mean gradient has the noise that it will have on all private examples.
     """
-    images, labels = task.data.public
-    cut = len(labels) * 4 // 5
-    share = cut / len(task.data.private[1])
-    held_out = images[cut:], labels[cut:]
-    data = _record.Split((images[:cut], labels[:cut]), held_out, held_out)
+    size = len(task.data.public[1])
+    order = np.roll(np.arange(size), (setting.seed % 5) * (size // 5))
+    kept, held_out = (
+        (task.data.public[0][part], task.data.public[1][part])
+        for part in np.split(order, [size - size // 5])
+    )
+    share = len(kept[1]) / len(task.data.private[1])
     found = run(
-        Task(f"{task.name}, rehearsed", task.model, data),
+        task._replace(name=f"{task.name}, rehearsed", data=_record.Split(kept, held_out, held_out)),
         replace(
             setting,
             batch=max(1, round(setting.batch * share)),
@@ -140,7 +144,7 @@ def first_params(task: Task, seed: int) -> Any:
 @partial(jax.jit, static_argnums=0)
 def _count_right(model: nn.Module, params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
     logits = jax.vmap(lambda image: model.apply(params, image))(images)
-    return (logits.argmax(-1) == labels).sum()  # type: ignore[union-attr]  # Linen says any type
+    return (logits.argmax(-1) == labels).sum()
 
 
 def accuracy(model: nn.Module, params: Any, examples: _record.Examples) -> float:

@@ -18,6 +18,7 @@ class Task(NamedTuple):
     name: str
     model: nn.Module
     data: _record.Split
+    microbatch_size: int  # that processors are fastest at
 
 
 def mnist(args: argparse.Namespace) -> Task:
@@ -27,7 +28,7 @@ def mnist(args: argparse.Namespace) -> Task:
     images = _changed(data, lambda x: x.reshape(-1, side, side, 1))
     if args.smoke:
         images = _changed(images, lambda x: np.pad(_thrice(x), ((0, 0), (2, 2), (2, 2), (0, 0))))
-    return Task("mnist", MnistCNN(max_pool_by_slices), images)
+    return Task("mnist", MnistCNN(max_pool_by_slices), images, 64)
 
 
 def cifar10(args: argparse.Namespace) -> Task:
@@ -38,7 +39,7 @@ def cifar10(args: argparse.Namespace) -> Task:
     else:
         found = _data.cifar10(args.data_dir)
         data = _changed(_record.cut(found.train, found.test, 10_000), lambda x: x[:, 4:28, 4:28])
-    return Task("cifar10", CifarCNN(half_by_slices), data)
+    return Task("cifar10", CifarCNN(half_by_slices), data, 16)
 
 
 def _changed(data: _record.Split, change: Callable[[np.ndarray], np.ndarray]) -> _record.Split:

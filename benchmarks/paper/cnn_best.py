@@ -49,7 +49,7 @@ def apply(task: Task, setting: Setting, names: tuple[str, ...]) -> tuple[Task, S
     if setting.momentum:  # it multiplies the length of a step, so that is divided
         setting = replace(setting, learning_rate=(1 - setting.momentum) * setting.learning_rate)
     network = MnistCNN(max_pool_by_slices, **model)
-    return Task(", ".join((task.name, *names)), network, task.data), setting
+    return task._replace(name=", ".join((task.name, *names)), model=network), setting
 
 
 def first(path: Path, epsilon: float) -> Setting:
