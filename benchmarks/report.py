@@ -250,8 +250,8 @@ def paper() -> str:
         f"{markdown(head, rows)}\n\nSettings were chosen on the validation images, treated as "
         "public. [The paper's experiments](benchmarks/paper/README.md), as\npublished and as "
         "private, have the rest: with step sizes tuned for each σ, the gain on images grows with "
-        f"the noise, from {quiet:+.1f} points\nat ε = 1 to {loud:+.1f} at ε = 0.02 (20 seeds), and on a table of "
-        f"census data it lies between {min(adult):+.1f} and {max(adult):+.1f}."
+        f"the noise, from {quiet:+.1f} points\nat ε = 1 to {loud:+.1f} at ε = 0.02 (20 seeds), "
+        f"and on a table of census data it lies between {min(adult):+.1f} and {max(adult):+.1f}."
     )
 
 
