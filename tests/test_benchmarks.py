@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import _data
-from benchmarks.paper import _networks, _record, _regression, _search, _tasks, when
+from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 
 CONVEX = ("best", "degradation", "denoising", "errors", "step_sizes", "table1", "theory", "when")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
@@ -177,6 +177,39 @@ def test_cifar10_is_read_from_mosaics_as_from_its_archive(tmp_path, monkeypatch)
     np.savez(mosaics / "labels.npz", y_train=labels[6:], y_test=labels[:6])
     with pytest.raises(SystemExit, match="must have the content"):
         _data.cifar10(mosaics.parent)
+
+
+def test_wavelets_are_those_of_the_definition():
+    """One coefficient of each order, by sums over the pixels of an image on a ring."""
+    image = np.random.default_rng(0).uniform(size=(28, 28))
+    padded = np.pad(image, 2)
+    found = _wavelets.scatter(image[None, ..., None])[0]
+    assert found.shape == (7, 7, 81)
+
+    def convolve(x, kernel):
+        shifts = np.ndindex(kernel.shape)
+        return sum(kernel[shift] * np.roll(x, shift, axis=(0, 1)) for shift in shifts)
+
+    def wavelet(scale, angle):
+        x, y = np.meshgrid(*2 * [np.arange(-64, 64)], indexing="ij")
+        along = x * np.cos(angle) + y * np.sin(angle)
+        across = y * np.cos(angle) - x * np.sin(angle)
+        width = 0.8 * 2**scale
+        envelope = np.exp(-(along**2 + across**2 / 4) / (2 * width**2))
+        wave = envelope * np.exp(0.75j * np.pi / 2**scale * along)
+        wave -= envelope * wave.sum() / envelope.sum()
+        wave /= 4 * np.pi * width**2
+        return wave.reshape(4, 32, 4, 32).sum(axis=(0, 2))  # wound around the ring
+
+    def blurred(x, row, column):
+        near = [np.exp(-((np.arange(32) - 4 * (i + 1)) ** 2) / (2 * 1.6**2)) for i in (row, column)]
+        return near[0] @ x @ near[1] / (near[0].sum() * near[1].sum())
+
+    fine = abs(convolve(padded, wavelet(0, 3 * np.pi / 8)))
+    coarse = abs(convolve(padded, wavelet(1, 5 * np.pi / 8)))
+    both = abs(convolve(fine, wavelet(1, 2 * np.pi / 8)))
+    for channel, x in {0: padded, 1 + 3: fine, 9 + 5: coarse, 17 + 3 * 8 + 2: both}.items():
+        assert found[2, 5, channel] == pytest.approx(blurred(x, 2, 5), rel=1e-4)
 
 
 @jax.numpy_dtype_promotion("standard")  # which Optax needs

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks._results import RESULTS
+from benchmarks._timing import load_record
 from benchmarks.paper import _report
 
 README = Path(__file__).parents[1] / "README.md"
@@ -56,3 +57,12 @@ def test_the_numbers_of_the_paper_are_those_of_the_results():
     assert report.fill(text, _report.parts()) == text, "run `python -m benchmarks.report`"
     numbers = json.loads((RESULTS / "summary.json").read_text())
     assert numbers == _report.numbers(), "run `python -m benchmarks.report`"
+
+
+def test_runs_that_are_in_two_records_are_the_same_in_both():
+    """A second run with the same seed gives the same numbers."""
+    once = load_record(RESULTS / "paper" / "cnn.json").get("noise", {})
+    again = load_record(RESULTS / "paper" / "cnn_effects.json").get("smoothing", {})
+    for name, smoothing in (("sgd 10 seed 0", "0"), ("lssgd 10 seed 0", "1")):
+        if name in once and smoothing in again:
+            assert once[name]["found"] == again[smoothing]["found"]

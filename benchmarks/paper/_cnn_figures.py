@@ -57,15 +57,14 @@ def draw_cnn() -> None:
 
 def draw_cnn_effects() -> None:
     """Draw what σ and the learning rate do."""
-    usual, effects = curves(10), load("paper/cnn_effects")
-    by_smoothing = {"0": usual["sgd"][0], "1": usual["lssgd"][0]}
-    by_smoothing |= {name: row["found"] for name, row in effects["smoothing"].items()}
+    effects = load("paper/cnn_effects")
+    by_smoothing = {name: row["found"] for name, row in effects["smoothing"].items()}
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    for shade, name in zip(SHADES, sorted(by_smoothing, key=float), strict=True):
+    for shade, name in zip(SHADES, by_smoothing, strict=True):
         seen = by_smoothing[name]["validation_accuracies"]
         left.plot(range(1, len(seen) + 1), seen, color=shade, label=f"σ = {name}")
-    by_rate = {"0.15": (usual["sgd"][0], usual["lssgd"][0])}
+    by_rate = {"0.15": (by_smoothing["0"], by_smoothing["1"])}
     rates = effects["learning rate"]
     for key in rates:
         rate = key.split(" ")[1]
@@ -115,7 +114,7 @@ def draw_cifar() -> None:
 
 CNN_FIGURES = {  # as FIGURES
     "cnn": (("cnn",), draw_cnn, "Validation accuracy of four private optimizers"),
-    "cnn_effects": (("cnn", "cnn_effects"), draw_cnn_effects, "Accuracy by σ and learning rate"),
+    "cnn_effects": (("cnn_effects",), draw_cnn_effects, "Accuracy by σ and learning rate"),
     "cnn_budgets": (("cnn_budgets",), draw_cnn_budgets, "Test accuracy against ε"),
     "cifar": (("cifar",), draw_cifar, "Validation accuracy on CIFAR-10"),
 }

@@ -4,10 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks._results import load, markdown
+from benchmarks._results import RESULTS, load, markdown
 from benchmarks.paper._tables import spread
+from benchmarks.paper.cnn_best import EPSILONS, PARTS, tried
 
 OPTIMIZERS = {"sgd": "DP-SGD", "lssgd": "DP-LSSGD", "adam": "DP-Adam", "lsadam": "DP-LSAdam"}
+BEST = RESULTS / "paper" / "cnn_best.json"
 WARM = 5  # epochs after which an accuracy that falls is a sign of instability
 
 
@@ -117,27 +119,36 @@ def cifar() -> str:
     return markdown(["optimizer", "σ", "test accuracy, seed 0", "seed 1", "ε"], rows)
 
 
+def best_kind(epsilon: float) -> str:
+    """Return the model that was best on public images."""
+    return max(PARTS, key=lambda kind: max(accuracy for _, accuracy in tried(BEST, epsilon, kind)))
+
+
+def best_runs(epsilon: float, kind: str, choice: str) -> list[Any]:
+    """Return all seeds of a model on private images, with the best parts or without."""
+    return runs_of("cnn_best", "final", f"{epsilon} {kind}, {choice}, ")
+
+
+def how(first: Any) -> str:
+    """Say with what a run was made."""
+    plain = f"batch {first['batch']}, rate {first['learning_rate']:g}"
+    return ", ".join([name for name in first["parts"] if name != "none"] or [plain])
+
+
 def cnn_best() -> str:
-    """Return what each part did on public images, and the best accuracies on the test set."""
-    columns: dict[str, dict[str, float]] = {}
-    for key, row in load("paper/cnn_best")["parts"].items():
-        epsilon, name = key.split(" ", 1)
-        columns.setdefault(name, {})[epsilon] = np.mean([run["accuracy"] for run in row["found"]])
-    rows = [
-        [name, *(f"{seen[e]:.2f} ({seen[e] - columns['none'][e]:+.2f})" for e in ("1.0", "3.0"))]
-        for name, seen in columns.items()
-    ]
-    for title in ("without parts", "best"):
-        cells = []
-        for epsilon in ("1.0", "3.0"):
-            runs = runs_of("cnn_best", "final", f"{epsilon} {title} ")
-            first = runs[0]
-            how = ", ".join(first["parts"]) or (
-                f"batch {first['batch']}, {first['epochs']} epochs, rate {first['learning_rate']:g}"
-            )
-            cells.append(f"**{spread(ends(runs))}** ({how})")
-        rows.append([f"**{title}, test**", *cells])
-    return markdown(["part", "ε = 1", "ε = 3"], rows)
+    """Return what each part did on public images, and the accuracies on the test set."""
+    rows = []
+    for kind in PARTS:
+        found = [dict(tried(BEST, epsilon, kind)) for epsilon in EPSILONS]
+        for name in PARTS[kind]:
+            seen = [(accuracies[name,], accuracies["none",]) for accuracies in found]
+            cells = [f"{mean:.2f} ({mean - none:+.2f})" for mean, none in seen]
+            rows.append([kind, name, *cells])
+        for choice in ("without parts", "best"):
+            runs = [best_runs(epsilon, kind, choice) for epsilon in EPSILONS]
+            cells = [f"**{spread(ends(some))}** ({how(some[0])})" for some in runs]
+            rows.append([kind, f"**{choice}, private images, test**", *cells])
+    return markdown(["model", "part", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows)
 
 
 CNN_TABLES = {  # as TABLES

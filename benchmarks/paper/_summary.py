@@ -1,13 +1,25 @@
 """The summary: records go in, headline numbers come out, by flat names."""
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import numpy as np
 
 from benchmarks._results import load
-from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, ends, runs_of, worst
+from benchmarks.paper._cnn_tables import (
+    OPTIMIZERS,
+    best_kind,
+    best_runs,
+    budget_accuracies,
+    curves,
+    ends,
+    runs_of,
+    worst,
+)
 from benchmarks.paper._record import EPSILONS
 from benchmarks.paper._tables import gain, rows_of
+from benchmarks.paper.cnn_best import EPSILONS as EPSILONS_OF_THE_BEST
+from benchmarks.paper.cnn_best import PARTS
 
 Numbers = Iterator[tuple[str, float]]
 
@@ -67,10 +79,14 @@ def _cnn_budgets() -> Numbers:
 
 
 def _cnn_best() -> Numbers:
-    for epsilon in (1.0, 3.0):
-        for title, kind in (("best", "best"), ("without parts", "plain")):
-            runs = runs_of("cnn_best", "final", f"{epsilon} {title} ")
-            yield f"mnist.eps={epsilon:g}.{kind}.test_accuracy", np.mean(ends(runs))
+    for epsilon in EPSILONS_OF_THE_BEST:
+        kind = best_kind(epsilon)
+        runs = best_runs(epsilon, kind, "best")
+        yield f"mnist.eps={epsilon:g}.best.test_accuracy", np.mean(ends(runs))
+        for kind, choice in product(PARTS, ("without parts", "best")):
+            runs = best_runs(epsilon, kind, choice)
+            title = f"{kind.lower()}.{choice.replace(' ', '_')}"
+            yield f"mnist.eps={epsilon:g}.{title}.test_accuracy", np.mean(ends(runs))
 
 
 def _cifar() -> Numbers:

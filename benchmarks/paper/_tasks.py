@@ -5,10 +5,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
+import jax
 import numpy as np
 
 from benchmarks import _data
-from benchmarks.paper import _record
+from benchmarks.paper import _record, _wavelets
 from benchmarks.zoo import CifarCNN, MnistCNN, half_by_slices, max_pool_by_slices
 
 
@@ -29,6 +30,25 @@ def mnist(args: argparse.Namespace) -> Task:
     if args.smoke:
         images = _changed(images, lambda x: np.pad(_thrice(x), ((0, 0), (2, 2), (2, 2), (0, 0))))
     return Task("mnist", MnistCNN(max_pool_by_slices), images, 64)
+
+
+class Softmax(nn.Module):
+    """Softmax regression on features (row, column, channel), which begins at zero."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return the logits of one image."""
+        return nn.DenseGeneral(10, axis=(-3, -2, -1), kernel_init=nn.initializers.zeros)(x)
+
+
+def on_wavelets(task: Task) -> Task:
+    """Return softmax regression on wavelets of the same images, of public mean and deviation."""
+    features = _changed(task.data, _wavelets.scatter)
+    public = features.public[0]
+    mean = public.mean(axis=0)
+    deviation = (public - mean).std(axis=(0, 1, 2))
+    data = _changed(features, lambda x: (x - mean) / deviation)
+    return Task(f"{task.name}, wavelets", Softmax(), data, 256)
 
 
 def cifar10(args: argparse.Namespace) -> Task:
