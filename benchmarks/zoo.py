@@ -57,19 +57,37 @@ def max_pool(x: jax.Array, size: int, stride: int) -> jax.Array:
     return nn.max_pool(x, (size, size), strides=(stride, stride))
 
 
+def conv_by_blocks(
+    x: jax.Array, kernel: jax.Array, strides: Any, padding: str, **options: Any
+) -> jax.Array:
+    """Return a convolution of stride 2 as one of stride 1, fast on a CPU where channels are few.
+
+    The four pixels of each block of 2 × 2 are its channels.
+    """
+    pads = jax.lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, padding)
+    x = jnp.pad(x, ((0, 0), *pads, (0, 0)))
+    n, h, w, c = x.shape
+    x = x.reshape(n, h // 2, 2, w // 2, 2, c).transpose(0, 1, 3, 2, 4, 5)
+    a, b, _, o = kernel.shape
+    kernel = kernel.reshape(a // 2, 2, b // 2, 2, c, o).transpose(0, 2, 1, 3, 4, 5)
+    blocks = x.reshape(n, h // 2, w // 2, 4 * c), kernel.reshape(a // 2, b // 2, 4 * c, o)
+    return jax.lax.conv_general_dilated(*blocks, (1, 1), "VALID", **options)
+
+
 class MnistCNN(nn.Module):
     """The paper's network for MNIST."""
 
     pool: Callable[[jax.Array, int, int], jax.Array] = max_pool
+    first: Callable[..., jax.Array] = jax.lax.conv_general_dilated
     activation: Callable[[jax.Array], jax.Array] = nn.relu
-    width: int = 1
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the logits of one image."""
-        x = self.activation(nn.Conv(16 * self.width, (8, 8), strides=2, padding="SAME")(x))
+        first = nn.Conv(16, (8, 8), strides=2, padding="SAME", conv_general_dilated=self.first)
+        x = self.activation(first(x))
         x = self.pool(x, 2, 1)
-        x = self.activation(nn.Conv(32 * self.width, (4, 4), strides=2, padding="VALID")(x))
+        x = self.activation(nn.Conv(32, (4, 4), strides=2, padding="VALID")(x))
         x = self.pool(x, 2, 1)
         return Dense((32, 10), self.activation)(x)
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data
+from benchmarks import _data, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 
 CONVEX = ("best", "degradation", "denoising", "errors", "step_sizes", "table1", "theory", "when")
@@ -177,6 +177,14 @@ def test_cifar10_is_read_from_mosaics_as_from_its_archive(tmp_path, monkeypatch)
     np.savez(mosaics / "labels.npz", y_train=labels[6:], y_test=labels[:6])
     with pytest.raises(SystemExit, match="must have the content"):
         _data.cifar10(mosaics.parent)
+
+
+def test_the_network_that_is_fast_on_a_cpu_is_the_papers():
+    image = jax.random.uniform(jax.random.key(0), (28, 28, 1))
+    params = zoo.MnistCNN().init(jax.random.key(1), image)
+    fast = zoo.MnistCNN(zoo.max_pool_by_slices, zoo.conv_by_blocks)
+    logits = zoo.MnistCNN().apply(params, image)
+    np.testing.assert_allclose(fast.apply(params, image), logits, atol=1e-6)
 
 
 def test_wavelets_are_those_of_the_definition():

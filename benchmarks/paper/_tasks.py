@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks import _data
 from benchmarks.paper import _record, _wavelets
-from benchmarks.zoo import CifarCNN, MnistCNN, half_by_slices, max_pool_by_slices
+from benchmarks.zoo import CifarCNN, MnistCNN, conv_by_blocks, half_by_slices, max_pool_by_slices
 
 
 class Task(NamedTuple):
@@ -29,7 +29,7 @@ def mnist(args: argparse.Namespace) -> Task:
     images = _changed(data, lambda x: x.reshape(-1, side, side, 1))
     if args.smoke:
         images = _changed(images, lambda x: np.pad(_thrice(x), ((0, 0), (2, 2), (2, 2), (0, 0))))
-    return Task("mnist", MnistCNN(max_pool_by_slices), images, 64)
+    return Task("mnist", MnistCNN(max_pool_by_slices, conv_by_blocks), images, 32)
 
 
 class Softmax(nn.Module):

@@ -20,7 +20,7 @@ from benchmarks.paper import _record
 from benchmarks.paper._networks import Setting, rehearse, run
 from benchmarks.paper._tasks import Task, mnist, on_wavelets
 from benchmarks.paper.cnn_budgets import least_noise
-from benchmarks.zoo import Dense, MnistCNN, max_pool_by_slices
+from benchmarks.zoo import Dense, MnistCNN, conv_by_blocks, max_pool_by_slices
 
 EPSILONS, EPOCHS, SEEDS, FOLDS = (1.0, 3.0), 20, 3, 3
 BATCHES = {"CNN": (512, 2048), "wavelets": (1024, 8192)}
@@ -38,7 +38,7 @@ MEANS: dict[str, dict[str, Any]] = {  # of the library, and what each changes in
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "CNN": {
         **MEANS,
-        "ReLU instead of tanh": {"model": MnistCNN(max_pool_by_slices)},
+        "ReLU instead of tanh": {"model": MnistCNN(max_pool_by_slices, conv_by_blocks)},
         "4 shifted views": {"views": 4},
     },
     "wavelets": {**MEANS, "100 hidden units": {"model": Dense((100, 10), nn.tanh)}},
@@ -48,7 +48,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 def networks(args: Any) -> dict[str, Task]:
     """Return both models with their features of the same images."""
     task = mnist(args)
-    cnn = task._replace(model=MnistCNN(max_pool_by_slices, nn.tanh))
+    cnn = task._replace(model=MnistCNN(max_pool_by_slices, conv_by_blocks, nn.tanh))
     return {"CNN": cnn, "wavelets": on_wavelets(task)}
 
 
