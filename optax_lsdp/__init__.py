@@ -22,6 +22,7 @@ _HOME = {
     "add_gaussian_noise": "noise",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",
+    "discrete": "discrete",
     "dp_adam": "optimizers",
     "dp_lsadam": "optimizers",
     "dp_lssgd": "optimizers",

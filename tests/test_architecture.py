@@ -40,6 +40,8 @@ MAY_IMPORT = {
         *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "accounting")),
     },
     "clipping": STAGE,
+    "discrete": STAGE,
+    "discrete._sampler": {"numpy", "optax_lsdp._threefry"},
     "noise": STAGE,
     "smoothing": STAGE,
     "smoothing._kernel": {"numpy", "optax_lsdp._checks"},

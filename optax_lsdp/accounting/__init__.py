@@ -5,6 +5,7 @@ from optax_lsdp.accounting._calibrate import (
     calibrate_noise_multiplier,
     calibrate_steps,
 )
+from optax_lsdp.accounting._discrete import DiscreteGaussian
 from optax_lsdp.accounting._ledger import Ledger
 from optax_lsdp.accounting._mechanism import SampledGaussian
 from optax_lsdp.accounting._paper import PaperNoise, paper_noise
@@ -13,6 +14,7 @@ from optax_lsdp.accounting._statement import show_epsilon, statement
 
 __all__ = [
     "Composition",
+    "DiscreteGaussian",
     "Ledger",
     "PaperNoise",
     "SampledGaussian",

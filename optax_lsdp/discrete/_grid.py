@@ -1,0 +1,174 @@
+"""The grid: a loss goes in, a function to the clipped sum in whole cells comes out.
+
+What holds on paper holds here on the machine: each example's cells are whole numbers whose squares
+are added up exactly, and whoever has too many contributes nothing. Sums of whole numbers know no
+rounding and no order. (Should a sum leave the range of 32 bits it wraps around, which costs its
+use, not its privacy: that is post-processing of a sum that did not.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lsdp._checks import check_positive, check_whole
+from optax_lsdp._trees import check_floating, check_not_empty, row_norms
+
+_MOST_CELLS = 46_340  # two squares of it fit into 32 bits
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value"],
+    meta_fields=["cell", "sensitivity", "together"],
+)
+@dataclass(frozen=True)
+class OnGrid:
+    """One leaf of a sum in whole cells, to which `add_discrete_gaussian_noise` adds its noise.
+
+    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples.
+
+    Attributes:
+        value: int32.
+        cell: the side of a cell.
+        sensitivity: by how many cells one example moves all leaves together at most.
+        together: how many leaves that holds for.
+    """
+
+    value: jax.Array
+    cell: float
+    sensitivity: int
+    together: int
+
+
+def sensitivity_in_cells(resolution: int, size: int) -> int:
+    """Return by how many cells one example moves a sum of `size` entries at most.
+
+    Clipped to `resolution` cells, then rounded by half a cell in every entry: R + √d/2; one
+    more is for what float32 adds to that, which is checked and not believed.
+
+    >>> sensitivity_in_cells(1000, size=400)
+    1011
+    """
+    return resolution + math.ceil(math.sqrt(size) / 2) + 1
+
+
+def grid_grad(
+    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    *,
+    clip_norm: float,
+    resolution: int = 2**14,
+    microbatch_size: int = 1,
+) -> Callable[..., optax.Updates]:
+    """Return `f(params, batch, mask=None)`, the sum of clipped gradients in whole cells.
+
+    s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), with cells of side C/R. Adding or removing one example
+    moves s by at most `sensitivity_in_cells`, a statement about whole numbers that is checked
+    for every example. The gradient of every example is formed: this takes the time
+    and memory of `engine="vmap"`.
+
+    Args:
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
+        clip_norm: C.
+        resolution: R, the number of cells in C. Rounding costs √d/2 cells of sensitivity, so that
+            it should be large compared with √d.
+        microbatch_size: how many gradients are formed at a time. By default each is computed by
+            itself, so that it depends on its example alone, to the bit. With more, its rounding may
+            depend on its place (never on other examples): then the guarantee is about examples
+            that are masked, `neighbouring="zero_out"`, and not about those that are left out.
+
+    Returns:
+        f. `mask` is (n,), bool, False for padding. The result has the structure of `params`,
+        each leaf an `OnGrid`.
+
+    >>> import numpy as np
+    >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
+    >>> total = grid_grad(jnp.vdot, clip_norm=1.0, resolution=100)(jnp.zeros(2), batch)
+    >>> print(total.value, total.cell, total.sensitivity)
+    [ 60 130] 0.01 102
+    """
+    check_positive("clip_norm", clip_norm)
+    check_whole("resolution", resolution)
+    check_whole("microbatch_size", microbatch_size)
+
+    def grad(params: optax.Params, batch: Any, mask: jax.Array | None = None) -> optax.Updates:
+        check_not_empty("params", params)
+        check_floating("params", params)
+        leaves = jax.tree.leaves(params)
+        most = sensitivity_in_cells(resolution, sum(leaf.size for leaf in leaves))
+        if most > _MOST_CELLS:
+            raise ValueError(
+                f"`resolution` must leave the sensitivity, here {most} cells, at {_MOST_CELLS} at "
+                f"most, got {resolution}; take a coarser one."
+            )
+        count = len(jax.tree.leaves(batch)[0])
+        known = jnp.ones(count, bool) if mask is None else mask
+        if known.shape != (count,) or known.dtype != bool:
+            raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
+
+        def add(sums: list[jax.Array], part: Any) -> tuple[list[jax.Array], None]:
+            examples, counted = part
+            stacked = jax.vmap(jax.grad(loss_fn), (None, 0))(params, examples)
+            cells = _to_cells(jax.tree.leaves(stacked), counted, clip_norm, resolution, most)
+            return [total + x.sum(axis=0) for total, x in zip(sums, cells, strict=True)], None
+
+        zeros = [jnp.zeros(leaf.shape, jnp.int32) for leaf in leaves]
+        parts = jax.tree.map(partial(_in_parts, size=microbatch_size), (batch, known))
+        sums, _ = jax.lax.scan(add, zeros, parts)
+        cell = float(clip_norm) / resolution
+        marked = [OnGrid(total, cell, most, len(leaves)) for total in sums]
+        return jax.tree.unflatten(jax.tree.structure(params), marked)
+
+    return grad
+
+
+def _in_parts(x: jax.Array, size: int) -> jax.Array:
+    """Return (parts, size, …), the last one filled up with zeros, which a mask of False is too."""
+    padded = jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)))
+    return padded.reshape(-1, size, *x.shape[1:])
+
+
+def _to_cells(
+    rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
+) -> list[jax.Array]:
+    """Return the cells of each example, int32, and zeros for those that do not count."""
+    norms = row_norms(rows)
+    factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
+    fine = counted & jnp.isfinite(norms)
+
+    def along(x: jax.Array, row: jax.Array) -> jax.Array:
+        return x.reshape(-1, *[1] * (row.ndim - 1))
+
+    def round_row(row: jax.Array) -> jax.Array:
+        scaled = jnp.rint(row.astype(norms.dtype) * along(factors, row))
+        scaled = jnp.where(along(fine, row), scaled, jnp.zeros_like(scaled))
+        return jnp.clip(scaled, -most, most).astype(jnp.int32)  # else the cast is undefined
+
+    cells = [round_row(row) for row in rows]
+    flat = jnp.concatenate([x.reshape(len(x), -1) for x in cells], axis=1)
+    few = has_at_most(flat, most)
+    return [jnp.where(along(few, x), x, jnp.zeros_like(x)) for x in cells]
+
+
+def has_at_most(cells: jax.Array, most: int) -> jax.Array:
+    """Tell for each row of (n, d) whether Σ cells² ≤ most², exactly, in 32 bits.
+
+    What exceeds most² is cut to most² + 1, which exceeds it too, whatever is added to it; so many
+    of these are added at a time as fit.
+    """
+    limit = most**2
+    at_once = (2**32 - 1) // (limit + 1)
+    magnitudes = jnp.minimum(jnp.abs(cells), most + 1).astype(jnp.uint32)
+    sums = jnp.minimum(magnitudes**2, jnp.uint32(limit + 1))
+    while (width := min(at_once, sums.shape[1])) > 1:
+        sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % width)))
+        sums = sums.reshape(len(sums), -1, width).sum(axis=2, dtype=jnp.uint32)
+        sums = jnp.minimum(sums, jnp.uint32(limit + 1))
+    return (sums <= limit).all(axis=1)

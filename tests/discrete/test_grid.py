@@ -1,0 +1,171 @@
+"""Whole cells: the sensitivity holds exactly, and no order of summation changes a bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from optax_lsdp import accounting
+from optax_lsdp.auditing import audit_noise, audit_sensitivity
+from optax_lsdp.discrete import OnGrid, add_discrete_gaussian_noise, grid_grad, sensitivity_in_cells
+from optax_lsdp.discrete._grid import has_at_most
+
+PARAMS = {"kernel": jax.random.normal(jax.random.key(1), (6, 4)), "bias": jnp.zeros(4)}
+BATCH = jax.random.normal(jax.random.key(2), (21, 6))
+RESOLUTION = 1000
+
+
+def loss(params, x):
+    return jnp.sum(jnp.tanh(x @ params["kernel"] + params["bias"]) ** 2)
+
+
+def cells(batch, mask=None, **options):
+    gradient = grid_grad(loss, clip_norm=0.5, resolution=RESOLUTION, **options)
+    return jax.tree.map(lambda x: x, gradient(PARAMS, batch, mask))
+
+
+def test_the_sum_is_that_of_the_rounded_gradients():
+    stacked = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, BATCH)
+    rows = {name: np.asarray(leaf, np.float64) for name, leaf in stacked.items()}
+    norms = np.sqrt(sum((x**2).reshape(len(x), -1).sum(1) for x in rows.values()))
+    factors = RESOLUTION / np.maximum(norms, 0.5)
+    total = cells(BATCH)
+    for name, leaf in rows.items():
+        expected = np.rint(leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1)))
+        assert abs(np.asarray(total[name].value) - expected.sum(0)).max() <= 1  # ties in float32
+        assert total[name].cell == 0.5 / RESOLUTION and total[name].together == 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_and_no_partition_changes_a_bit(seed):
+    order = np.random.default_rng(seed).permutation(len(BATCH))
+    one, other = cells(BATCH), cells(BATCH[order])
+    parts = jax.tree.map(jnp.add, cells(BATCH[:9]), cells(BATCH[9:]))
+    for name in PARAMS:
+        np.testing.assert_array_equal(one[name].value, other[name].value)
+        np.testing.assert_array_equal(one[name].value, parts[name].value)
+
+
+@pytest.mark.parametrize("size", [1, 4, 21, 64])
+def test_whoever_is_masked_takes_just_its_own_cells_away(size):
+    everyone = np.ones(len(BATCH), bool)
+    total = cells(BATCH, jnp.asarray(everyone), microbatch_size=size)
+    alone = [everyone & (np.arange(len(BATCH)) == i) for i in range(len(BATCH))]
+    added = [cells(BATCH, jnp.asarray(mask), microbatch_size=size) for mask in alone]
+    for name in PARAMS:
+        np.testing.assert_array_equal(total[name].value, sum(x[name].value for x in added))
+
+
+def test_one_example_moves_no_more_than_is_declared_not_even_by_rounding():
+    declared = sensitivity_in_cells(RESOLUTION, 28)
+
+    def release(batch, mask):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), cells(batch, mask))
+
+    report = audit_sensitivity(
+        release, BATCH, declared=declared, ascents=0, tolerance=0.0, key=jax.random.key(0)
+    )
+    assert report, str(report)
+    assert report.largest > 0.95 * RESOLUTION
+
+
+def test_an_example_with_too_many_cells_contributes_nothing(monkeypatch):
+    from optax_lsdp.discrete import _grid
+
+    halved = _grid.row_norms
+    monkeypatch.setattr(_grid, "row_norms", lambda rows: halved(rows) / 2)  # norms that are wrong
+    loud = 100 * BATCH[:3]
+    assert not any(np.asarray(leaf.value).any() for leaf in cells(loud).values())
+
+
+@pytest.mark.parametrize("most", [1, 3, 1000, 46_340])
+def test_squares_are_added_exactly(most):
+    rng = np.random.default_rng(most)
+    rows = [rng.integers(-most, most + 1, 9) for _ in range(50)]
+    rows += [[most] + 8 * [0], [most, 1] + 7 * [0], 9 * [most], 9 * [0], [-most] + 8 * [0]]
+    rows += [[2**31 - 1] + 8 * [0], 9 * [2**15], 9 * [2**16]]
+    exact = [sum(int(x) ** 2 for x in row) <= most**2 for row in rows]
+    found = has_at_most(jnp.asarray(np.array(rows), jnp.int32), most)
+    assert found.tolist() == exact and len(set(exact)) == 2
+
+
+def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
+    total = {
+        name: OnGrid(jnp.zeros((40, 20), jnp.int32), 0.001, sensitivity=1000, together=2)
+        for name in ("one", "other")
+    }
+    link = add_discrete_gaussian_noise(2.0, key=jax.random.key(0))
+    update = jax.jit(lambda step: link.update(total, link.init(None)._replace(step=step))[0])
+    report = audit_noise(update, scale=2.0)
+    assert report, str(report)
+    noise = update(3)["one"]
+    assert noise.dtype == jnp.float32
+    np.testing.assert_allclose(noise / 0.001, np.rint(noise / 0.001), atol=1e-2)  # on the grid
+    np.testing.assert_array_equal(noise, update(3)["one"])
+
+
+def test_it_trains():
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (400, 3))
+    examples = x, (x @ jnp.array([1.0, -2.0, 0.5]) > 0).astype(jnp.float32)
+
+    def logistic(w, example):
+        return jnp.logaddexp(0.0, (1 - 2 * example[1]) * jnp.vdot(w, example[0]))
+
+    gradient = grid_grad(logistic, clip_norm=1.0)
+    tx = optax.chain(
+        add_discrete_gaussian_noise(4.0, key=key), optax.scale(1 / 400), optax.sgd(2.0)
+    )
+    w, state = jnp.zeros(3), tx.init(jnp.zeros(3))
+    step = jax.jit(lambda w, state: tx.update(gradient(w, examples), state, w))
+    for _ in range(20):
+        updates, state = step(w, state)
+        w = optax.apply_updates(w, updates)
+    right = ((x @ w > 0) == (examples[1] > 0)).mean()
+    assert right > 0.9 and accounting.DiscreteGaussian(4.0, 20).epsilon(1e-5) < 6.5
+
+
+def test_what_cannot_be_exact_is_refused():
+    with pytest.raises(ValueError, match="`updates` must be the sum of `grid_grad`, got Array"):
+        link = add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
+        link.update(jnp.zeros(3), link.init(None))
+    with pytest.raises(ValueError, match="`updates` must come from one call of `grid_grad`"):
+        total = cells(BATCH)
+        link.update({"bias": total["bias"]}, link.init(None))
+    with pytest.raises(ValueError, match="`resolution` must leave the sensitivity"):
+        grid_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
+    with pytest.raises(ValueError, match="`noise_multiplier` must leave the noise at"):
+        add_discrete_gaussian_noise(1e4, key=jax.random.key(0)).update(total, link.init(None))
+    with pytest.raises(ValueError, match="discrete noise on sampled batches is not analysed"):
+        accounting.DiscreteGaussian(1.0, 10, sampling="poisson")
+    with pytest.raises(ValueError, match="`mask` must be a bool array"):
+        cells(BATCH, jnp.ones(3, bool))
+
+
+def renyi(order, scale, moved):
+    """Return the Rényi divergence between the discrete Gaussian and its shift, by its sum."""
+    x = np.arange(-60 * scale - moved, 60 * scale + moved + 1).astype(float)
+    one, other = -(x**2) / (2 * scale**2), -((x - moved) ** 2) / (2 * scale**2)
+    one, other = (logs - np.logaddexp.reduce(logs) for logs in (one, other))
+    return np.logaddexp.reduce(order * one + (1 - order) * other) / (order - 1)
+
+
+@pytest.mark.parametrize(("scale", "moved"), [(1, 1), (1, 3), (4, 1), (10, 7)])
+def test_the_discrete_gaussian_is_as_concentrated_as_is_claimed(scale, moved):
+    for order in (1.1, 2.0, 7.5, 20.0):
+        assert renyi(order, scale, moved) <= order * moved**2 / (2 * scale**2) + 1e-9
+
+
+@pytest.mark.parametrize("z", [0.7, 3.0, 30.0])
+@pytest.mark.parametrize("steps", [1, 50])
+def test_its_guarantee_is_above_that_of_one_dimension(z, steps):
+    """And above the continuous Gaussian's, but not by much."""
+    claimed = accounting.DiscreteGaussian(z, steps)
+    gaussian = accounting.SampledGaussian(z, 1.0, steps, sampling="full")
+    for delta in (1e-5, 1e-9):
+        epsilon = claimed.epsilon(delta)
+        assert gaussian.epsilon(delta) <= epsilon <= 1.25 * gaussian.epsilon(delta)
+        assert claimed.delta(epsilon) == pytest.approx(delta, rel=1e-3)
+    twice = accounting.DiscreteGaussian(2 * z, steps, neighbouring="replace_one")
+    assert twice.epsilon(1e-5) == claimed.epsilon(1e-5)
