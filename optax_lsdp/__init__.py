@@ -20,6 +20,7 @@ _HOME = {
     "accounting": "accounting",
     "auditing": "auditing",
     "add_gaussian_noise": "noise",
+    "check_model": "model_check",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",
     "discrete": "discrete",

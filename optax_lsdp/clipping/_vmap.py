@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import optax
 
+from optax_lsdp._jaxpr import Loss, trace
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
-from optax_lsdp.clipping._jaxpr import Loss, trace
 
 
 def clip_by_vmap(

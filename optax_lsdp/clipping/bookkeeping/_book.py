@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._jaxpr import Loss, Program, trace
 from optax_lsdp._shards import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
-from optax_lsdp.clipping._jaxpr import Loss, Program, trace
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
 from optax_lsdp.clipping.bookkeeping._plan import LeafPlan, Use, piece_size, plan_leaves
 from optax_lsdp.clipping.bookkeeping._replay import Value, replay

@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping._jaxpr import Equation, shape_of
+from optax_lsdp._jaxpr import Equation, shape_of
 from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, other_place
 
 

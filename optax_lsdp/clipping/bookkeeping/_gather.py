@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
-from optax_lsdp.clipping._jaxpr import Equation, shape_of
+from optax_lsdp._jaxpr import Equation, shape_of
 from optax_lsdp.clipping.bookkeeping._rules import Matrix, Rule, other_place
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
-from optax_lsdp.clipping._jaxpr import shape_of
+from optax_lsdp._jaxpr import shape_of
 from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, Uses
 from optax_lsdp.clipping.bookkeeping._views import View, are_disjoint, merged
 

@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping._jaxpr import ClosedJaxpr, Equation, evaluate, is_literal
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, evaluate, is_literal
 from optax_lsdp.clipping.bookkeeping._sites import (
     REMATERIALISED,
     Path,
     Site,
-    body,
     carried_unchanged,
     is_transparent,
     scan_parts,

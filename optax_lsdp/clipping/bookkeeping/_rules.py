@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import jax
 
-from optax_lsdp.clipping._jaxpr import Equation
+from optax_lsdp._jaxpr import Equation
 from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lsdp.clipping._jaxpr import ClosedJaxpr, Equation, is_literal, shape_of
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, is_literal, shape_of
 from optax_lsdp.clipping.bookkeeping._conv import convolution
 from optax_lsdp.clipping.bookkeeping._gather import gather
 from optax_lsdp.clipping.bookkeeping._matmul import matmul
@@ -154,12 +154,6 @@ def is_transparent(equation: Equation, known: Sequence[Any]) -> bool:
     """Tell whether to look inside of a call: if it may hand out what does not depend on data."""
     inlined = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
     return inlined and (not known or any(item is not None for item in known))
-
-
-def body(equation: Equation) -> ClosedJaxpr:
-    """Return the program that an equation calls."""
-    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
 
 
 def _data(equation: Equation) -> list[Weight | None]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.clipping._jaxpr import Equation, evaluate
+from optax_lsdp._jaxpr import Equation, evaluate
 from optax_lsdp.clipping.bookkeeping._views import Axis, View, viewed
 
 Builder = Callable[[Sequence[jax.Array], dict[int, Any]], Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ ClosedJaxpr = core.ClosedJaxpr
 Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
 _OUTWARD = ("debug_print", "custom_vmap_call")  # and all callbacks
+_LOOPS = ("scan", "while", "cond")
 _HARMLESS = ("axis_index", "pvary", "pcast", "pbroadcast")
 
 
@@ -87,3 +89,31 @@ def evaluate(equation: Equation, values: Sequence[Any]) -> list[Any]:
         functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.10
         outputs = primitive.bind(*functions, *values, **params)
     return list(outputs) if primitive.multiple_results else [outputs]
+
+
+def body(equation: Equation) -> ClosedJaxpr:
+    """Return the program that an equation calls."""
+    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
+
+
+def calls(equation: Equation) -> bool:
+    """Tell whether an equation is a call, whose operands are those of its body."""
+    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    jaxpr = getattr(inner, "jaxpr", inner)
+    is_program = isinstance(jaxpr, core.Jaxpr) and equation.primitive.name not in _LOOPS
+    return is_program and len(jaxpr.invars) == len(equation.invars)
+
+
+def whereabouts(equation: Equation) -> str:
+    """Say which layer an equation is in: the scopes of its module, or the line that wrote it."""
+    scopes = str(equation.source_info.name_stack)
+    if scopes:
+        return scopes
+    frames = getattr(equation.source_info.traceback, "frames", ())
+    own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
+    layers = [frame for frame in own if frame.function_name.endswith("__call__")]
+    for frame in (layers or own)[:1]:
+        place = f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+        return f"{frame.function_name.removesuffix('.__call__')} ({place})"
+    return equation.primitive.name

@@ -1,0 +1,154 @@
+"""check_model: layers that mix examples are named, and whatever is well passes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import optax_lsdp as lsdp
+
+BATCH = jax.random.normal(jax.random.key(0), (6, 5)), jnp.arange(6) % 3
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # which Flax needs
+        yield
+
+
+class Linen(nn.Module):
+    """Two layers with some normalisation between them."""
+
+    norm: type[nn.Module] | None
+
+    @nn.compact
+    def __call__(self, x):
+        """Return the logits of a batch."""
+        x = nn.Dense(8)(x)
+        if self.norm is nn.BatchNorm:
+            x = nn.BatchNorm(use_running_average=False)(x)
+        elif self.norm is not None:
+            x = self.norm()(x)
+        return nn.Dense(3)(nn.relu(x))
+
+
+def linen(norm, reduce=jnp.mean):
+    model = Linen(norm)
+    variables = model.init(jax.random.key(1), BATCH[0])
+    params = variables.pop("params")
+
+    def loss(params, batch):
+        x, y = batch
+        logits, _ = model.apply({"params": params, **variables}, x, mutable=["batch_stats"])
+        return reduce(optax.softmax_cross_entropy_with_integer_labels(logits, y))
+
+    return loss, params
+
+
+@pytest.mark.parametrize("reduce", [jnp.mean, jnp.sum, lambda losses: losses])
+def test_batch_normalisation_is_named(reduce):
+    report = lsdp.check_model(*linen(nn.BatchNorm, reduce), BATCH, batched=True)
+    assert not report and "in Linen/BatchNorm_0; replace batch normalisation" in str(report)
+
+
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm, nn.GroupNorm])
+@pytest.mark.parametrize("reduce", [jnp.mean, jnp.sum, lambda losses: losses])
+def test_what_normalises_within_an_example_passes(norm, reduce):
+    if norm is nn.GroupNorm:
+        norm = lambda: nn.GroupNorm(num_groups=2)  # noqa: E731  # a class in the other cases
+    report = lsdp.check_model(*linen(norm, reduce), BATCH, batched=True)
+    assert report, str(report)
+
+
+def test_an_nnx_layer_is_named_by_its_class():
+    model = nnx.BatchNorm(5, rngs=nnx.Rngs(0))
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, batch):
+        merged = nnx.merge(graph, params, jax.tree.map(jnp.array, rest))
+        return (merged(batch) ** 3).mean()
+
+    report = lsdp.check_model(jax.jit(loss), params, BATCH[0], batched=True)
+    assert not report and "in BatchNorm (normalization.py:" in str(report)
+
+
+@pytest.mark.parametrize("weight", [1.0, 1e-5])
+def test_an_auxiliary_loss_over_the_batch_is_found(weight):
+    def balance(x, w):
+        return (jax.nn.softmax(x @ w).mean(axis=0) ** 2).sum()
+
+    def loss(w, x):
+        return ((x @ w) ** 2).mean() + weight * balance(x, w)
+
+    w = jax.random.normal(jax.random.key(3), (5, 4))
+    report = lsdp.check_model(loss, w, BATCH[0], batched=True)
+    assert not report and "depends on others, in balance" in str(report).replace(
+        "test_an_auxiliary_loss_over_the_batch_is_found.<locals>.", ""
+    )
+    assert lsdp.check_model(lambda w, x: ((x @ w) ** 2).mean(), w, BATCH[0], batched=True)
+
+
+def test_tokens_and_functions_of_their_own_derivative_are_compared_by_differences():
+    @jax.custom_vjp
+    def identity(x):
+        return x
+
+    identity.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    table = jax.random.normal(jax.random.key(4), (7, 3))
+    tokens = jnp.arange(12).reshape(4, 3) % 7
+
+    def loss(table, tokens):
+        embedded = identity(table[tokens].mean(axis=1))
+        return ((embedded - embedded.mean(axis=0)) ** 2).mean()
+
+    assert not lsdp.check_model(loss, table, tokens, batched=True)
+    assert not lsdp.check_model(
+        lambda w, x: identity(x @ w - (x @ w).mean()).std(), jnp.ones(5), BATCH[0], batched=True
+    )
+    assert lsdp.check_model(lambda t, k: (identity(t[k]) ** 2).mean(), table, tokens, batched=True)
+
+
+def test_a_penalty_of_the_parameters_is_no_mixing():
+    def loss(w, x):
+        return ((x @ w) ** 2).mean() + 10 * (w**2).sum()
+
+    assert lsdp.check_model(loss, jnp.ones(5), BATCH[0], batched=True)
+
+
+def test_the_loss_of_one_example_is_checked_as_the_engine_does():
+    def loss(w, x):
+        jax.debug.print("{}", x)
+        return jnp.vdot(w, x)
+
+    report = lsdp.check_model(loss, jnp.ones(5), BATCH[0])
+    assert not report and "remove jax.debug.print" in str(report)
+    report = lsdp.check_model(lambda w, x: w * x, jnp.ones(5), BATCH[0])
+    assert not report and "must return a scalar for one example" in str(report)
+
+
+def test_what_is_not_finite_is_told():
+    report = lsdp.check_model(lambda w, x: jnp.log(jnp.vdot(w, 0 * x)), jnp.ones(5), BATCH[0])
+    assert not report and "The loss is not finite for 6 of 6" in str(report)
+
+    def steep(params, x):
+        return jnp.sqrt(jnp.vdot(params["w"], 0 * x)) + params["b"]
+
+    report = lsdp.check_model(steep, {"w": jnp.ones(5), "b": jnp.ones(())}, BATCH[0])
+    assert not report and "The gradient of 'w' is not finite" in str(report)
+
+
+def test_parameters_without_a_gradient_are_told():
+    def loss(params, x):
+        return jnp.vdot(params["used"], x) + jax.lax.stop_gradient(params["held"]).sum()
+
+    report = lsdp.check_model(loss, {"used": jnp.ones(5), "held": jnp.ones(2)}, BATCH[0])
+    assert report and "held gets no gradient from these examples" in str(report)
+    report = lsdp.check_model(lambda w, x: jnp.round(jnp.vdot(w, x)), jnp.ones(5), BATCH[0])
+    assert not report and "No parameter gets a gradient" in str(report)
+
+
+def test_too_few_examples_are_refused():
+    with pytest.raises(ValueError, match="`batch` must hold two examples or more"):
+        lsdp.check_model(lambda w, x: (x @ w).mean(), jnp.ones(5), BATCH[0][:1], batched=True)
