@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full lint bench clean
+.PHONY: demo test test-full fuzz lint bench clean
 
 demo: $(READY)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -24,6 +24,11 @@ test-full: $(READY) $(OLDEST)/.ready
 	  $(OLDEST)/bin/python -m pytest -n 2 -q -W default; } 2>&1 \
 	  | tee $(VENV)/full.log
 	grep -E 'passed|failed|error' $(VENV)/full.log | tail -n 2 > tests/full.txt
+
+# More than 10,000 random trees, batches and models, in one process, which prints what it saw; kept in tests/fuzz/last.txt.
+fuzz: $(READY)
+	FUZZ=1 $(BIN)/python -m pytest -q tests/fuzz 2>&1 | tee $(VENV)/fuzz.log
+	grep -A 4 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

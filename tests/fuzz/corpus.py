@@ -1,0 +1,35 @@
+"""How many examples a fuzz run tries, and what it saw."""
+
+import os
+from collections import Counter
+
+IS_LONG = bool(os.environ.get("FUZZ"))
+_LARGEST: dict[str, float] = {}
+_TRIED: Counter[str] = Counter()
+_MEANING = {
+    "clipped": "largest contribution of one example, in clip norms",
+    "moved": "largest change by one example among others, in clip norms",
+    "order": "largest effect of the order of summation, in clip norms",
+    "models": "random models on which both engines agree",
+}
+
+
+def example_counts():
+    """Return the number of examples of a cheap law, and of one that compiles."""
+    return (4_500, 1_500) if IS_LONG else (120, 12)
+
+
+def saw(**values):
+    """Remember that an example was tried, and the largest value that was seen."""
+    for name, value in values.items():
+        _TRIED[name] += 1
+        _LARGEST[name] = max(_LARGEST.get(name, 0.0), float(value))
+
+
+def summary():
+    """Return what was tried, line by line."""
+    total = _TRIED["clipped"] + _TRIED["moved"] + _TRIED["models"]
+    yield f"fuzz: {total:,} examples"
+    for name, meaning in _MEANING.items():
+        value = f"{_TRIED[name]:,}" if name == "models" else f"{_LARGEST.get(name, 0.0):.9g}"
+        yield f"{meaning}: {value}"

@@ -1,0 +1,137 @@
+"""Fuzz: whatever the tree, the numbers and the model, no example moves the sum too far.
+
+A few hundred examples here; `make fuzz` tries more than 10,000 and prints what it saw.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optax_lsdp as lsdp
+from tests.fuzz import corpus, models, strategies
+
+SLACK = 1 + 1e-6  # what float32 may add to one contribution
+CHEAP, DEAR = corpus.example_counts()
+
+
+def norm(tree):
+    leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(tree)]
+    return np.sqrt(sum(np.sum(leaf**2) for leaf in leaves))
+
+
+def is_finite(tree):
+    return all(np.isfinite(np.asarray(x, np.float64)).all() for x in jax.tree.leaves(tree))
+
+
+@settings(max_examples=CHEAP)
+@given(tree=strategies.trees, numbers=strategies.numbers, clip_norm=strategies.clip_norms)
+def test_no_example_of_any_tree_contributes_more_than_the_clip_norm(tree, numbers, clip_norm):
+    shapes, structure = jax.tree.flatten(tree, is_leaf=strategies.is_shape)
+    leaves = [strategies.draw(numbers, shape, i) for i, shape in enumerate(shapes)]
+    stacked = jax.tree.unflatten(structure, leaves)
+    params = jax.tree.unflatten(structure, [jnp.zeros(s, numbers.dtype) for s in shapes])
+    link = lsdp.clip_per_example(clip_norm)
+    alone = []
+    for i in range(strategies.SIZE):
+        one = jax.tree.map(lambda x, i=i: x[i : i + 1], stacked)
+        total, _ = link.update(one, link.init(params), params)
+        assert is_finite(total) and norm(total) <= clip_norm * SLACK
+        alone.append(total)
+        if not is_finite(one):
+            assert norm(total) == 0
+    corpus.saw(clipped=max(map(norm, alone)) / clip_norm)
+    total, _ = link.update(stacked, link.init(params), params)
+    added = jax.tree.map(lambda *xs: np.sum([np.asarray(x, np.float64) for x in xs], 0), *alone)
+    off = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, total, added)
+    corpus.saw(order=norm(off) / clip_norm)
+    assert norm(off) <= 1e-6 * strategies.SIZE * clip_norm
+
+
+def linear(params, x):
+    return sum(jnp.vdot(w, v) for w, v in zip(params, x, strict=True))
+
+
+SIZES = ((3,), (4, 2), (130,))
+
+
+@settings(max_examples=CHEAP)
+@given(
+    numbers=strategies.numbers,
+    clip_norm=strategies.clip_norms,
+    mask=strategies.masks,
+    place=st.integers(0, strategies.SIZE - 1),
+    engine=st.sampled_from(["bookkeeping", "vmap"]),
+)
+def test_one_example_more_moves_the_sum_by_the_clip_norm_at_most(
+    numbers, clip_norm, mask, place, engine
+):
+    """In both engines, among whatever others; what is masked does not matter at all."""
+    batch = [strategies.draw(numbers, s, i).astype(jnp.float32) for i, s in enumerate(SIZES)]
+    params = [jnp.zeros(s) for s in SIZES]
+    gradient = jitted(engine)
+    mask = np.array(mask)
+    with_it, without = mask.copy(), mask.copy()
+    with_it[place], without[place] = True, False
+    units = [x / jnp.float32(clip_norm) for x in batch]  # one program for all clip norms
+    sums = [gradient(params, units, jnp.asarray(m)) for m in (with_it, without)]
+    assert all(map(is_finite, sums))
+    moved = norm(jax.tree.map(jnp.subtract, *sums))
+    rounding = 1e-6 * strategies.SIZE
+    corpus.saw(moved=moved)
+    assert moved <= 1 + rounding
+    poisoned = [x.at[place].set(jnp.nan) for x in units]
+    again = gradient(params, poisoned, jnp.asarray(without))
+    for leaf, other in zip(jax.tree.leaves(again), jax.tree.leaves(sums[1]), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+
+
+_COMPILED = {}
+
+
+def jitted(engine):
+    if engine not in _COMPILED:
+        _COMPILED[engine] = jax.jit(lsdp.clipped_grad(linear, clip_norm=1.0, engine=engine))
+    return _COMPILED[engine]
+
+
+@settings(max_examples=DEAR)
+@given(program=models.programs, seed=st.integers(0, 2**31), quiet=st.booleans())
+def test_both_engines_agree_on_any_model(program, seed, quiet):
+    loss, params = models.build(program, seed)
+    scale = 1e-3 if quiet else 1.0
+    rng = np.random.default_rng(seed + 1)
+    batch = jnp.asarray(scale * rng.normal(size=(4, models.ROWS, models.WIDTH)), jnp.float32)
+    mask = jnp.array([True, True, False, True])
+    found = {}
+    for engine in ("bookkeeping", "vmap"):
+        gradient = lsdp.value_and_clipped_grad(loss, clip_norm=0.5, engine=engine)
+        found[engine] = gradient(params, batch, mask)
+    (book, total), (vmap, expected) = found["bookkeeping"], found["vmap"]
+    corpus.saw(models=1)
+    half = any(step.layer == "half precision" for step in program)
+    close = 2e-2 if half else 2e-4  # bfloat16 has 8 bits, and rounds before or after a product
+    top = float(jnp.max(jnp.where(jnp.isfinite(vmap.norms), vmap.norms, 0.0)))
+    np.testing.assert_allclose(book.norms, vmap.norms, rtol=close, atol=close * 1e-2 * (1 + top))
+    if not is_finite(vmap.norms):
+        return
+    off = norm(jax.tree.map(jnp.subtract, total, expected))
+    assert off <= 0.5 * 3 * (0.005 + close)  # the bound on rounding may take 0.5 % of each
+    assert norm(total) <= 0.5 * 3 * SLACK
+
+
+def test_the_count_is_at_least_what_is_promised():
+    if corpus.IS_LONG:
+        assert 2 * CHEAP + DEAR >= 10_000
+    assert CHEAP and DEAR
+
+
+@pytest.mark.parametrize("name", models.LAYERS)
+def test_every_layer_of_the_fuzz_is_a_model(name):
+    """And each weight has a gradient, but for the one that is not used."""
+    loss, params = models.build([models.Step(name, "tanh", False)], 0)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, models.ROWS, models.WIDTH)), "float32")
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, x)
+    assert (norm(grads) > 0) == (name != "unused")
