@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full fuzz lint bench clean
+.PHONY: demo test test-full fuzz soak lint bench clean
 
 demo: $(READY)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -29,6 +29,11 @@ test-full: $(READY) $(OLDEST)/.ready
 fuzz: $(READY)
 	FUZZ=1 $(BIN)/python -m pytest -q tests/fuzz 2>&1 | tee $(VENV)/fuzz.log
 	grep -A 4 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
+
+# 100,000 steps, left alone and under random kills.
+soak: $(READY)
+	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.report
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
