@@ -18,6 +18,7 @@ from optax_lsdp.auditing._report import Report
 Release = Callable[[Any, jax.Array], Any]
 _ODD = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
 _LOUDNESS = (1.0, 1e-3, 1e3)  # of all other examples
+_CROWD = 1024  # examples that are alike: what one of them changes a little in all others adds up
 
 
 @dataclass(frozen=True)
@@ -93,9 +94,9 @@ def audit_sensitivity(
     """Look for two neighbouring batches on which a release differs by more than is declared.
 
     A search cannot prove that there are none; it finds what is commonly wrong. One example among
-    many or few, loud or quiet ones is removed, replaced, negated, made huge, tiny, infinite or
-    NaN; then the worst neighbours are driven apart by gradient ascent. Whatever is masked out
-    must not matter at all.
+    many or few, loud or quiet ones, or a thousand that are alike, is removed, replaced, negated,
+    made huge, tiny, infinite or NaN; then the worst neighbours are driven apart by gradient
+    ascent. Whatever is masked out must not matter at all.
 
     Args:
         release: `release(batch, mask)`: what noise is added to, such as a clipped sum; or a whole
@@ -154,12 +155,14 @@ def _norm(difference: Any) -> float:
 
 def _circumstances(batch: Any, count: int, rng: np.random.Generator) -> Iterator[_Circumstances]:
     """Return batches of some of the examples, with their masks and the place that will differ."""
-    size = len(jax.tree.leaves(batch)[0])
+    available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
         loudness = _LOUDNESS[number % len(_LOUDNESS)]
         if number % 4 == 3:  # all others are alike, so that they add up
-            order = np.full(size, rng.integers(size))
+            size = max(available, _CROWD)
+            order = np.full(size, rng.integers(available))
         else:
+            size = available
             order = rng.integers(size, size=size)
         examples = jax.tree.map(lambda x, o=order: x[o], batch)
         kept = size if number % 2 == 0 else int(rng.integers(1, size + 1))

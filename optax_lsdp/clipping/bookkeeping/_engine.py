@@ -58,8 +58,8 @@ def clip_by_bookkeeping(
     2. Norms come from these, with a bound on their rounding that is added to them.
     3. Where the bound is too large for some example, where squares left the range of floats, or
        where an example is not finite, the gradients that Gram matrices avoid are formed after
-       all, one example at a time: slow, rare and exact. Only those examples are clipped by
-       what is found then, or one of them would change what the others add.
+       all, one example at a time: slow, rare and exact. Only those examples are clipped and
+       summed by what is found then, or one of them would change what the others add.
     4. The sums are products of operands and weighted cotangents, as in ordinary training.
     """
     outputs, book, scheme = keep_book(loss_fn, params, batch)
@@ -104,12 +104,15 @@ def clip_by_bookkeeping(
             careful = clip_carefully(columns, rounding, groups, style, counted)
             quick = clip_quickly(totals, groups, style, counted)
             clipping = jax.tree.map(lambda q, c: jnp.where(certain, q, c), quick, careful)
-            sums = {i: _weighted(x, clipping.factors[groups[i].path]) for i, x in formed.items()}
-            return clipping, sums
+            rest = {path: jnp.where(certain, 0, x) for path, x in clipping.factors.items()}
+            return clipping, {i: _weighted(x, rest[groups[i].path]) for i, x in formed.items()}
 
         values = {index: length.values for index, length in lengths.items()}
         entry = (book, rows, values, totals, certain)
         clipping, sums = _one_by_one(clip, entry, counted) if grams else clip(entry, counted)
+        for index in grams:  # the others are summed as ever, to the bit
+            weights = jnp.where(certain, clipping.factors[groups[index].path], 0)
+            sums[index] += leaf_sum(_finite(book, weights > 0), scheme, index, weights)
         factors = {index: leaf_factors(book, scheme, index) for index in outer}
         scales = {index: factor_scales(parts) for index, parts in factors.items()}
         return clipping, jax.tree.map(lambda x: x.astype(dtype), scales), sums
