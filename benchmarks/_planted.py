@@ -1,0 +1,182 @@
+"""Our own pipeline, broken in one way at a time: audits of it, each of which must reject."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_lsdp as lsdp
+from benchmarks._pipeline import (
+    BATCH,
+    CLIP,
+    COUNT,
+    NOISE,
+    PARAMS,
+    RATE,
+    SIZE,
+    Audit,
+    clipped,
+    library_noise,
+    loss,
+    noise_audit,
+    resumed,
+    sampled,
+    scaled,
+    sensitivity,
+    tied_loss,
+)
+from optax_lsdp.smoothing import ring_beta
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
+
+
+def _summed(stacked: Any, mask: jax.Array, norms: jax.Array | None = None) -> Any:
+    """Return a sum of per-example gradients, clipped by the norms that are given."""
+    weights = mask.astype(jnp.float32)
+    if norms is not None:
+        weights *= jnp.minimum(1, CLIP / jnp.maximum(norms, 1e-12))
+    return jax.tree.map(lambda x: jnp.einsum("n,n...->...", weights, x), stacked)
+
+
+def _per_example(batch: Any, loss_fn: Any = loss) -> Any:
+    return jax.vmap(jax.grad(loss_fn), (None, 0))(PARAMS, batch)
+
+
+def _finite(stacked: Any) -> tuple[Any, jax.Array]:
+    """Return gradients with zeros in place of those that are not finite, and which were."""
+    fine = jax.vmap(lambda tree: jnp.isfinite(_norm(tree)))(stacked)
+
+    def select(x: jax.Array) -> jax.Array:
+        return jnp.where(fine.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
+
+    return jax.tree.map(select, stacked), fine
+
+
+def _clips_the_mean(batch: Any, mask: jax.Array) -> Any:
+    mean = jax.tree.map(lambda x: x / len(mask), _summed(_per_example(batch), mask))
+    return jax.tree.map(lambda x: x / jnp.maximum(1, _norm(mean) / CLIP), mean)
+
+
+def _norms_in_half_precision(batch: Any, mask: jax.Array) -> Any:
+    stacked = _per_example(batch)
+    half = jax.tree.map(lambda x: x.astype(jnp.float16), stacked)
+    return _summed(stacked, mask, jax.vmap(_norm)(half).astype(jnp.float32))
+
+
+def _divides_by_what_came(batch: Any, mask: jax.Array) -> Any:
+    came = jnp.maximum(mask.astype(jnp.float32).sum(), 1)
+    return jax.tree.map(lambda x: x / came, clipped(batch, mask))
+
+
+def _forgets_the_mask(batch: Any, mask: jax.Array) -> Any:
+    return clipped(batch, jnp.ones_like(mask))
+
+
+def _keeps_nan(batch: Any, mask: jax.Array) -> Any:
+    stacked = _per_example(batch)
+    return _summed(stacked, mask, jax.vmap(_norm)(stacked))
+
+
+def _counts_a_tied_weight_once(batch: Any, mask: jax.Array) -> Any:
+    def last_use(params: Any, example: Any) -> jax.Array:
+        hidden = jax.lax.stop_gradient(jnp.tanh(example["y"] @ params["second"]))
+        return jnp.sum((hidden @ params["second"] - example["y"]) ** 2)
+
+    stacked, fine = _finite(_per_example(batch, tied_loss))
+    norms = jax.vmap(_norm)(_per_example(batch, last_use))
+    return _summed(stacked, mask & fine, jnp.where(fine, norms, CLIP))
+
+
+def _normalises_by_the_batch(batch: Any, mask: jax.Array) -> Any:
+    weights = mask.astype(jnp.float32)[:, None]
+    x = jnp.where(mask[:, None], jnp.nan_to_num(batch["x"], posinf=0, neginf=0), 0)
+    count = jnp.maximum(weights.sum(), 1)
+    mean = (weights * x).sum(0) / count
+    deviation = jnp.sqrt((weights * (x - mean) ** 2).sum(0) / count) + 1e-3
+    return clipped({**batch, "x": (x - mean) / deviation}, mask)
+
+
+def _clips_others_less_beside_an_odd_one(batch: Any, mask: jax.Array) -> Any:
+    """Norms are rounded up by 0.2 %, but not if one example needs a second look."""
+    stacked, fine = _finite(_per_example(batch))
+    norms = jax.vmap(_norm)(stacked)
+    rounded = jnp.where((fine | ~mask).all(), 1.002 * norms, norms)
+    return _summed(stacked, mask & fine, rounded)
+
+
+def _one_key_for_all_leaves(seed: int) -> Any:
+    def release(step: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return jax.tree.map(lambda x: NOISE * jax.random.normal(key, x.shape), PARAMS)
+
+    return jax.jit(release)
+
+
+def _same_in_every_step(seed: int) -> Any:
+    noise = library_noise(NOISE, jax.random.key(seed))
+    return lambda step: noise(0)
+
+
+def _same_on_every_device(seed: int) -> Any:
+    noise = library_noise(NOISE, jax.random.key(seed))
+    return lambda step: {"first": jnp.tile(noise(step)["first"][:4], (2, 1))}
+
+
+def _uniform(seed: int) -> Any:
+    def release(step: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return {"first": NOISE * 12**0.5 * (jax.random.uniform(key, (8, 20)) - 0.5)}
+
+    return jax.jit(release)
+
+
+def _drops_a_microbatch(seed: int) -> Any:
+    """Four examples of sixteen are lost; the engines then do not agree."""
+    mask = jnp.arange(SIZE) < SIZE - 4
+    order = np.random.default_rng(seed).permutation(SIZE)
+    batch = jax.tree.map(lambda x: x[order], BATCH)
+    lost, whole = clipped(batch, mask), clipped(batch, jnp.ones(SIZE, bool), "vmap")
+    return bool(_norm(jax.tree.map(jnp.subtract, lost, whole)) < 0.005 * SIZE * CLIP)
+
+
+SHUFFLE = partial(lsdp.UnamplifiedShuffle, batch_size=round(RATE * COUNT))
+WRONG_SUMS = {
+    "clipping the mean of a batch, as the paper's code does": (_clips_the_mean, CLIP / SIZE),
+    "norms in float16": (_norms_in_half_precision, CLIP),
+    "division by the number of examples that came": (_divides_by_what_came, CLIP / SIZE),
+    "padding that is not masked": (_forgets_the_mask, CLIP),
+    "a NaN example that is left in": (_keeps_nan, CLIP),
+    "a tied weight that is counted once": (_counts_a_tied_weight_once, CLIP),
+    "batch normalisation": (_normalises_by_the_batch, CLIP),
+    "an odd example that changes how others are clipped": (
+        _clips_others_less_beside_an_odd_one,
+        CLIP,
+    ),
+}
+WRONG_NOISE: dict[str, Callable[[int], Any]] = {
+    "nine tenths of the noise": partial(scaled, 0.9),
+    "the noise of the mean on the sum": partial(scaled, 1 / SIZE),
+    "less noise because it is smoothed": partial(scaled, float(np.sqrt(ring_beta(1.0, 48)))),
+    "one key for all leaves": _one_key_for_all_leaves,
+    "the same noise in every step": _same_in_every_step,
+    "the same noise on every device": _same_on_every_device,
+    "noise that a resumed run uses again": partial(resumed, renewed=False),
+    "uniform noise": _uniform,
+}
+PLANTED: dict[str, Audit] = {
+    **{
+        name: Audit("sensitivity", partial(sensitivity, release, declared))
+        for name, (release, declared) in WRONG_SUMS.items()
+    },
+    **{name: Audit("noise", partial(noise_audit, make)) for name, make in WRONG_NOISE.items()},
+    "a shuffler declared as Poisson": Audit("sampler", partial(sampled, SHUFFLE, "poisson")),
+    "a shuffler declared as fresh subsets": Audit(
+        "sampler", partial(sampled, SHUFFLE, "without_replacement")
+    ),
+    "a microbatch that is dropped": Audit("agreement of both engines", _drops_a_microbatch),
+}
