@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Callable
 
-from benchmarks import _figures
+from benchmarks import _figures, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -267,6 +267,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "whole steps": whole_steps,
     "microbatches": microbatches,
     "scaling": scaling,
+    "audits": _trust.audits,
+    "fuzz": _trust.fuzz,
+    "soak": _trust.soak,
 }
 
 
@@ -282,7 +285,7 @@ def fill(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
 
 def main() -> None:
     """Draw all figures, and fill both READMEs and the summary."""
-    for draw in (*_figures.FIGURES, _report.draw):
+    for draw in (*_figures.FIGURES, _trust.draw_auditing, _report.draw):
         draw()
     for path, tables in ((ROOT / "README.md", TABLES), (PAPER, _report.parts())):
         path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")

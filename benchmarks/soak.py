@@ -139,9 +139,9 @@ def main() -> None:
         for folder in folders:
             folder.mkdir()
         alone = left_alone(folders[0], args.steps)
-        _timing.write(args.output, {"steps": args.steps, "alone": alone})
+        _timing.write(args.output, {"steps": args.steps, "alone": alone, "is_whole": False})
         hurt = killed(folders[1], args.steps, alone["seconds"])
-    record = {"steps": args.steps, "alone": alone, "killed": hurt}
+    record = {"steps": args.steps, "alone": alone, "killed": hurt, "is_whole": True}
     _timing.write(args.output, record)
     same = {name: hurt[name] == alone[name] for name in ("parameters", "counted_steps", "epsilon")}
     exact = alone["counted_steps"] == args.steps and alone["epsilon"] <= alone["planned_epsilon"]

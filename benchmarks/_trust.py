@@ -1,0 +1,87 @@
+"""Trust: the records of the audits and of the long run go in, a table, a figure and a text out."""
+
+from matplotlib.figure import Figure
+
+from benchmarks._results import RESULTS, ROOT, load, markdown
+from benchmarks._timing import load_record
+
+NOT_RUN = "*Not run yet.*"
+
+
+def is_run(name: str) -> bool:
+    """Tell whether a record is there and whole."""
+    return bool(load_record(RESULTS / f"{name}.json").get("is_whole"))
+
+
+def audits() -> str:
+    """Return what the audits found, planted or sound, and how much of ε they see."""
+    if not is_run("auditing"):
+        return NOT_RUN
+    record = load("auditing")
+    rows = []
+    for part, verdict in (("planted", "rejected"), ("sound", "passed")):
+        for name, row in record[part].items():
+            right = row["passed"] if part == "sound" else row["seeds"] - row["passed"]
+            rows.append([name, row["by"], f"{verdict} {right} of {row['seeds']} times"])
+    count = sum(row["seeds"] for row in record["sound"].values())
+    levels = record["levels"].values()
+    seen = min(row["gaussian"] / row["claimed"] for row in levels)
+    most = max(max(row["gaussian"], row["any_mechanism"]) / row["claimed"] for row in levels)
+    return (
+        f"{markdown(['what', 'audit', 'verdict'], rows)}\n\nEach audit rejects what is sound with "
+        f"a probability of 1e-5 at most, so that all {count} audits of sound pipelines\ntogether "
+        f"have had a chance of {count * 1e-5:.2g} to reject one. One step of DP-LSSGD with the "
+        f"worst canary, {len(record['levels'])} claims from ε = 0.1 to 10:\nthe proved lower "
+        f"bound is {seen:.2f} to {most:.2f} times the claim."
+    )
+
+
+def draw_auditing() -> None:
+    """Draw the ε that an attack proves against the one that is claimed."""
+    if not is_run("auditing"):
+        return
+    rows = list(load("auditing")["levels"].values())
+    claimed = [row["claimed"] for row in rows]
+    figure = Figure(figsize=(6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(claimed, claimed, "k-", lw=0.8, label="claimed")
+    axes.plot(claimed, [epsilon / 2 for epsilon in claimed], "k:", lw=0.8, label="half of it")
+    looks = {"gaussian": ("o-", "#c1121f", "proved, if the mechanism is Gaussian")}
+    looks["any_mechanism"] = ("s-", "#2a6f97", "proved, whatever the mechanism")
+    for name, (style, color, label) in looks.items():
+        points = [(row["claimed"], row[name]) for row in rows if row[name] > 0]
+        axes.loglog(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
+    trials = rows[0]["trials"]
+    axes.set_xlabel(f"ε claimed for one step of DP-LSSGD (δ = 1e-5, {trials:,} steps each)")
+    axes.set_ylabel("lower bound on ε, confidence 1 − 1e-5")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(RESULTS / "auditing.png", dpi=150)
+
+
+def fuzz() -> str:
+    """Return what the last long fuzz run saw."""
+    path = ROOT / "tests" / "fuzz" / "last.txt"
+    if not path.exists():
+        return NOT_RUN
+    title, *lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [line.rsplit(": ", 1) for line in lines]
+    return f"{markdown([title, ''], rows)}"
+
+
+def soak() -> str:
+    """Return how a long run went."""
+    if not is_run("soak"):
+        return NOT_RUN
+    record = load("soak")
+    alone, killed = record["alone"], record["killed"]
+    same = killed["parameters"] == alone["parameters"]
+    return (
+        f"{record['steps']:,} steps of a small model, a checkpoint every {record['steps'] // 100:,}"
+        f": throughput of the last tenth {alone['throughput_ratio']:.3f} times that of the second, "
+        f"memory {alone['memory_ratio']:.3f} times;\nthe ledger has counted "
+        f"{alone['counted_steps']:,} steps. Killed {len(killed['killed_after_seconds'])} times at "
+        f"random, the same run counts {killed['counted_steps']:,} and ends with "
+        f"{'the same bits' if same else 'OTHER PARAMETERS'}."
+    )
