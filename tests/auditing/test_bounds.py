@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom
 
+import optax_lsdp as lsdp
 from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
 from optax_lsdp.auditing import audit_epsilon, audit_one_run
 from optax_lsdp.auditing._bounds import Rates, epsilon_of_rates, one_run_p_value, rates
@@ -115,6 +116,36 @@ def test_one_run_with_many_canaries(seed):
         report = audit(noise_multiplier)
         assert report, str(report)
     assert audit(0.5).epsilon > 1.0
+
+
+@pytest.mark.parametrize(("noise_multiplier", "seen"), [(0.5, 2.0), (2.0, 0.05)])
+def test_one_run_of_a_real_training(noise_multiplier, seen):
+    """Each canary pulls along a coordinate of its own, in three steps of DP-SGD."""
+    canaries, steps, delta = 500, 3, 1e-7
+    examples = 100 * jnp.eye(canaries)
+
+    def train(is_in):
+        params = jnp.zeros(canaries)
+        optimizer = lsdp.dp_sgd(
+            1.0,
+            clip_norm=1.0,
+            noise_multiplier=noise_multiplier,
+            expected_batch_size=1,
+            key=jax.random.key(3),
+        )
+        gradient = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))
+        state = optimizer.init(params)
+        for _ in range(steps):
+            updates, state = optimizer.update(gradient(params, examples, is_in), state, params)
+            params += updates
+        return -params
+
+    claimed = SampledGaussian(noise_multiplier, 1.0, steps, sampling="full").epsilon(delta)
+    options = {"canaries": canaries, "delta": delta, "key": jax.random.key(4)}
+    report = audit_one_run(train, claimed=claimed, **options)
+    assert report, str(report)
+    assert report.epsilon > seen
+    assert not audit_one_run(train, claimed=report.epsilon / 2, **options)
 
 
 def test_bad_input_is_told():
