@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks._results import load
-from benchmarks.paper._cnn_tables import OPTIMIZERS, budget_accuracies, curves, runs_of
+from benchmarks.paper._cnn_tables import DECAYS, OPTIMIZERS, budget_accuracies, curves, runs_of
 from benchmarks.paper._figures import save, tidy
 
 COLORS = {"sgd": "#1d3557", "lssgd": "#c1121f", "adam": "#9a8c98", "lsadam": "#e09f3e"}
@@ -40,12 +40,15 @@ def draw_cnn() -> None:
         seeds = len(runs["sgd"])
         title = f"noise multiplier {z}, σ = {runs['lssgd'][0]['smoothing']:g}"
         axes.set_title(title + (f", {seeds} seeds" if seeds > 1 else ""), fontsize=10)
-    long = {name: [row["found"]] for name, row in load("paper/cnn")["long"].items()}
+    rows = load("paper/cnn")["long"]
+    long = {name: [rows[name]["found"]] for name in OPTIMIZERS}
     grid = panels[0, 2].get_gridspec()
     panels[0, 2].remove(), panels[1, 2].remove()
     wide = figure.add_subplot(grid[:, 2])
     draw_curves(wide, long)
-    wide.set_title("noise multiplier 10, 60 epochs", fontsize=10)
+    run = long["sgd"][0]
+    wide.axvline(DECAYS * len(run["epsilons"]) / run["steps"], color="black", lw=0.6, ls=":")
+    wide.set_title("noise multiplier 10, 60 epochs (dotted: a tenth of the rate)", fontsize=10)
     for axes in (*panels[1, :2], wide):
         axes.set_xlabel("epoch")
     for axes in panels[:, 0]:
@@ -78,7 +81,7 @@ def draw_cnn_effects() -> None:
     left.set_title("DP-LSSGD, by σ", fontsize=10)
     right.set_title("by learning rate: σ = 1, and σ = 0 dashed", fontsize=10)
     for axes in (left, right):
-        axes.set_xlabel("epoch (noise multiplier 10)")
+        axes.set_xlabel("epoch (noise multiplier 10, one seed)")
         axes.legend(frameon=False, fontsize=8)
         tidy(axes)
     save(figure, "cnn_effects")
@@ -91,10 +94,13 @@ def draw_cnn_budgets() -> None:
     for name, label in OPTIMIZERS.items():
         points = [(epsilon, np.mean(seen)) for epsilon, seen in budget_accuracies(name).items()]
         axes.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=label, markersize=4)
+    seeds = len(budget_accuracies("sgd")[1.0])
     plain = load("paper/cnn_budgets")["without privacy"]["sgd"]["found"]["test_accuracies"][-1]
-    axes.axhline(plain, color="black", lw=0.8, ls=":", label="without privacy")
+    axes.axhline(
+        plain, color="black", lw=0.8, ls=":", label="DP-SGD's settings without privacy, one seed"
+    )
     axes.set_xlabel("ε, δ = 1e-5")
-    axes.set_ylabel("test accuracy, %, mean of 2 seeds")
+    axes.set_ylabel(f"test accuracy, %, mean of {seeds} seeds")
     axes.legend(frameon=False, fontsize=8)
     tidy(axes)
     save(figure, "cnn_budgets")

@@ -1,15 +1,18 @@
 """Tables of the CNNs: the records of the paper's networks go in, Markdown and numbers come out."""
 
+from itertools import product
 from typing import Any
 
 import numpy as np
 
 from benchmarks._results import RESULTS, load, markdown
 from benchmarks.paper._tables import spread
-from benchmarks.paper.cnn_best import EPSILONS, PARTS, tried
+from benchmarks.paper.cnn_best import EPSILONS, PARTS, gains, tried
 
 OPTIMIZERS = {"sgd": "DP-SGD", "lssgd": "DP-LSSGD", "adam": "DP-Adam", "lsadam": "DP-LSAdam"}
 BEST = RESULTS / "paper" / "cnn_best.json"
+DECAYS = 10_000  # the step from which on the learning rate is a tenth
+PRINTED_GAINS = {0.4: "+3.2", 0.2: "+5.0"}
 WARM = 5  # epochs after which an accuracy that falls is a sign of instability
 
 
@@ -30,12 +33,18 @@ def curves(noise_multiplier: float) -> dict[str, list[Any]]:
 
 
 def worst(run: Any) -> float:
-    """Return the lowest validation accuracy once training has warmed up."""
+    """Return the lowest validation accuracy after the first epochs."""
     return min(run["validation_accuracies"][WARM:])
 
 
+def fall(run: Any) -> float:
+    """Return by how much the validation accuracy has fallen at most, from the best before."""
+    seen = np.array(run["validation_accuracies"])
+    return float((np.maximum.accumulate(seen) - seen).max())
+
+
 def cnn() -> str:
-    """Return final and worst accuracies at each level of noise."""
+    """Return the accuracies after fifteen epochs."""
     rows = []
     for z in (2, 5, 8, 10):
         for name, runs in curves(z).items():
@@ -43,46 +52,44 @@ def cnn() -> str:
                 f"{runs[0]['smoothing']:g}",
                 spread(ends(runs)) if len(runs) > 1 else f"{ends(runs)[0]:.2f}",
                 f"{np.mean([worst(run) for run in runs]):.2f}",
+                f"{np.mean([fall(run) for run in runs]):.2f}",
                 f"{runs[0]['epsilons'][-1]:.4f}",
             ]
-            rows.append([str(z) if name == "sgd" else "", OPTIMIZERS[name], *cells])
-    head = ["noise multiplier", "optimizer", "σ", "test accuracy after 15 epochs, %"]
-    return markdown([*head, f"lowest validation accuracy after epoch {WARM}", "ε"], rows)
+            rows.append([str(z), OPTIMIZERS[name], *cells])
+    head = ["noise multiplier", "optimizer", "σ", "test accuracy, %", f"worst after epoch {WARM}"]
+    return markdown([*head, "largest fall", "ε"], rows)
 
 
 def cnn_long() -> str:
-    """Return how sixty epochs end, and how deep they fall."""
+    """Return how sixty epochs went: where they end, before the rate decays and after, and falls."""
     rows = []
     for name, row in load("paper/cnn")["long"].items():
-        run = row["found"]
-        seen = np.array(run["validation_accuracies"])
-        steps = np.abs(np.diff(seen[WARM:]))
-        rows.append(
-            [
-                OPTIMIZERS[name],
-                f"{run['smoothing']:g}",
-                f"{run['test_accuracies'][-1]:.2f}",
-                f"{seen.max():.2f} (epoch {seen.argmax() + 1})",
-                f"{worst(run):.2f}",
-                f"{steps.mean():.2f}",
-                f"{run['epsilons'][-1]:.4f}",
-            ]
-        )
-    head = ["optimizer", "σ", "test accuracy, %", "best validation", f"worst after epoch {WARM}"]
-    return markdown([*head, "mean change from epoch to epoch", "ε"], rows)
+        run, (kind, *layout) = row["found"], name.split(", ")
+        seen, test = run["validation_accuracies"], run["test_accuracies"]
+        before = int(DECAYS * len(seen) / run["steps"])  # the last whole epoch at the first rate
+        low = int(np.argmin(seen[WARM:])) + WARM
+        cells = [
+            f"{run['smoothing']:g}{', ' + layout[0] if layout else ''}",
+            *(f"{test[epoch - 1]:.2f}" for epoch in (before, len(seen))),
+            f"{max(seen):.2f} (epoch {int(np.argmax(seen)) + 1})",
+            f"{seen[low]:.2f} (epoch {low + 1})",
+            f"{fall(run):.2f}",
+            f"{run['epsilons'][-1]:.4f}",
+        ]
+        rows.append([OPTIMIZERS[kind], *cells])
+    ends_at = ["test, rate not yet decayed", "test, 60 epochs"]
+    head = ["optimizer", "σ", *ends_at, "best validation", f"worst validation after epoch {WARM}"]
+    return markdown([*head, "largest fall", "ε"], rows)
 
 
 def cnn_layouts() -> str:
     """Return the accuracies of the layouts at the best σ."""
-    effects = load("paper/cnn_effects")
-    stored = effects["layout"]["stored"]["found"]
-    found = {name: row["found"] for name, row in effects["layout"].items()}
-    found["inputs"] = effects["smoothing"][f"{stored['smoothing']:g}"]["found"]
-    rows = [
-        [name, f"{found[name]['smoothing']:g}", f"{found[name]['test_accuracies'][-1]:.2f}"]
-        for name in ("inputs", "stored", "grid")
-    ]
-    return markdown(["layout", "σ", "test accuracy after 15 epochs, %"], rows)
+    rows = []
+    for layout in ("inputs", "stored", "grid"):
+        runs = runs_of("cnn_effects", "layout", f"{layout} ")
+        accuracies = [f"{accuracy:.2f}" for accuracy in ends(runs)]
+        rows.append([layout, f"{runs[0]['smoothing']:g}", *accuracies])
+    return markdown(["layout", "σ", "test accuracy after 15 epochs, %, seed 1", "seed 2"], rows)
 
 
 def budget_accuracies(name: str) -> dict[float, list[float]]:
@@ -95,16 +102,40 @@ def budget_accuracies(name: str) -> dict[float, list[float]]:
 
 
 def cnn_budgets() -> str:
-    """Return test accuracies by ε, and what smoothing gained."""
-    found = {name: budget_accuracies(name) for name in OPTIMIZERS}
+    """Return test accuracies by ε, with what was chosen for each, and what smoothing gained."""
+    final = load("paper/cnn_budgets")["final"]
     rows = []
-    for epsilon in found["sgd"]:
-        means = {name: np.mean(found[name][epsilon]) for name in OPTIMIZERS}
-        gains = (means["lssgd"] - means["sgd"], means["lsadam"] - means["adam"])
-        printed = {0.4: "+3.2", 0.2: "+5.0"}.get(epsilon, "")
-        cells = [*(f"{mean:.2f}" for mean in means.values()), *(f"{gain:+.2f}" for gain in gains)]
-        rows.append([f"{epsilon:g}", *cells, printed])
+    for epsilon in budget_accuracies("sgd"):
+        runs = {name: final[f"{epsilon} {name}"]["found"] for name in OPTIMIZERS}
+        accuracies = {name: np.array(ends(found)) for name, found in runs.items()}
+        cells = [
+            f"{accuracies[name].mean():.2f} ({found[0]['learning_rate']:g}"
+            + (f", σ = {found[0]['smoothing']:g})" if found[0]["smoothing"] else ")")
+            for name, found in runs.items()
+        ]
+        gained = [
+            spread((accuracies[f"ls{plain}"] - accuracies[plain]).tolist())
+            for plain in ("sgd", "adam")
+        ]
+        rows.append([f"{epsilon:g}", *cells, *gained, PRINTED_GAINS.get(epsilon, "")])
     head = ["ε", *OPTIMIZERS.values(), "LSSGD − SGD", "LSAdam − Adam", "the paper's LSSGD − SGD"]
+    return markdown(head, rows)
+
+
+def cnn_gains() -> str:
+    """Return what smoothing gained at the paper's batch and learning rates, seed by seed."""
+    rows = []
+    for z in (2, 5, 8, 10):
+        runs = curves(z)
+        gained = [
+            ", ".join(
+                f"{one - other:+.2f}"
+                for one, other in zip(ends(runs[f"ls{plain}"]), ends(runs[plain]), strict=True)
+            )
+            for plain in ("sgd", "adam")
+        ]
+        rows.append([str(z), f"{runs['sgd'][0]['epsilons'][-1]:.3f}", *gained])
+    head = ["noise multiplier", "ε after 15 epochs", "LSSGD − SGD", "LSAdam − Adam"]
     return markdown(head, rows)
 
 
@@ -121,7 +152,7 @@ def cifar() -> str:
 
 def best_kind(epsilon: float) -> str:
     """Return the model that was best on public images."""
-    return max(PARTS, key=lambda kind: max(accuracy for _, accuracy in tried(BEST, epsilon, kind)))
+    return max(PARTS, key=lambda kind: max(seen.mean() for _, seen in tried(BEST, epsilon, kind)))
 
 
 def best_runs(epsilon: float, kind: str, choice: str) -> list[Any]:
@@ -132,23 +163,45 @@ def best_runs(epsilon: float, kind: str, choice: str) -> list[Any]:
 def how(first: Any) -> str:
     """Say with what a run was made."""
     plain = f"batch {first['batch']}, rate {first['learning_rate']:g}"
-    return ", ".join([name for name in first["parts"] if name != "none"] or [plain])
+    return ", ".join([plain, *first["parts"]])
 
 
-def cnn_best() -> str:
-    """Return what each part did on public images, and the accuracies on the test set."""
+def cnn_settings() -> str:
+    """Return what batch and learning rate did on public images."""
+    found: dict[str, dict[str, float]] = {}
+    for name, row in load("paper/cnn_best")["settings"].items():
+        epsilon, words = name.split(" ", 1)
+        found.setdefault(words, {})[epsilon] = row["found"]["accuracy"]
+    rows = [[words, *(f"{seen[str(e)]:.2f}" for e in EPSILONS)] for words, seen in found.items()]
+    return markdown(["model", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows)
+
+
+def cnn_parts() -> str:
+    """Return what each part did on public images."""
     rows = []
     for kind in PARTS:
         found = [dict(tried(BEST, epsilon, kind)) for epsilon in EPSILONS]
+        changes = [gains(BEST, epsilon, kind) for epsilon in EPSILONS]
         for name in PARTS[kind]:
-            seen = [(accuracies[name,], accuracies["none",]) for accuracies in found]
-            cells = [f"{mean:.2f} ({mean - none:+.2f})" for mean, none in seen]
+            cells = [
+                f"{seen[name,].mean():.2f} ({change[name,][0]:+.2f} ± {change[name,][1]:.2f})"
+                for seen, change in zip(found, changes, strict=True)
+            ]
             rows.append([kind, name, *cells])
-        for choice in ("without parts", "best"):
-            runs = [best_runs(epsilon, kind, choice) for epsilon in EPSILONS]
-            cells = [f"**{spread(ends(some))}** ({how(some[0])})" for some in runs]
-            rows.append([kind, f"**{choice}, private images, test**", *cells])
+        both = [list(seen.items())[-1] for seen in found]  # what was tried together comes last
+        cells = [f"{seen.mean():.2f} ({', '.join(names) or 'nothing'})" for names, seen in both]
+        rows.append([kind, "all that helped", *cells])
     return markdown(["model", "part", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows)
+
+
+def cnn_best() -> str:
+    """Return the accuracies on the test set, after training on private images."""
+    rows = []
+    for kind, choice in product(PARTS, ("without parts", "best")):
+        runs = [best_runs(epsilon, kind, choice) for epsilon in EPSILONS]
+        cells = [f"**{spread(ends(some))}** ({how(some[0])})" for some in runs]
+        rows.append([f"{kind}, {choice}", *cells])
+    return markdown(["", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows)
 
 
 CNN_TABLES = {  # as TABLES
@@ -156,6 +209,9 @@ CNN_TABLES = {  # as TABLES
     "cnn_long": ("cnn", cnn_long),
     "cnn_layouts": ("cnn_effects", cnn_layouts),
     "cnn_budgets": ("cnn_budgets", cnn_budgets),
+    "cnn_gains": ("cnn", cnn_gains),
+    "cnn_settings": ("cnn_best", cnn_settings),
+    "cnn_parts": ("cnn_best", cnn_parts),
     "cnn_best": ("cnn_best", cnn_best),
     "cifar": ("cifar", cifar),
 }

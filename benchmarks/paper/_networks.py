@@ -112,11 +112,17 @@ def run(task: Task, setting: Setting) -> Any:
     return {**asdict(setting), "steps": done.steps, **curve.columns()}
 
 
-def rehearse(task: Task, setting: Setting) -> Any:
-    """Train on four fifths of the public examples, and judge by the rest; another with each seed.
+def rehearse(task: Task, setting: Setting, seeds: tuple[int, ...]) -> Any:
+    """Train on four fifths of the public examples, and judge by the rest, another with each seed.
 
-    The mean gradient has the noise that it will have on all private examples.
+    The mean gradient has the noise that it will have on all private examples. There are fewer of
+    them, though: what keeps a model from learning single examples is worth more here.
     """
+    found = [_rehearse_once(task, replace(setting, seed=seed)) for seed in seeds]
+    return {**asdict(setting), "accuracies": found, "accuracy": float(np.mean(found))}
+
+
+def _rehearse_once(task: Task, setting: Setting) -> float:
     size = len(task.data.public[1])
     order = np.roll(np.arange(size), (setting.seed % 5) * (size // 5))
     kept, held_out = (
@@ -133,7 +139,7 @@ def rehearse(task: Task, setting: Setting) -> Any:
             sampling="shuffled",
         ),
     )
-    return {**asdict(setting), "accuracy": found["validation_accuracies"][-1]}
+    return found["validation_accuracies"][-1]
 
 
 def first_params(task: Task, seed: int) -> Any:
@@ -173,7 +179,9 @@ class _Curve:
         del private  # its accuracy would be private
         found = [accuracy(self.task.model, params, part) for part in (public, test)]
         self.seen[report.step] = [report.epsilon, *found]
-        self.path.write_text(json.dumps(self.seen))
+        draft = self.path.with_suffix(".draft")
+        draft.write_text(json.dumps(self.seen))
+        draft.replace(self.path)
 
     def columns(self) -> dict[str, list[Any]]:
         """Return what was seen, name by name."""

@@ -13,6 +13,7 @@ from benchmarks.paper._cnn_tables import (
     budget_accuracies,
     curves,
     ends,
+    fall,
     runs_of,
     worst,
 )
@@ -66,10 +67,13 @@ def _theory() -> Numbers:
 def _cnn() -> Numbers:
     for z in (2, 5, 8, 10):
         for name, runs in curves(z).items():
-            yield f"cnn.z={z}.{name}.test_accuracy", np.mean(ends(runs))
+            yield f"cnn.z={z}.epochs=15.{name}.test_accuracy", np.mean(ends(runs))
     for name, row in load("paper/cnn")["long"].items():
-        yield f"cnn.z=10.{name}.final_accuracy", row["found"]["test_accuracies"][-1]
-        yield f"cnn.z=10.{name}.worst_accuracy", worst(row["found"])
+        key = f"cnn.z=10.{name.replace(', ', '.')}"  # 60 epochs
+        yield f"{key}.final_accuracy", row["found"]["test_accuracies"][-1]
+        yield f"{key}.final_validation_accuracy", row["found"]["validation_accuracies"][-1]
+        yield f"{key}.worst_validation_accuracy", worst(row["found"])
+        yield f"{key}.largest_fall", fall(row["found"])
 
 
 def _cnn_budgets() -> Numbers:

@@ -34,6 +34,9 @@ def main() -> None:
     }
     longest = names[:1] if args.smoke else names
     long = {name: replace(named(name, 10.0), epochs=many) for name in longest}
+    if not args.smoke:  # in the order in which TensorFlow, and so the authors, store a tensor
+        for name in ("lssgd", "lsadam"):
+            long[f"{name}, stored"] = replace(long[name], layout="stored")
     work = {
         part: {name: partial(run, task, setting) for name, setting in runs.items()}
         for part, runs in (("noise", settings), ("long", long))

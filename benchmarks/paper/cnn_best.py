@@ -1,8 +1,8 @@
 """The best MNIST accuracy at ε = 1 and ε = 3, by any means of the library, and what each is worth.
 
 Two models: the paper's CNN with tanh instead of ReLU, and softmax regression on wavelets, which
-nobody's images have chosen. Public images decide everything: batch and learning rate first, then
-what each part adds alone, then what all that helped add together.
+nobody's images have chosen. Public images decide everything: one fifth of them batch and learning
+rate, the four others what each part adds alone, and what all that helped add together.
 """
 
 from collections.abc import Iterator
@@ -22,18 +22,20 @@ from benchmarks.paper._tasks import Task, mnist, on_wavelets
 from benchmarks.paper.cnn_budgets import least_noise
 from benchmarks.zoo import Dense, MnistCNN, conv_by_blocks, max_pool_by_slices
 
-EPSILONS, EPOCHS, SEEDS, FOLDS = (1.0, 3.0), 20, 3, 3
+EPSILONS, EPOCHS, SEEDS = (1.0, 3.0), 20, 3
+FIRST, OTHERS = 100, (101, 102, 103, 104)  # seeds of rehearsals, each of which holds out a fifth
 BATCHES = {"CNN": (512, 2048), "wavelets": (1024, 8192)}
 RATES = {"CNN": (0.5, 1.0, 2.0), "wavelets": (0.1, 0.3, 1.0, 3.0)}
-HELPS = 0.1  # points by which a part must help in rehearsals to be taken
+HELPS = 2  # standard errors by which a part must help in rehearsals to be taken
 
 MEANS: dict[str, dict[str, Any]] = {  # of the library, and what each changes in the setting
     "none": {},
     "momentum 0.9": {"momentum": 0.9},
     "averaged parameters": {"average": 0.95},
-    "σ = 0.2": {"smoothing": 0.2},
+    "averaged, twice the rate": {"average": 0.95, "rate": 2},
     "σ = 1": {"smoothing": 1.0},
-    "σ = 1 on grids": {"smoothing": 1.0, "layout": "grid"},
+    "σ = 1, twice the rate": {"smoothing": 1.0, "rate": 2},
+    "σ = 1 on grids, twice the rate": {"smoothing": 1.0, "layout": "grid", "rate": 2},
 }
 PARTS: dict[str, dict[str, dict[str, Any]]] = {
     "CNN": {
@@ -55,14 +57,19 @@ def networks(args: Any) -> dict[str, Task]:
 def changed(
     task: Task, setting: Setting, kind: str, names: tuple[str, ...]
 ) -> tuple[Task, Setting]:
-    """Return a model and a setting with some parts changed."""
+    """Return a model and a setting with some parts changed.
+
+    Momentum multiplies the length of a step, so that the rate is divided; other parts may want a
+    larger one.
+    """
+    rate = setting.learning_rate or 0.0
     for name in names:
         changes = dict(PARTS[kind][name])
         task = task._replace(model=changes.pop("model", task.model))
+        rate *= changes.pop("rate", 1) * (1 - changes.get("momentum", 0.0))
         setting = replace(setting, **changes)
-    if setting.momentum:  # it multiplies the length of a step, so that is divided
-        setting = replace(setting, learning_rate=(1 - setting.momentum) * setting.learning_rate)
-    return task._replace(name=", ".join((task.name, *names))), setting
+    renamed = task._replace(name=", ".join((task.name, *names)))
+    return renamed, replace(setting, learning_rate=rate)
 
 
 def first(path: Path, epsilon: float, kind: str) -> Setting:
@@ -73,34 +80,60 @@ def first(path: Path, epsilon: float, kind: str) -> Setting:
     return Setting(**{name: best[name] for name in Setting.__dataclass_fields__})
 
 
-def try_parts(path: Path, task: Task, epsilon: float, kind: str, *names: str) -> Any:
+def try_parts(
+    path: Path,
+    task: Task,
+    epsilon: float,
+    kind: str,
+    names: tuple[str, ...],
+    seeds: tuple[int, ...],
+) -> Any:
     """Rehearse with some parts."""
     task, setting = changed(task, first(path, epsilon, kind), kind, names)
-    accuracies = [rehearse(task, replace(setting, seed=seed))["accuracy"] for seed in range(FOLDS)]
-    return {"parts": names, "accuracy": float(np.mean(accuracies))}
+    return {"parts": names, **rehearse(task, setting, seeds)}
 
 
-def tried(path: Path, epsilon: float, kind: str) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Return what was rehearsed, and the mean accuracy that it had."""
+def tried(path: Path, epsilon: float, kind: str) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
+    """Return what was rehearsed, and the accuracy of each rehearsal."""
     record = load_record(path)
     for name, row in [*record["parts"].items(), *record.get("together", {}).items()]:
         if name.startswith(f"{epsilon} {kind}, "):
-            yield tuple(row["found"]["parts"]), row["found"]["accuracy"]
+            yield tuple(row["found"]["parts"]), np.array(row["found"]["accuracies"])
 
 
-def try_together(path: Path, task: Task, epsilon: float, kind: str) -> Any:
-    """Rehearse with all parts that helped, of several kinds of smoothing with the best one."""
-    accuracies = {names[0]: accuracy for names, accuracy in tried(path, epsilon, kind)}
-    better = {n: a for n, a in accuracies.items() if a > accuracies["none"] + HELPS}
-    smoothed = sorted((n for n in better if "smoothing" in PARTS[kind][n]), key=better.__getitem__)
-    return try_parts(path, task, epsilon, kind, *(n for n in better if n not in smoothed[:-1]))
+def gains(path: Path, epsilon: float, kind: str) -> dict[tuple[str, ...], tuple[float, float]]:
+    """Return by how much parts have helped, and the standard error of that, fold by fold."""
+    found = dict(tried(path, epsilon, kind))
+    changes = {names: seen - found["none",] for names, seen in found.items()}
+    roots = {names: len(change) ** 0.5 for names, change in changes.items()}
+    return {
+        names: (float(change.mean()), float(change.std(ddof=1) / roots[names]))
+        for names, change in changes.items()
+        if len(change) > 1
+    }
+
+
+def helpful(path: Path, epsilon: float, kind: str) -> dict[tuple[str, ...], float]:
+    """Return the gains of parts that have certainly helped."""
+    known = gains(path, epsilon, kind).items()
+    return {names: mean for names, (mean, error) in known if mean > HELPS * error}
+
+
+def try_together(path: Path, task: Task, epsilon: float, kind: str, seeds: tuple[int, ...]) -> Any:
+    """Rehearse with all parts that helped; of those that change the same thing, with the best."""
+    chosen: list[str] = []
+    better = {names[0]: gain for names, gain in helpful(path, epsilon, kind).items()}
+    for name in sorted(better, key=better.__getitem__, reverse=True):
+        taken = {field for other in chosen for field in PARTS[kind][other]} - {"rate"}
+        if not taken & PARTS[kind][name].keys():
+            chosen.append(name)
+    return try_parts(path, task, epsilon, kind, tuple(chosen), seeds)
 
 
 def final(path: Path, task: Task, epsilon: float, kind: str, choice: str, seed: int) -> Any:
-    """Train on private images, without parts or with those that were best in rehearsals."""
-    names: tuple[str, ...] = ()
-    if choice == "best":
-        names, _ = max(tried(path, epsilon, kind), key=lambda found: found[1])
+    """Train on private images, without parts or with those that have helped most."""
+    better = helpful(path, epsilon, kind) if choice == "best" else {}
+    names = max(better, key=better.__getitem__, default=())
     task, setting = changed(task, first(path, epsilon, kind), kind, names)
     return {"parts": names, **run(task, replace(setting, seed=seed))}
 
@@ -109,18 +142,24 @@ def main() -> None:
     """Rehearse and train what is not in the record yet."""
     args = _record.arguments(__doc__, "cnn_best")
     few, path = 1 if args.smoke else None, args.output
+    others = OTHERS[:2] if args.smoke else OTHERS
     settings: dict[str, Any] = {}
     parts, together, finals = {}, {}, {}
     for epsilon, (kind, task) in product(EPSILONS[:few], networks(args).items()):
         size, name = len(task.data.private[1]), f"{epsilon} {kind}"
         for batch, rate in product(BATCHES[kind][:few], RATES[kind][:few]):
-            setting = Setting(batch=batch, epochs=1 if args.smoke else EPOCHS, learning_rate=rate)
+            epochs = 1 if args.smoke else EPOCHS
+            setting = Setting(batch=batch, epochs=epochs, learning_rate=rate)
             settings[f"{name}, batch {batch}, rate {rate:g}"] = partial(
-                rehearse, task, least_noise(epsilon, size, setting)
+                rehearse, task, least_noise(epsilon, size, setting), (FIRST,)
             )
         for part in list(PARTS[kind])[: 2 if args.smoke else None]:
-            parts[f"{name}, {part}"] = partial(try_parts, path, task, epsilon, kind, part)
-        together[f"{name}, all that helped"] = partial(try_together, path, task, epsilon, kind)
+            parts[f"{name}, {part}"] = partial(
+                try_parts, path, task, epsilon, kind, (part,), others
+            )
+        together[f"{name}, all that helped"] = partial(
+            try_together, path, task, epsilon, kind, others
+        )
         for choice, seed in product(("without parts", "best"), range(few or SEEDS)):
             finals[f"{name}, {choice}, seed {seed}"] = partial(
                 final, path, task, epsilon, kind, choice, seed
