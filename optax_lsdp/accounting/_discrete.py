@@ -4,6 +4,7 @@ It is ½/z²-zero-concentrated in every step, whatever the dimension, as the con
 """
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -60,8 +61,8 @@ class DiscreteGaussian:
     @property
     def rho(self) -> float:
         """The ρ of zero-concentrated differential privacy."""
-        moved = 2 if self.neighbouring == "replace_one" else 1
-        return self.steps * moved**2 / (2 * self.noise_multiplier**2)
+        moved = (2 if self.neighbouring == "replace_one" else 1) / float(self.noise_multiplier)
+        return self.steps * moved * moved / 2
 
     def epsilon(self, delta: float) -> float:
         """Return an ε for which (ε, δ)-differential privacy is certain."""
@@ -84,7 +85,8 @@ class DiscreteGaussian:
             grown = excess * (order * self.rho - epsilon)
             return grown - log_excess - order * math.log1p(1 / excess)
 
-        return min(1.0, math.exp(_smallest(log_bound)) * (1 + _ROUNDING))
+        least = sys.float_info.min  # no δ is zero
+        return min(1.0, max(least, math.exp(_smallest(log_bound)) * (1 + _ROUNDING)))
 
 
 def _smallest(bound: Callable[[float], float]) -> float:

@@ -19,7 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_positive, check_whole
-from optax_lsdp._trees import check_floating, check_not_empty, row_norms
+from optax_lsdp._jaxpr import trace
+from optax_lsdp._shards import manual_axes
+from optax_lsdp._trees import check_floating, check_not_empty, one_value, row_norms
 
 _MOST_CELLS = 46_340  # two squares of it fit into 32 bits
 
@@ -81,8 +83,8 @@ def grid_grad(
             it should be large compared with √d.
         microbatch_size: how many gradients are formed at a time. By default each is computed by
             itself, so that it depends on its example alone, to the bit. With more, its rounding may
-            depend on its place (never on other examples): then the guarantee is about examples
-            that are masked, `neighbouring="zero_out"`, and not about those that are left out.
+            depend on its place: then the guarantee is about examples that are masked,
+            `neighbouring="zero_out"`, and not about those that are left out.
 
     Returns:
         f. `mask` is (n,), bool, False for padding. The result has the structure of `params`,
@@ -108,20 +110,28 @@ def grid_grad(
                 f"`resolution` must leave the sensitivity, here {most} cells, at {_MOST_CELLS} at "
                 f"most, got {resolution}; take a coarser one."
             )
-        count = len(jax.tree.leaves(batch)[0])
+        check_outside_shard_map("grid_grad")
+        count = _count(batch)
         known = jnp.ones(count, bool) if mask is None else mask
         if known.shape != (count,) or known.dtype != bool:
             raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
+        places = jnp.arange(-(-count // microbatch_size) * microbatch_size, dtype=jnp.int32)
+        places = places.reshape(-1, microbatch_size)
 
-        def add(sums: list[jax.Array], part: Any) -> tuple[list[jax.Array], None]:
-            examples, counted = part
-            stacked = jax.vmap(jax.grad(loss_fn), (None, 0))(params, examples)
+        def one_gradient(example: Any) -> Any:
+            trace(lambda p, x: (loss_fn(p, x), None), params, example)  # which checks it
+            return jax.grad(loss_fn)(params, example)
+
+        def add(sums: list[jax.Array], place: jax.Array) -> tuple[list[jax.Array], None]:
+            rows = jnp.minimum(place, count - 1)  # the last microbatch repeats the last example
+            stacked = jax.vmap(one_gradient)(jax.tree.map(lambda x: x[rows], batch))
+            counted = known[rows] & (place < count)
             cells = _to_cells(jax.tree.leaves(stacked), counted, clip_norm, resolution, most)
-            return [total + x.sum(axis=0) for total, x in zip(sums, cells, strict=True)], None
+            added = [x.sum(axis=0, dtype=jnp.int32) for x in cells]
+            return [total + x for total, x in zip(sums, added, strict=True)], None
 
         zeros = [jnp.zeros(leaf.shape, jnp.int32) for leaf in leaves]
-        parts = jax.tree.map(partial(_in_parts, size=microbatch_size), (batch, known))
-        sums, _ = jax.lax.scan(add, zeros, parts)
+        sums, _ = jax.lax.scan(add, zeros, places)
         cell = float(clip_norm) / resolution
         marked = [OnGrid(total, cell, most, len(leaves)) for total in sums]
         return jax.tree.unflatten(jax.tree.structure(params), marked)
@@ -129,16 +139,31 @@ def grid_grad(
     return grad
 
 
-def _in_parts(x: jax.Array, size: int) -> jax.Array:
-    """Return (parts, size, …), the last one filled up with zeros, which a mask of False is too."""
-    padded = jnp.pad(x, ((0, -len(x) % size), *[(0, 0)] * (x.ndim - 1)))
-    return padded.reshape(-1, size, *x.shape[1:])
+def check_outside_shard_map(name: str) -> None:
+    """Raise inside of `shard_map`, where sums and noise would be those of a shard."""
+    if manual_axes():
+        raise ValueError(
+            f"`{name}` must be called outside shard_map, got the axes "
+            f"{', '.join(sorted(map(str, manual_axes())))}; under jit, sharded arrays are fine."
+        )
+
+
+def _count(batch: Any) -> int:
+    """Return the number of examples, on which all leaves must agree."""
+    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(counts) != 1 or counts & {(), (0,)}:
+        raise ValueError(
+            "`batch` must be arrays with one leading axis of examples, got lengths "
+            f"{sorted(counts)}."
+        )
+    return counts.pop()[0]
 
 
 def _to_cells(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
     """Return the cells of each example, int32, and zeros for those that do not count."""
+    rows = one_value(rows)  # whose norms are those of what is rounded
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
     fine = counted & jnp.isfinite(norms)
@@ -151,7 +176,7 @@ def _to_cells(
         scaled = jnp.where(along(fine, row), scaled, jnp.zeros_like(scaled))
         return jnp.clip(scaled, -most, most).astype(jnp.int32)  # else the cast is undefined
 
-    cells = [round_row(row) for row in rows]
+    cells = one_value([round_row(row) for row in rows])  # those that are checked are summed
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in cells], axis=1)
     few = has_at_most(flat, most)
     return [jnp.where(along(few, x), x, jnp.zeros_like(x)) for x in cells]

@@ -11,12 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._checks import check_positive
+from optax_lsdp._checks import check_positive, is_number
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts
 from optax_lsdp._threefry import is_threefry
 from optax_lsdp._trees import check_not_empty, path_name
-from optax_lsdp.discrete._grid import OnGrid
+from optax_lsdp.discrete._grid import OnGrid, check_outside_shard_map
 from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
+
+LAST_STEP = 2**31 - 1
 
 
 class AddDiscreteNoiseState(NamedTuple):
@@ -39,7 +41,8 @@ def add_discrete_gaussian_noise(
 
     Args:
         noise_multiplier: z, the noise in units of the sensitivity.
-        key: one typed key of JAX's default generator, such as `fresh_key()`, used for nothing else.
+        key: one typed key of JAX's default generator, such as `fresh_key()`, used for nothing else;
+            see `add_gaussian_noise`. Under `jax.vmap`, map over keys.
 
     >>> from optax_lsdp.discrete import grid_grad
     >>> gradient = grid_grad(jnp.vdot, clip_norm=1.0, resolution=100)
@@ -51,6 +54,8 @@ def add_discrete_gaussian_noise(
     >>> params, batch = jnp.zeros(2), jnp.ones((50, 2))
     >>> updates, _ = tx.update(gradient(params, batch), tx.init(params), params)
     """
+    if not is_number(noise_multiplier):
+        raise TypeError(f"`noise_multiplier` must be a number, got {noise_multiplier!r}.")
     check_positive("noise_multiplier", noise_multiplier)
     check_key("key", key)
     if not is_threefry(key):
@@ -68,11 +73,12 @@ def add_discrete_gaussian_noise(
         **extra_args: Any,
     ) -> tuple[optax.Updates, AddDiscreteNoiseState]:
         del params, extra_args
+        check_outside_shard_map("add_discrete_gaussian_noise")
         paths, structure = jax.tree.flatten_with_path(updates, is_leaf=is_on_grid)
         check_not_empty("updates", updates)
         _check_on_grid(paths)
         leaves = [leaf for _, leaf in paths]
-        scale = math.ceil(noise_multiplier * leaves[0].sensitivity)
+        scale = math.ceil(float(noise_multiplier) * leaves[0].sensitivity)
         if scale > LARGEST_SCALE:
             raise ValueError(
                 f"`noise_multiplier` must leave the noise at {LARGEST_SCALE} cells at most, got "
@@ -80,9 +86,11 @@ def add_discrete_gaussian_noise(
             )
         step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
         keys = fold_in_texts(step_key, [jax.tree_util.keystr(path) for path, _ in paths])
+        in_cells = [_add(x.value, key, scale) for x, key in zip(leaves, keys, strict=True)]
+        fresh = state.step < LAST_STEP  # at which it stops counting, and noise would repeat
         noisy = [
-            _add(leaf.value, key, scale).astype(jnp.float32) * jnp.float32(leaf.cell)
-            for leaf, key in zip(leaves, keys, strict=True)
+            jnp.where(fresh, x.astype(jnp.float32) * jnp.float32(leaf.cell), jnp.nan)
+            for x, leaf in zip(in_cells, leaves, strict=True)
         ]
         step = optax.safe_increment(state.step)
         return jax.tree.unflatten(structure, noisy), AddDiscreteNoiseState(state.key, step)
@@ -102,6 +110,11 @@ def _check_on_grid(paths: list[tuple[tuple[Any, ...], Any]]) -> None:
             raise ValueError(
                 f"`updates` must be the sum of `grid_grad`, got {type(leaf).__name__} at "
                 f"{path_name(path)!r}; only whole cells can be noised exactly."
+            )
+        if leaf.value.dtype != jnp.int32:
+            raise ValueError(
+                f"`updates` must be in whole cells, got {leaf.value.dtype} at {path_name(path)!r}; "
+                "put this link first."
             )
         told = (leaf.cell, leaf.sensitivity)
         first = (paths[0][1].cell, paths[0][1].sensitivity)

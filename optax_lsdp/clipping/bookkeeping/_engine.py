@@ -115,7 +115,8 @@ def clip_by_bookkeeping(
             sums[index] += leaf_sum(_finite(book, weights > 0), scheme, index, weights)
         factors = {index: leaf_factors(book, scheme, index) for index in outer}
         scales = {index: factor_scales(parts) for index, parts in factors.items()}
-        return clipping, jax.tree.map(lambda x: x.astype(dtype), scales), sums
+        scales = jax.tree.map(lambda x: jnp.where(certain, 1, x).astype(dtype), scales)
+        return clipping, scales, sums
 
     clipping, scales, sums = jax.lax.cond(safe, quickly, carefully, book, rows)
     for index, group in enumerate(groups):

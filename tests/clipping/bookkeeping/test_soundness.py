@@ -197,3 +197,22 @@ def test_an_odd_example_does_not_change_how_others_are_clipped(odd):
     assert np.linalg.norm(with_odd - total) <= clip_norm * (1 + 1e-3)
     if not np.isfinite(odd):  # it contributes nothing, and the others add up to the same bits
         np.testing.assert_array_equal(with_odd, total)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf])
+def test_a_masked_example_changes_no_bit_whatever_the_rules(odd):
+    """A Gram leaf and an outer product in one model: both are summed as they would be without."""
+    params = {"rows": jnp.ones((20, 20)) / 20, "dense": jnp.ones((20, 5)), "bias": jnp.zeros(5)}
+    batch = jnp.asarray(np.random.default_rng(0).normal(size=(300, 3, 20)), jnp.float32)
+
+    def loss(params, x):
+        hidden = jnp.tanh(x @ params["rows"]).mean(axis=0)
+        return jnp.sum((hidden @ params["dense"] + params["bias"]) ** 2)
+
+    rules = {row.rule for row in lsdp.explain_clipping(loss, params, batch[0]).rows}
+    assert {"Gram", "outer product"} <= rules
+    grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=0.1))
+    mask = jnp.arange(300) != 7
+    for counted in (mask, jnp.ones(300, bool)):  # what is not finite contributes nothing either
+        found = grad(params, batch.at[7].set(odd), counted)
+        jax.tree.map(np.testing.assert_array_equal, found, grad(params, batch, mask))
