@@ -122,12 +122,11 @@ def adam_with_a_canary(engine: str, seed: int, trials: int = 20_000) -> Any:
             total = gradient(params, jnp.full((1, 4), 100.0), is_in[None])
             updates, state = optimizer.update(total, state, params)
             params = optax.apply_updates(params, updates)
-        return -jnp.sum(params)
+        return jnp.sum(optax.tree.get(state, "mu"))  # what Adam has kept of all noisy gradients
 
     claimed = SampledGaussian(NOISE, 1.0, steps, sampling="full").epsilon(DELTA)
-    return audit_epsilon(
-        train, delta=DELTA, claimed=claimed, trials=trials, key=jax.random.key(seed)
-    )
+    key = jax.random.key(seed)
+    return audit_epsilon(train, delta=DELTA, claimed=claimed, trials=trials, gaussian=True, key=key)
 
 
 POISSON = partial(lsdp.PoissonSampler, sampling_rate=RATE)

@@ -127,6 +127,33 @@ def _same_on_every_device(seed: int) -> Any:
     return lambda step: {"first": jnp.tile(noise(step)["first"][:4], (2, 1))}
 
 
+def _same_by_columns(seed: int) -> Any:
+    noise = library_noise(NOISE, jax.random.key(seed))
+    return lambda step: {"second": jnp.tile(noise(step)["second"][:, :3], (1, 2))}
+
+
+def _moved_on_by_a_step(seed: int) -> Any:
+    """One leaf has the noise that another had in the step before."""
+    noise = library_noise(NOISE, jax.random.key(seed))
+    return lambda step: {"one": noise(step)["second"], "other": noise(step + 1)["second"]}
+
+
+class _Couples:
+    """Fresh subsets of couples: an example never comes without its neighbour."""
+
+    def __init__(self, count: int, key: jax.Array) -> None:
+        self.half = lsdp.FixedSizeSampler(count // 2, round(RATE * count) // 2, key=key)
+
+    def batch(self, step: int) -> Any:
+        """Return both of each couple."""
+        indices, mask = self.half.batch(step)
+        both = [
+            np.stack(pair, axis=1).ravel()
+            for pair in ((2 * indices, 2 * indices + 1), (mask, mask))
+        ]
+        return type(self.half.batch(step))(*both)
+
+
 def _uniform(seed: int) -> Any:
     def release(step: Any) -> Any:
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -165,6 +192,8 @@ WRONG_NOISE: dict[str, Callable[[int], Any]] = {
     "one key for all leaves": _one_key_for_all_leaves,
     "the same noise in every step": _same_in_every_step,
     "the same noise on every device": _same_on_every_device,
+    "the same, of a leaf that is split by columns": _same_by_columns,
+    "noise that another leaf had a step before": _moved_on_by_a_step,
     "noise that a resumed run uses again": partial(resumed, renewed=False),
     "uniform noise": _uniform,
 }
@@ -177,6 +206,9 @@ PLANTED: dict[str, Audit] = {
     "a shuffler declared as Poisson": Audit("sampler", partial(sampled, SHUFFLE, "poisson")),
     "a shuffler declared as fresh subsets": Audit(
         "sampler", partial(sampled, SHUFFLE, "without_replacement")
+    ),
+    "examples that come in couples": Audit(
+        "sampler", partial(sampled, _Couples, "without_replacement")
     ),
     "a microbatch that is dropped": Audit("agreement of both engines", _drops_a_microbatch),
 }

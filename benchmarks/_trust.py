@@ -31,8 +31,8 @@ def audits() -> str:
         f"{markdown(['what', 'audit', 'verdict'], rows)}\n\nEach audit rejects what is sound with "
         f"a probability of 1e-5 at most, so that all {count} audits of sound pipelines\ntogether "
         f"have had a chance of {count * 1e-5:.2g} to reject one. One step of DP-LSSGD with the "
-        f"worst canary, {len(record['levels'])} claims from ε = 0.1 to 10:\nthe proved lower "
-        f"bound is {seen:.2f} to {most:.2f} times the claim."
+        f"worst canary, {len(record['levels'])} claims from ε = 0.1 to 10:\nwhat is proved, "
+        f"given that noise is Gaussian, is {seen:.2f} to {most:.2f} times the claim."
     )
 
 

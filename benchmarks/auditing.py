@@ -19,7 +19,7 @@ from optax_lsdp.auditing import audit_epsilon
 
 DELTA, FAILURE = 1e-5, 1e-5
 LEVELS = np.geomspace(0.1, 10, 20)
-TRIALS = 1_000_000
+TRIALS, MANY = 1_000_000, 4_000_000  # and where ε is small
 
 
 def repeated(audit: Any, seeds: int) -> Any:
@@ -68,7 +68,12 @@ def main() -> None:
     few = 2 if args.smoke else None
     levels = [float(f"{epsilon:.3g}") for epsilon in LEVELS[:few]]
     first = -2 if args.smoke else 0  # the last ones are the quickest
-    work = {"levels": {f"{e:g}": partial(level, e, trials) for e in levels}}
+    work = {
+        "levels": {
+            f"{e:g}": partial(level, e, MANY if e < 0.3 and not args.smoke else trials)
+            for e in levels
+        }
+    }
     for part, audits in (("planted", PLANTED), ("sound", SOUND)):
         chosen = list(audits.items())[first:]
         work[part] = {name: partial(repeated, audit, seeds) for name, audit in chosen}

@@ -125,7 +125,7 @@ def test_the_loss_of_one_example_is_checked_as_the_engine_does():
     report = lsdp.check_model(loss, jnp.ones(5), BATCH[0])
     assert not report and "remove jax.debug.print" in str(report)
     report = lsdp.check_model(lambda w, x: w * x, jnp.ones(5), BATCH[0])
-    assert not report and "must return a scalar for one example" in str(report)
+    assert not report and "The loss must have shape (), got (5,)" in str(report)
 
 
 def test_what_is_not_finite_is_told():
@@ -147,6 +147,71 @@ def test_parameters_without_a_gradient_are_told():
     assert report and "held gets no gradient from these examples" in str(report)
     report = lsdp.check_model(lambda w, x: jnp.round(jnp.vdot(w, x)), jnp.ones(5), BATCH[0])
     assert not report and "No parameter gets a gradient" in str(report)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda w, x: (((0.5 * x + 0.5 * x[::-1]) @ w) ** 2).mean(),
+        lambda w, x: ((x[:3] @ w) * (x[3:] @ w)).mean(),
+        lambda w, x: ((x / jnp.abs(x).max() @ w) ** 2).mean(),
+        lambda w, x: (x / jnp.abs(x).max() @ w) ** 2,
+        lambda w, x: jax.lax.top_k((x @ w) ** 2, 2)[0].mean(),
+    ],
+    ids=["mixup", "contrast", "largest entry", "largest entry, all losses", "hard examples"],
+)
+def test_mixing_is_found_wherever_it_is(mixing):
+    report = lsdp.check_model(mixing, jnp.arange(1.0, 6.0), BATCH[0], batched=True)
+    assert not report and "depends on others" in str(report)
+
+
+def test_attention_with_biases_is_no_mixing():
+    """The gradient of the keys' bias is zero but for rounding, which is that of the others."""
+
+    class Attention(nn.Module):
+        """A layer of attention, and a linear one."""
+
+        @nn.compact
+        def __call__(self, x):
+            """Return the logits of a batch."""
+            return nn.Dense(3)(nn.MultiHeadDotProductAttention(num_heads=2)(x).mean(axis=1))
+
+    x = jax.random.normal(jax.random.key(5), (6, 4, 8))
+    params = Attention().init(jax.random.key(6), x)
+
+    def loss(params, x):
+        return (Attention().apply(params, x) ** 3).mean()
+
+    report = lsdp.check_model(loss, params, x, batched=True)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda w, x: ((x @ w).sum(), x), "The loss must be one array, got tuple; leave aux out"),
+        (lambda w, x: jnp.int32((x @ w).sum()), "must be a real number, got int32"),
+        (
+            lambda w, x: jax.lax.while_loop(
+                lambda v: v.sum() < 3.0, lambda v: v + 1, (x @ w)
+            ).sum(),
+            "The loss cannot be differentiated",
+        ),
+        (lambda w, x: jnp.log(0 * (x @ w)).sum(), "The loss is not finite"),
+    ],
+    ids=["aux", "integer", "while", "infinite"],
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_loss_of_no_use_is_told_in_a_sentence(loss, words, batched):
+    report = lsdp.check_model(loss, jnp.ones(5), BATCH[0], batched=batched)
+    assert not report and words in str(report) and "depends on others" not in str(report)
+
+
+def test_odd_batches_are_refused():
+    with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
+        lsdp.check_model(lambda w, x: jnp.vdot(w, x[0]), jnp.ones(5), (BATCH[0], BATCH[0][:2]))
+    with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
+        lsdp.check_model(lambda w, x: jnp.vdot(w, x[0]), jnp.ones(5), (BATCH[0], jnp.ones(())))
 
 
 def test_too_few_examples_are_refused():

@@ -78,7 +78,7 @@ def audit_epsilon(
         train: `train(key, is_in)`: trains with fresh randomness, with the canary or without it
             (`is_in` is a traced bool; use a mask), and returns a score that is larger when the
             canary is in, such as the inner product of the update with its gradient. It is mapped
-            and compiled.
+            and compiled; `audit_scores` takes the scores of trainings that cannot be.
         delta: δ.
         claimed: the ε that is to be disproved.
         trials: how many trainings with, and as many without. Half of them choose the threshold.
@@ -87,14 +87,10 @@ def audit_epsilon(
             needs far fewer trials.
         key: of all trainings.
     """
-    check_delta("delta", delta)
     check_whole("trials", trials, 4)
-    check_delta("failure", failure)
-    if claimed is not None:
-        check_positive("claimed", claimed)
     run = jax.jit(jax.vmap(train, (0, None)))
     scores = []
-    for is_in in (False, True):
+    for is_in in (True, False):
         keys = jax.random.split(jax.random.fold_in(key, is_in), trials)
         parts = [
             np.asarray(run(keys[i : i + _AT_A_TIME], jnp.asarray(is_in)), np.float64)
@@ -103,13 +99,50 @@ def audit_epsilon(
         scores.append(np.concatenate(parts))
     if scores[0].shape != (trials,):
         raise ValueError(f"`train` must return a number, got shape {scores[0].shape[1:]}.")
-    outside, inside = (np.nan_to_num(part, nan=0.0) for part in scores)
+    options: Any = {"delta": delta, "claimed": claimed, "failure": failure, "gaussian": gaussian}
+    return audit_scores(*scores, **options)
+
+
+def audit_scores(
+    inside: Any,
+    outside: Any,
+    *,
+    delta: float,
+    claimed: float | None = None,
+    failure: float = 1e-5,
+    gaussian: bool = False,
+) -> EpsilonReport:
+    """Bound ε by the scores of trainings with and without a canary, however they were made.
+
+    Args:
+        inside: (n,) scores of independent trainings with the canary, larger if it can be seen.
+        outside: (n,) scores of as many trainings without it.
+        delta: as in `audit_epsilon`.
+        claimed: as in `audit_epsilon`.
+        failure: as in `audit_epsilon`.
+        gaussian: as in `audit_epsilon`.
+
+    >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
+    >>> report.passed
+    False
+    """
+    check_delta("delta", delta)
+    check_delta("failure", failure)
+    if claimed is not None:
+        check_positive("claimed", claimed)
+    both = [np.nan_to_num(np.asarray(scores, np.float64)) for scores in (inside, outside)]
+    trials = len(both[0])
+    if trials < 4 or any(scores.shape != (trials,) for scores in both):
+        shapes = [scores.shape for scores in both]
+        raise ValueError(
+            f"`inside` and `outside` must hold as many scores, 4 or more, got shapes {shapes}."
+        )
     half = trials // 2
     share = failure / (2 if gaussian else 1)
 
     def bound(measure: Callable[[Rates, float], float]) -> float:
-        threshold = _best_threshold(outside[:half], inside[:half], delta, measure)
-        counts = [int((part[half:] > threshold).sum()) for part in (inside, outside)]
+        threshold = _best_threshold(both[1][:half], both[0][:half], delta, measure)
+        counts = [int((part[half:] > threshold).sum()) for part in both]
         return measure(rates(counts[0], counts[1], trials - half, share), delta)
 
     return EpsilonReport(
@@ -166,7 +199,8 @@ def audit_one_run(
     if guesses > canaries:
         raise ValueError(f"`guesses` must be at most the {canaries} canaries, got {guesses}.")
     is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
-    scores = np.nan_to_num(np.asarray(train(jnp.asarray(is_in)), np.float64), nan=0.0)
+    scores = np.asarray(train(jnp.asarray(is_in)), np.float64)
+    scores = np.where(np.isnan(scores), np.inf, scores)  # a training that breaks tells something
     if scores.shape != (canaries,):
         raise ValueError(f"`train` must return {canaries} scores, got shape {scores.shape}.")
     order = np.argsort(scores, kind="stable")

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations, islice
+from itertools import combinations, product
 from typing import Any
 
 import jax
 import numpy as np
-from scipy.stats import chi2, kstest, norm
+from scipy.stats import chi2, kstest, norm, poisson
 from scipy.stats import t as student
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.auditing._report import StatisticsReport
 
-_MOST_PAIRS = 2000  # of steps or leaves that are compared
-_PARTS = (2, 3, 4, 8)  # into which a leaf may be cut, over devices
+_MOST_PAIRS = 2000  # of leaves that are compared; of more, any
+_PARTS = (2, 3, 4, 8)  # into which an axis may be cut, over devices
+_MOST_VALUES = 200_000  # among which equal ones are looked for
+_EQUAL = 8e-8  # thrice the probability that two float32 magnitudes of Gaussian noise are equal
 
 
 def audit_noise(
@@ -39,10 +41,11 @@ def audit_noise(
     check_whole("steps", steps, 2)
     check_delta("failure", failure)
     drawn = [jax.tree.leaves(jax.device_get(release(step))) for step in range(steps)]
-    leaves = [
-        np.stack([np.asarray(leaf, np.float64).ravel() for leaf in parts]) / scale
+    shaped = [
+        np.stack([np.asarray(leaf, np.float64) for leaf in parts]) / scale
         for parts in zip(*drawn, strict=True)
     ]
+    leaves = [leaf.reshape(steps, -1) for leaf in shaped]
     everything = np.concatenate(leaves, axis=1)
     if everything.size < 100:
         raise ValueError(f"`release` must give 100 numbers in all steps, got {everything.size}.")
@@ -52,10 +55,12 @@ def audit_noise(
         "scale of each leaf": _of_leaves(leaves),
         "Gaussian": float(kstest(everything.ravel()[:100_000], norm.cdf).pvalue),
         "tails": _of_tails(everything),
-        "independent steps": _of_pairs(combinations(everything, 2)),
+        "independent steps": _of_steps(everything),
         "independent leaves": _of_pairs(_prefixes(leaves)),
-        "independent parts of leaves": _of_pairs(_parts(leaves)),
+        "independent parts of leaves": _of_pairs(_parts(shaped)),
     }
+    if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):  # else values are few
+        p_values["no number twice"] = _of_equal_values(everything)
     seen = scale * float(np.sqrt(squares / everything.size))
     return StatisticsReport("standard deviation", scale, seen, p_values, failure)
 
@@ -76,33 +81,62 @@ def _of_tails(drawn: np.ndarray) -> float:
     return _two_sided(np.exp(drawn.size * np.log1p(-2 * norm.sf(largest))))
 
 
+def _of_correlations(correlations: np.ndarray, freedom: int) -> float:
+    """Return how likely the largest of some correlations is, between Gaussian vectors."""
+    largest = min(float(np.max(np.abs(correlations))), 1.0)
+    spread = np.sqrt(max(1 - largest**2, 1e-300) / freedom)
+    return min(1.0, 2 * correlations.size * float(student.sf(largest / spread, freedom)))
+
+
+def _of_steps(everything: np.ndarray) -> float:
+    """Return how likely the largest correlation between two steps is."""
+    lengths = np.sqrt(np.sum(everything**2, axis=1, keepdims=True))
+    unit = everything / np.where(lengths > 0, lengths, 1)
+    products = np.where((lengths > 0) & (lengths > 0).T, unit @ unit.T, 1.0)
+    return _of_correlations(products[np.triu_indices(len(unit), 1)], everything.shape[1] - 1)
+
+
 def _of_pairs(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> float:
     """Return how likely the largest correlation among pairs of vectors is."""
     values = []
-    for one, other in islice(pairs, _MOST_PAIRS):
+    for one, other in pairs:
         length = np.sqrt((one @ one) * (other @ other))
-        correlation = float(np.clip(one @ other / length, -1, 1)) if length else 1.0
-        freedom = len(one) - 1
-        if freedom < 1:
-            continue
-        spread = np.sqrt(max(1 - correlation**2, 1e-300) / freedom)
-        values.append(2 * float(student.sf(abs(correlation) / spread, freedom)))
+        correlation = one @ other / length if length else 1.0
+        if len(one) > 1:
+            values.append(_of_correlations(np.array([correlation]), len(one) - 1))
     return min(1.0, len(values) * min(values)) if values else 1.0
 
 
 def _prefixes(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return all pairs of leaves, as far as both reach: one key draws one sequence."""
-    for one, other in combinations(leaves, 2):
+    """Return pairs of leaves, as far as both reach: one key draws one sequence."""
+    pairs = list(combinations(leaves, 2))
+    chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
+    for one, other in (pairs[i] for i in chosen):
         size = min(one.shape[1], other.shape[1])
         yield one[:, :size].ravel(), other[:, :size].ravel()
 
 
 def _parts(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Return neighbouring entries, and the parts that devices would have drawn."""
+    """Return neighbouring entries, and the parts that devices would have drawn, by every axis."""
     for leaf in leaves:
-        if leaf.shape[1] > 1:
-            yield leaf[:, 1:].ravel(), leaf[:, :-1].ravel()
-        for count in _PARTS:
-            size = leaf.shape[1] // count
+        flat = leaf.reshape(len(leaf), -1)
+        if flat.shape[1] > 1:
+            yield flat[:, 1:].ravel(), flat[:, :-1].ravel()
+        for axis, count in product(range(1, leaf.ndim), _PARTS):
+            size = leaf.shape[axis] // count
             if size > 0:
-                yield leaf[:, :size].ravel(), leaf[:, size : 2 * size].ravel()
+                along = np.moveaxis(leaf, axis, 1)
+                yield along[:, :size].ravel(), along[:, size : 2 * size].ravel()
+
+
+def _of_equal_values(everything: np.ndarray) -> float:
+    """Return how likely so many numbers are that occur twice, with either sign.
+
+    Whatever is drawn once and used twice is found, wherever it is.
+    """
+    values = np.abs(everything).ravel()
+    if values.size > _MOST_VALUES:  # whole steps, evenly spread
+        few = max(2, _MOST_VALUES // everything.shape[1])
+        values = np.abs(everything[np.linspace(0, len(everything) - 1, few).astype(int)]).ravel()
+    equal = values.size - len(np.unique(values))
+    return float(poisson.sf(equal - 1, _EQUAL * values.size**2 / 2))

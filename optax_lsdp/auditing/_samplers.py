@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import numpy as np
-from scipy.stats import binom, norm
+from scipy.stats import binom, gamma
 
 from optax_lsdp._checks import check_choice, check_delta, check_rate, check_whole
 from optax_lsdp.auditing._report import StatisticsReport
+
+_LEAST_VARIANCE = 10  # of counts, which the p-values of their spread need
+_AT_A_TIME = 2**16  # examples
 
 
 def audit_sampler(
@@ -36,27 +39,67 @@ def audit_sampler(
     check_choice("sampling", sampling, ("poisson", "without_replacement"))
     check_whole("steps", steps, 2)
     check_delta("failure", failure)
-    is_in = np.zeros((steps, dataset_size), np.int64)
+    if min(steps, dataset_size) * sampling_rate * (1 - sampling_rate) < _LEAST_VARIANCE:
+        raise ValueError(
+            f"`steps` must be enough for each example to come often, got {steps} at a rate of "
+            f"{sampling_rate} of {dataset_size}: fewer than {_LEAST_VARIANCE} are expected."
+        )
+    is_in = np.zeros((steps, dataset_size), np.uint8)
     for step in range(steps):
         batch = sampler.batch(step)
         np.add.at(is_in[step], np.asarray(batch.indices)[np.asarray(batch.mask)], 1)
-    sizes, counts = is_in.sum(axis=1), is_in.sum(axis=0)
-    meetings = int((is_in[1:] * is_in[:-1]).sum())
+    sizes, counts = (is_in.sum(axis=axis, dtype=np.int64) for axis in (1, 0))
+    overlaps = _overlaps(is_in)
+    size = round(sampling_rate * dataset_size)
+    together = sampling_rate**2  # the probability that two examples are in one batch
+    if sampling == "without_replacement":
+        together = sampling_rate * (size - 1) / (dataset_size - 1)
     p_values = {
         "no example twice in a batch": float(is_in.max() <= 1),
         "each example as often": _of_spread(counts, steps, sampling_rate),
         "batches know nothing of the last": _of_count(
-            meetings, dataset_size * (steps - 1), sampling_rate**2
+            int(np.diagonal(overlaps, 1)[::2].sum()), dataset_size * (steps // 2), sampling_rate**2
         ),
+        "no two batches are alike": _of_largest(overlaps, dataset_size, sampling_rate**2),
+        "examples come by themselves": _of_companions(is_in, together),
     }
     if sampling == "poisson":
-        p_values["inclusions in all"] = _of_count(sizes.sum(), is_in.size, sampling_rate)
+        p_values["inclusions in all"] = _of_count(int(sizes.sum()), is_in.size, sampling_rate)
         p_values["sizes of batches"] = _of_spread(sizes, dataset_size, sampling_rate)
     else:
-        size = round(sampling_rate * dataset_size)
         p_values["sizes of batches"] = float(np.all(sizes == size))
-    seen = float(is_in.mean())
+    seen = float(sizes.sum() / is_in.size)
     return StatisticsReport("sampling rate", sampling_rate, seen, p_values, failure)
+
+
+def _overlaps(is_in: np.ndarray) -> np.ndarray:
+    """Return how many examples each two batches share."""
+    total = np.zeros((len(is_in), len(is_in)))
+    for start in range(0, is_in.shape[1], _AT_A_TIME):
+        part = is_in[:, start : start + _AT_A_TIME].astype(np.float32)
+        total += part @ part.T  # whole numbers, which float32 holds
+    return total
+
+
+def _of_largest(overlaps: np.ndarray, size: int, rate: float) -> float:
+    """Return how likely the largest overlap of two batches is, among so many pairs."""
+    pairs = overlaps[np.triu_indices(len(overlaps), 1)]
+    return float(min(1.0, len(pairs) * binom.sf(pairs.max() - 1, size, rate)))
+
+
+def _of_companions(is_in: np.ndarray, together: float) -> float:
+    """Return how likely it is that two examples come together as often as they do.
+
+    Each example has one companion: its neighbour, and once more any other one.
+    """
+    steps, size = is_in.shape
+    orders = (np.arange(size), np.random.default_rng(0).permutation(size))
+    values = []
+    for order in orders:
+        one, other = order[: size // 2 * 2].reshape(-1, 2).T
+        met = int((is_in[:, one] & is_in[:, other]).sum(dtype=np.int64))
+        values.append(_of_count(met, steps * (size // 2), together))
+    return min(1.0, len(values) * min(values))
 
 
 def _of_count(count: int, trials: int, rate: float) -> float:
@@ -67,10 +110,13 @@ def _of_count(count: int, trials: int, rate: float) -> float:
 
 
 def _of_spread(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Return the p-value of the spread of binomial counts: too even speaks against them too."""
-    if rate == 1:
-        return float(np.all(counts == trials))
+    """Return the p-value of the spread of binomial counts: too even speaks against them too.
+
+    The sum of their squares is compared with the gamma distribution of the same mean and variance.
+    """
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
-    spread = np.mean((counts - trials * rate) ** 2) / variance
-    return float(2 * norm.sf(abs(spread - 1) * np.sqrt(len(counts) / (2 + excess))))
+    spread = float(np.sum((counts - trials * rate) ** 2)) / variance
+    shape = len(counts) / (2 + excess)
+    share = gamma.cdf(spread, shape, scale=2 + excess)
+    return float(2 * min(share, gamma.sf(spread, shape, scale=2 + excess)))
