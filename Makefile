@@ -45,6 +45,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.auditing
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
 

@@ -115,7 +115,8 @@ def killed(folder: Path, steps: int, seconds: float) -> dict[str, Any]:
         run = start(folder, steps)
         moments.append(round(shuffler.uniform(0, 2 * seconds / KILLS) + 5, 2))  # five to compile
         try:
-            run.wait(moments[-1])
+            if run.wait(moments[-1]):
+                raise SystemExit("The run has failed by itself.")
             break
         except subprocess.TimeoutExpired:
             run.send_signal(signal.SIGKILL)
@@ -152,6 +153,8 @@ def main() -> None:
     )
     if not (exact and all(same.values())):
         raise SystemExit("The ledger or the parameters are wrong.")
+    if not (alone["throughput_ratio"] > 0.95 and alone["memory_ratio"] < 1.05):
+        raise SystemExit("The run has become slower or larger, by more than 5 %.")
 
 
 if __name__ == "__main__":
