@@ -19,7 +19,8 @@ from PIL import Image
 from benchmarks import _data, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 
-CONVEX = ("best", "degradation", "denoising", "errors", "step_sizes", "table1", "theory", "when")
+CONVEX = ("degradation", "denoising", "errors", "step_sizes", "table1", "theory")
+SLOW = ("best", "when")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 
@@ -248,7 +249,7 @@ def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch)
     "script",
     [
         *CONVEX,
-        *(pytest.param(name, marks=pytest.mark.full) for name in NETWORKS),
+        *(pytest.param(name, marks=pytest.mark.full) for name in SLOW + NETWORKS),
     ],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs

@@ -53,8 +53,11 @@ def test_batch_normalisation_is_named(reduce):
     assert not report and "in Linen/BatchNorm_0; replace batch normalisation" in str(report)
 
 
-@pytest.mark.parametrize("norm", [None, nn.LayerNorm, nn.GroupNorm])
-@pytest.mark.parametrize("reduce", [jnp.mean, jnp.sum, lambda losses: losses])
+@pytest.mark.parametrize(
+    ("norm", "reduce"),
+    [(None, jnp.sum), (nn.LayerNorm, jnp.mean), (nn.GroupNorm, lambda losses: losses)],
+    ids=["none", "layer", "group"],
+)
 def test_what_normalises_within_an_example_passes(norm, reduce):
     if norm is nn.GroupNorm:
         norm = lambda: nn.GroupNorm(num_groups=2)  # noqa: E731  # a class in the other cases

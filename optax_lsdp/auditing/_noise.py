@@ -29,6 +29,8 @@ def audit_noise(
 ) -> StatisticsReport:
     """Compare what steps add with independent Gaussians of a given scale.
 
+    Noise on a grid, such as that of `discrete`, repeats its numbers and is rejected for that.
+
     Args:
         release: `release(step)`: what a step makes of a batch without examples, which is noise
             alone, before it is smoothed or divided. To try a run that was resumed, let the later

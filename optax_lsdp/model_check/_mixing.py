@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,11 +27,13 @@ def mixing(loss_fn: Any, params: optax.Params, batch: Any, size: int) -> Iterato
     The examples are split into two halves, at random and several times; then each half is moved.
     """
     rng = np.random.default_rng(0)
+    outcome = jax.jit(partial(_outcome, loss_fn, params))
+    curvature = jax.jit(partial(_curvature, loss_fn, params))
     for _ in range(_SPLITS):
         half = np.zeros(size, bool)
         half[rng.permutation(size)[: size // 2]] = True
         corners = _corners(batch, half, rng)
-        if _is_curved(loss_fn, params, batch, half) or _is_mixed(loss_fn, params, corners, half):
+        if _is_curved(curvature, batch, half) or _is_mixed(outcome, corners, half):
             layer = _first_mixing(loss_fn, params, corners, half) or "a place that was not found"
             yield f"The loss or gradient of one example depends on others, in {layer}; {_REMEDY}."
             return
@@ -65,14 +68,10 @@ def _outcome(loss_fn: Any, params: optax.Params, batch: Any) -> Any:
     return loss_fn(params, batch), grads
 
 
-def _is_curved(loss_fn: Any, params: optax.Params, batch: Any, half: np.ndarray) -> bool:
-    """Tell whether a derivative by both halves is not zero, which in sums of terms it is, exactly.
+def _curvature(loss_fn: Any, params: optax.Params, batch: Any, half: jax.Array) -> Any:
+    """Return how losses and gradient change with one half, and how that changes with the other."""
 
-    It sees what is too small for differences, but only through examples of real numbers, and
-    functions that can be differentiated forward.
-    """
-
-    def push(rows: np.ndarray, seed: int) -> Any:
+    def push(rows: jax.Array, seed: int) -> Any:
         def one(x: jax.Array) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return np.zeros(x.shape, jax.dtypes.float0)
@@ -82,21 +81,29 @@ def _is_curved(loss_fn: Any, params: optax.Params, batch: Any, half: np.ndarray)
         return jax.tree.map(one, batch)
 
     def slope(batch: Any) -> Any:
-        return jax.jvp(lambda b: _outcome(loss_fn, params, b), (batch,), (push(half, 0),))[1]
+        return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (push(half, 0),))[1]
 
+    return jax.jvp(slope, (batch,), (push(~half, 1),))
+
+
+def _is_curved(curvature: Any, batch: Any, half: np.ndarray) -> bool:
+    """Tell whether a derivative by both halves is not zero, which in sums of terms it is, exactly.
+
+    It sees what is too small for differences, but only through examples of real numbers, and
+    functions that can be differentiated forward.
+    """
     try:
-        losses, _ = slope(batch)
-        curvature = jax.jvp(slope, (batch,), (push(~half, 1),))[1]
+        (losses, _), bent = curvature(batch, jnp.asarray(half))
     except TypeError:  # custom_vjp
         return False
-    leaves = [*jax.tree.leaves(curvature), *([losses[~half]] if jnp.ndim(losses) else [])]
+    leaves = [*jax.tree.leaves(bent), *([losses[~half]] if jnp.ndim(losses) else [])]
     known = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
     return any(bool(jnp.any((leaf != 0) & jnp.isfinite(leaf))) for leaf in known)
 
 
-def _is_mixed(loss_fn: Any, params: optax.Params, corners: list[Any], half: np.ndarray) -> bool:
+def _is_mixed(outcome: Any, corners: list[Any], half: np.ndarray) -> bool:
     """Tell by differences whether examples are mixed; rounding is that of the largest gradient."""
-    losses, grads = zip(*(_outcome(loss_fn, params, corner) for corner in corners), strict=True)
+    losses, grads = zip(*map(outcome, corners), strict=True)
     flat = [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in grads]
     return _shows_mixing(losses, half) or _shows_mixing(flat, half, rows=False)
 

