@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full fuzz soak lint bench clean
+.PHONY: demo test test-full fuzz soak lint bench paper clean
 
 demo: $(READY)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -47,6 +47,12 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.auditing
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
+	$(BIN)/python -m benchmarks.report
+
+# All experiments of the paper that are not in their records yet. DATA=PATH instead of downloads.
+PAPER := table1 degradation step_sizes best when errors theory denoising cnn cnn_effects cnn_budgets cnn_best cifar
+paper: $(READY)
+	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script $(if $(DATA),--data-dir $(DATA)); done
 	$(BIN)/python -m benchmarks.report
 
 clean:

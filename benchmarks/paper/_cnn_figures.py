@@ -22,6 +22,7 @@ def draw_curves(axes: Any, runs: dict[str, list[Any]]) -> None:
         if len(seen) > 1:
             low, high = seen.min(axis=0), seen.max(axis=0)
             axes.fill_between(epochs, low, high, color=COLORS[name], alpha=0.15, lw=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     spent = axes.twinx()
     spent.plot(epochs, found[0]["epsilons"], "k--", lw=0.8)
     spent.set_ylim(bottom=0)
