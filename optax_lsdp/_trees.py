@@ -33,6 +33,17 @@ def check_floating(name: str, tree: Any) -> None:
             )
 
 
+def count_examples(batch: Any, remedy: str = "") -> int:
+    """Return the length of the leading axis, on which all leaves must agree."""
+    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
+        raise ValueError(
+            "`batch` must be arrays with one leading axis of examples, got lengths "
+            f"{sorted(lengths)}{'; ' + remedy if remedy else ''}."
+        )
+    return lengths.pop()[0]
+
+
 def wide_dtype(*arrays: Any) -> Any:
     """Return float64 if any array has it, else float32: what norms, sums and noise are made in."""
     return jnp.dtype("float64" if any(x.dtype == "float64" for x in arrays) else "float32")

@@ -21,7 +21,7 @@ import optax
 from optax_lsdp._checks import check_positive, check_whole
 from optax_lsdp._jaxpr import trace
 from optax_lsdp._shards import manual_axes
-from optax_lsdp._trees import check_floating, check_not_empty, one_value, row_norms
+from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
 
 _MOST_CELLS = 46_340  # two squares of it fit into 32 bits
 
@@ -111,7 +111,7 @@ def grid_grad(
                 f"most, got {resolution}; take a coarser one."
             )
         check_outside_shard_map("grid_grad")
-        count = _count(batch)
+        count = count_examples(batch)
         known = jnp.ones(count, bool) if mask is None else mask
         if known.shape != (count,) or known.dtype != bool:
             raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
@@ -146,17 +146,6 @@ def check_outside_shard_map(name: str) -> None:
             f"`{name}` must be called outside shard_map, got the axes "
             f"{', '.join(sorted(map(str, manual_axes())))}; under jit, sharded arrays are fine."
         )
-
-
-def _count(batch: Any) -> int:
-    """Return the number of examples, on which all leaves must agree."""
-    counts = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if len(counts) != 1 or counts & {(), (0,)}:
-        raise ValueError(
-            "`batch` must be arrays with one leading axis of examples, got lengths "
-            f"{sorted(counts)}."
-        )
-    return counts.pop()[0]
 
 
 def _to_cells(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._trees import check_floating, check_not_empty, path_name
+from optax_lsdp._trees import check_floating, check_not_empty, count_examples, path_name
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import mixing
 
@@ -75,7 +75,7 @@ def check_model(
     """
     check_not_empty("params", params)
     check_floating("params", params)
-    size = _size(batch)
+    size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
     batch = jax.tree.map(lambda x: jnp.asarray(x)[:_MOST_EXAMPLES], batch)
     size = min(size, _MOST_EXAMPLES)
     if batched and size < 2:
@@ -111,17 +111,6 @@ def check_model(
 
 class _Unfit(Exception):
     """The loss is of no use; the message says why."""
-
-
-def _size(batch: Any) -> int:
-    """Return the number of examples, on which all leaves must agree."""
-    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
-    if len(lengths) != 1 or lengths & {(), (0,)}:
-        raise ValueError(
-            "`batch` must be arrays with one leading axis of examples, got lengths "
-            f"{sorted(lengths)}; move the axis with jnp.moveaxis if it is another one."
-        )
-    return lengths.pop()[0]
 
 
 def _check_loss(value: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
