@@ -28,7 +28,7 @@ test-full: $(READY) $(OLDEST)/.ready
 # More than 10,000 random trees, batches and models, in one process, which prints what it saw; kept in tests/fuzz/last.txt.
 fuzz: $(READY)
 	FUZZ=1 $(BIN)/python -m pytest -q tests/fuzz 2>&1 | tee $(VENV)/fuzz.log
-	grep -A 4 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
+	grep -A 5 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
 
 # 100,000 steps, left alone and under random kills.
 soak: $(READY)

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import optax_lsdp as lsdp
 from benchmarks._pipeline import (
-    BATCH,
     CLIP,
     COUNT,
     NOISE,
@@ -18,21 +19,19 @@ from benchmarks._pipeline import (
     RATE,
     SIZE,
     Audit,
+    agreement,
     clipped,
-    library_noise,
     loss,
     noise_audit,
+    norm,
     resumed,
     sampled,
     scaled,
     sensitivity,
     tied_loss,
+    with_a_canary,
 )
 from optax_lsdp.smoothing import ring_beta
-
-
-def _norm(tree: Any) -> jax.Array:
-    return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
 def _summed(stacked: Any, mask: jax.Array, norms: jax.Array | None = None) -> Any:
@@ -49,7 +48,7 @@ def _per_example(batch: Any, loss_fn: Any = loss) -> Any:
 
 def _finite(stacked: Any) -> tuple[Any, jax.Array]:
     """Return gradients with zeros in place of those that are not finite, and which were."""
-    fine = jax.vmap(lambda tree: jnp.isfinite(_norm(tree)))(stacked)
+    fine = jax.vmap(lambda tree: jnp.isfinite(norm(tree)))(stacked)
 
     def select(x: jax.Array) -> jax.Array:
         return jnp.where(fine.reshape(-1, *(1,) * (x.ndim - 1)), x, 0)
@@ -59,13 +58,13 @@ def _finite(stacked: Any) -> tuple[Any, jax.Array]:
 
 def _clips_the_mean(batch: Any, mask: jax.Array) -> Any:
     mean = jax.tree.map(lambda x: x / len(mask), _summed(_per_example(batch), mask))
-    return jax.tree.map(lambda x: x / jnp.maximum(1, _norm(mean) / CLIP), mean)
+    return jax.tree.map(lambda x: x / jnp.maximum(1, norm(mean) / CLIP), mean)
 
 
 def _norms_in_half_precision(batch: Any, mask: jax.Array) -> Any:
     stacked = _per_example(batch)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), stacked)
-    return _summed(stacked, mask, jax.vmap(_norm)(half).astype(jnp.float32))
+    return _summed(stacked, mask, jax.vmap(norm)(half).astype(jnp.float32))
 
 
 def _divides_by_what_came(batch: Any, mask: jax.Array) -> Any:
@@ -79,7 +78,7 @@ def _forgets_the_mask(batch: Any, mask: jax.Array) -> Any:
 
 def _keeps_nan(batch: Any, mask: jax.Array) -> Any:
     stacked = _per_example(batch)
-    return _summed(stacked, mask, jax.vmap(_norm)(stacked))
+    return _summed(stacked, mask, jax.vmap(norm)(stacked))
 
 
 def _counts_a_tied_weight_once(batch: Any, mask: jax.Array) -> Any:
@@ -88,7 +87,7 @@ def _counts_a_tied_weight_once(batch: Any, mask: jax.Array) -> Any:
         return jnp.sum((hidden @ params["second"] - example["y"]) ** 2)
 
     stacked, fine = _finite(_per_example(batch, tied_loss))
-    norms = jax.vmap(_norm)(_per_example(batch, last_use))
+    norms = jax.vmap(norm)(_per_example(batch, last_use))
     return _summed(stacked, mask & fine, jnp.where(fine, norms, CLIP))
 
 
@@ -104,7 +103,7 @@ def _normalises_by_the_batch(batch: Any, mask: jax.Array) -> Any:
 def _clips_others_less_beside_an_odd_one(batch: Any, mask: jax.Array) -> Any:
     """Norms are rounded up by 0.2 %, but not if one example needs a second look."""
     stacked, fine = _finite(_per_example(batch))
-    norms = jax.vmap(_norm)(stacked)
+    norms = jax.vmap(norm)(stacked)
     rounded = jnp.where((fine | ~mask).all(), 1.002 * norms, norms)
     return _summed(stacked, mask & fine, rounded)
 
@@ -118,23 +117,23 @@ def _one_key_for_all_leaves(seed: int) -> Any:
 
 
 def _same_in_every_step(seed: int) -> Any:
-    noise = library_noise(NOISE, jax.random.key(seed))
+    noise = scaled(1.0, seed)
     return lambda step: noise(0)
 
 
 def _same_on_every_device(seed: int) -> Any:
-    noise = library_noise(NOISE, jax.random.key(seed))
+    noise = scaled(1.0, seed)
     return lambda step: {"first": jnp.tile(noise(step)["first"][:4], (2, 1))}
 
 
 def _same_by_columns(seed: int) -> Any:
-    noise = library_noise(NOISE, jax.random.key(seed))
+    noise = scaled(1.0, seed)
     return lambda step: {"second": jnp.tile(noise(step)["second"][:, :3], (1, 2))}
 
 
 def _moved_on_by_a_step(seed: int) -> Any:
     """One leaf has the noise that another had in the step before."""
-    noise = library_noise(NOISE, jax.random.key(seed))
+    noise = scaled(1.0, seed)
     return lambda step: {"one": noise(step)["second"], "other": noise(step + 1)["second"]}
 
 
@@ -162,13 +161,29 @@ def _uniform(seed: int) -> Any:
     return jax.jit(release)
 
 
-def _drops_a_microbatch(seed: int) -> Any:
-    """Four examples of sixteen are lost; the engines then do not agree."""
-    mask = jnp.arange(SIZE) < SIZE - 4
-    order = np.random.default_rng(seed).permutation(SIZE)
-    batch = jax.tree.map(lambda x: x[order], BATCH)
-    lost, whole = clipped(batch, mask), clipped(batch, jnp.ones(SIZE, bool), "vmap")
-    return bool(_norm(jax.tree.map(jnp.subtract, lost, whole)) < 0.005 * SIZE * CLIP)
+def _resumed_unnoticed(seed: int) -> Any:
+    """Whatever has changed, circumstances and what steps have read look as they were."""
+    with (
+        mock.patch("optax_lsdp.training._run.fingerprint", return_value="the same"),
+        mock.patch("optax_lsdp.training._journal.Journal.differs", return_value=False),
+    ):
+        return resumed(seed)
+
+
+def _noise_of_the_mean_on_the_sum(key: jax.Array) -> optax.GradientTransformation:
+    return optax.chain(
+        lsdp.clip_per_example(CLIP), lsdp.add_gaussian_noise(NOISE * CLIP / SIZE, key=key)
+    )
+
+
+def _smoothed_before_the_noise(key: jax.Array) -> optax.GradientTransformation:
+    """Noise is reduced to what smoothing would have left of it."""
+    left = float(np.sqrt(ring_beta(1.0, 4)))
+    return optax.chain(
+        lsdp.clip_per_example(CLIP),
+        lsdp.laplacian_smooth(1.0),
+        lsdp.add_gaussian_noise(left * NOISE * CLIP, key=key),
+    )
 
 
 SHUFFLE = partial(lsdp.UnamplifiedShuffle, batch_size=round(RATE * COUNT))
@@ -187,14 +202,12 @@ WRONG_SUMS = {
 }
 WRONG_NOISE: dict[str, Callable[[int], Any]] = {
     "nine tenths of the noise": partial(scaled, 0.9),
-    "the noise of the mean on the sum": partial(scaled, 1 / SIZE),
-    "less noise because it is smoothed": partial(scaled, float(np.sqrt(ring_beta(1.0, 48)))),
     "one key for all leaves": _one_key_for_all_leaves,
     "the same noise in every step": _same_in_every_step,
     "the same noise on every device": _same_on_every_device,
     "the same, of a leaf that is split by columns": _same_by_columns,
     "noise that another leaf had a step before": _moved_on_by_a_step,
-    "noise that a resumed run uses again": partial(resumed, renewed=False),
+    "noise that a resumed run uses again": _resumed_unnoticed,
     "uniform noise": _uniform,
 }
 PLANTED: dict[str, Audit] = {
@@ -203,6 +216,12 @@ PLANTED: dict[str, Audit] = {
         for name, (release, declared) in WRONG_SUMS.items()
     },
     **{name: Audit("noise", partial(noise_audit, make)) for name, make in WRONG_NOISE.items()},
+    "the noise of the mean on the sum": Audit(
+        "canary", partial(with_a_canary, _noise_of_the_mean_on_the_sum)
+    ),
+    "smoothing before the noise, which is less then": Audit(
+        "canary", partial(with_a_canary, _smoothed_before_the_noise)
+    ),
     "a shuffler declared as Poisson": Audit("sampler", partial(sampled, SHUFFLE, "poisson")),
     "a shuffler declared as fresh subsets": Audit(
         "sampler", partial(sampled, SHUFFLE, "without_replacement")
@@ -210,5 +229,7 @@ PLANTED: dict[str, Audit] = {
     "examples that come in couples": Audit(
         "sampler", partial(sampled, _Couples, "without_replacement")
     ),
-    "a microbatch that is dropped": Audit("agreement of both engines", _drops_a_microbatch),
+    "a microbatch that is dropped": Audit(
+        "agreement of both engines", partial(agreement, SIZE - 4)
+    ),
 }

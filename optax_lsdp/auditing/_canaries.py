@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -88,12 +89,11 @@ def audit_epsilon(
         key: of all trainings.
     """
     check_whole("trials", trials, 4)
-    run = jax.jit(jax.vmap(train, (0, None)))
     scores = []
     for is_in in (True, False):
         keys = jax.random.split(jax.random.fold_in(key, is_in), trials)
         parts = [
-            np.asarray(run(keys[i : i + _AT_A_TIME], jnp.asarray(is_in)), np.float64)
+            np.asarray(_mapped(train, keys[i : i + _AT_A_TIME], jnp.asarray(is_in)), np.float64)
             for i in range(0, trials, _AT_A_TIME)
         ]
         scores.append(np.concatenate(parts))
@@ -101,6 +101,11 @@ def audit_epsilon(
         raise ValueError(f"`train` must return a number, got shape {scores[0].shape[1:]}.")
     options: Any = {"delta": delta, "claimed": claimed, "failure": failure, "gaussian": gaussian}
     return audit_scores(*scores, **options)
+
+
+@partial(jax.jit, static_argnums=0)  # compiled once for a training, however often it is audited
+def _mapped(train: Callable[[Any, Any], Any], keys: jax.Array, is_in: jax.Array) -> jax.Array:
+    return jax.vmap(train, (0, None))(keys, is_in)
 
 
 def audit_scores(

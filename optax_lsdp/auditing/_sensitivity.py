@@ -120,8 +120,7 @@ def audit_sensitivity(
     check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
-    difference = jax.jit(partial(_difference, release))
-    drive = jax.jit(partial(_drive, release))
+    difference, drive = partial(_difference, release), partial(_drive, release)
     found: list[tuple[float, str, _Neighbours]] = []
     masked = 0.0
     for here in _circumstances(batch, searches, rng):
@@ -140,6 +139,7 @@ def audit_sensitivity(
     return SensitivityReport(declared, largest, how, masked, len(found), tolerance)
 
 
+@partial(jax.jit, static_argnums=0)  # compiled once for a release, however often it is audited
 def _difference(
     release: Release, batch: Any, example: Any, place: Any, masks: tuple[jax.Array, jax.Array]
 ) -> Any:
@@ -206,6 +206,7 @@ def _masked_out(here: _Circumstances, odd: float) -> _Neighbours:
     return _Neighbours(here.batch, example, here.place, (without, without))
 
 
+@partial(jax.jit, static_argnums=0)
 def _drive(release: Release, pair: _Neighbours, rate: Any) -> _Neighbours:
     """Take a step of gradient ascent on the distance, in all floats of both batches."""
 

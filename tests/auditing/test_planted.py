@@ -11,7 +11,7 @@ from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import audit_sampler, audit_sensitivity
 from tests.conftest import FULL
 
-SEEDS = range(20 if FULL else 1)
+SEEDS = range(20 if FULL else 3)
 
 
 @pytest.fixture(autouse=True)

@@ -54,14 +54,14 @@ def is_shape(x: Any) -> bool:
     return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
 
 
-def draw(numbers: Numbers, shape: tuple[int, ...], leaf: int) -> jnp.ndarray:
-    """Return (SIZE, *shape): normal numbers of every magnitude, and some odd ones among them."""
+def draw(numbers: Numbers, shape: tuple[int, ...], leaf: int, size: int = SIZE) -> jnp.ndarray:
+    """Return (size, *shape): normal numbers of every magnitude, and some odd ones among them."""
     rng = np.random.default_rng([numbers.seed, leaf])
-    entries = rng.normal(size=(SIZE, *shape)) * rng.choice([1, 1e-3, 1e-6], (SIZE, *shape))
-    scales = 10.0 ** np.array(numbers.exponents, np.float64)
+    entries = rng.normal(size=(size, *shape)) * rng.choice([1, 1e-3, 1e-6], (size, *shape))
+    scales = 10.0 ** np.resize(np.array(numbers.exponents, np.float64), size)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         entries = (entries * scales.reshape(-1, *[1] * len(shape))).astype(np.float32)
-        flat = entries.reshape(SIZE, -1)
+        flat = entries.reshape(size, -1)
         for example, place, value in numbers.odd:
             flat[example, place % flat.shape[1]] = value
         return jnp.asarray(entries).astype(numbers.dtype)

@@ -16,7 +16,7 @@ import optax_lsdp as lsdp
 from tests.fuzz import corpus, models, strategies
 
 SLACK = 1 + 1e-6  # what float32 may add to one contribution
-CHEAP, DEAR = corpus.example_counts()
+CHEAP, CROWDS, DEAR = corpus.example_counts()
 
 
 def norm(tree):
@@ -115,6 +115,26 @@ def test_one_example_more_moves_the_sum_by_the_clip_norm_at_most(
         assert contributed >= 0.99 * min(1.0, length)
 
 
+@settings(max_examples=CROWDS)
+@given(
+    numbers=strategies.numbers,
+    exponent=st.integers(-300, 300),
+    engine=st.sampled_from(["bookkeeping", "vmap"]),
+)
+def test_the_order_of_a_crowd_moves_the_sum_by_rounding_alone(numbers, exponent, engine):
+    """Which is 2⁻²⁴ of what was added up, and grows with the root of the number of additions."""
+    size = 1024
+    batch = strategies.draw(numbers, (3, 20), 0, size).astype(jnp.float32)
+    order = np.random.default_rng(numbers.seed).permutation(size)
+    totals = [
+        clipper(engine)(PARAMS, batch[order], jnp.ones(size, bool), step=exponent)[1]
+        for order in (np.arange(size), order)
+    ]
+    moved = norm(jax.tree.map(jnp.subtract, *totals))
+    corpus.saw(crowd=moved)
+    assert moved <= np.sqrt(size) * 2.0**-24 * size
+
+
 @settings(max_examples=DEAR)
 @given(program=models.programs, seed=st.integers(0, 2**31), quiet=st.booleans())
 def test_both_engines_agree_on_any_model(program, seed, quiet):
@@ -143,8 +163,8 @@ def test_both_engines_agree_on_any_model(program, seed, quiet):
 
 def test_the_count_is_at_least_what_is_promised():
     if corpus.IS_LONG:
-        assert 2 * CHEAP + DEAR >= 10_000
-    assert CHEAP and DEAR
+        assert 2 * CHEAP + CROWDS + DEAR >= 10_000
+    assert CHEAP and CROWDS and DEAR
 
 
 @pytest.mark.parametrize("name", models.LAYERS)
