@@ -52,6 +52,33 @@ def test_the_advice_in_words_follows_from_the_records():
     assert max(map(abs, adult)) < 0.5
 
 
+def test_what_is_said_of_cnns_follows_from_the_records():
+    """In the paper's README, README and the docstring of `laplacian_smooth`."""
+    numbers = _report.numbers()
+
+    def short(name, z=10):
+        return numbers[f"cnn.z={z}.epochs=15.{name}.test_accuracy"]
+
+    def long(name, what="final_accuracy"):
+        return numbers[f"cnn.z=10.{name}.{what}"]
+
+    assert short("lssgd", 2) < short("sgd", 2)
+    assert all(short("lssgd", z) > short("sgd", z) for z in (5, 8, 10))
+    assert all(short("lsadam", z) < short("adam", z) for z in (2, 5, 8, 10))
+    for name in ("lssgd", "lssgd.stored"):
+        assert round(long(name) - long("sgd")) == 8
+        worst = "worst_validation_accuracy"
+        assert 6 < long(name, worst) - long("sgd", worst) < 8
+        assert 0.6 < long(name, "largest_fall") / long("sgd", "largest_fall") < 0.83
+    assert round(long("adam") - long("lssgd")) == 15
+    assert all(long("adam") - long(name) > 3 for name in ("lsadam", "lsadam.stored"))
+    smoothed = [short(f"sigma={s}") for s in (0.5, 1, 2, 3)]
+    smoothed += [short(f"rate=lssgd.{rate}") for rate in (0.05, 0.3, 0.6)]
+    assert short("rate=sgd.0.05") > max(smoothed)
+    assert round(short("rate=sgd.0.05") - short("rate=lssgd.0.05")) == 7
+    assert all(short(f"rate=lssgd.{r}") > short(f"rate=sgd.{r}") for r in (0.3, 0.6))
+
+
 def test_the_numbers_of_the_paper_are_those_of_the_results():
     text = report.PAPER.read_text()
     assert report.fill(text, _report.parts()) == text, "run `python -m benchmarks.report`"

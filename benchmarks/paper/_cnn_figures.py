@@ -83,7 +83,8 @@ def draw_cnn_effects() -> None:
     right.set_title("by learning rate: σ = 1, and σ = 0 dashed", fontsize=10)
     for axes in (left, right):
         axes.set_xlabel("epoch (noise multiplier 10, one seed)")
-        axes.legend(frameon=False, fontsize=8)
+        below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncol": 5}
+        axes.legend(frameon=False, fontsize=8, **below)
         tidy(axes)
     save(figure, "cnn_effects")
 

@@ -76,6 +76,14 @@ def _cnn() -> Numbers:
         yield f"{key}.largest_fall", fall(row["found"])
 
 
+def _cnn_effects() -> Numbers:
+    record = load("paper/cnn_effects")
+    for part, sign in (("smoothing", "sigma"), ("learning rate", "rate"), ("layout", "layout")):
+        for name, row in record[part].items():
+            key = f"cnn.z=10.epochs=15.{sign}={name.replace(' seed ', '.seed=').replace(' ', '.')}"
+            yield f"{key}.test_accuracy", row["found"]["test_accuracies"][-1]
+
+
 def _cnn_budgets() -> Numbers:
     for name in OPTIMIZERS:
         for epsilon, accuracies in budget_accuracies(name).items():
@@ -105,6 +113,7 @@ NUMBERS: dict[str, Callable[[], Numbers]] = {  # by record
     "when": _when,
     "theory": _theory,
     "cnn": _cnn,
+    "cnn_effects": _cnn_effects,
     "cnn_budgets": _cnn_budgets,
     "cnn_best": _cnn_best,
     "cifar": _cifar,
