@@ -1,15 +1,16 @@
 """Results go in, figures, tables and a summary come out: `python -m benchmarks.report`.
 
-Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, and in that of the paper's
-experiments, belongs to the table NAME.
+Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, in that of the benchmarks and in that
+of the paper's experiments belongs to the table NAME.
 """
 
 import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
-from benchmarks import _figures, _trust
+from benchmarks import _figures, _front, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -22,23 +23,8 @@ from benchmarks._results import (
     smoothed_vectors,
 )
 from benchmarks.paper import _report
-from benchmarks.paper._record import EPSILONS
-from benchmarks.paper._tables import PRINTED
 
-PAPER = ROOT / "benchmarks" / "paper" / "README.md"
-
-
-def claim() -> str:
-    """Return the first sentence's number."""
-    demo = load("demo")
-    best = max(demo["results"], key=lambda row: row["validation"])
-    return (
-        f"{best['model'].capitalize()} on {demo['images']:,} handwritten digits reaches "
-        f"{best['mean']:.1f} % test accuracy under (ε = {demo['epsilon']:g}, "
-        f"δ = {demo['delta']:g})-differential privacy\n(scikit-learn's digits, "
-        f"{demo['steps']} steps of {best['optimizer']} with σ = {best['smoothing']:g}, chosen on "
-        f"validation images; mean of {demo['seeds']} seeds)."
-    )
+Tables = dict[str, Callable[[], str]]
 
 
 def demo() -> str:
@@ -232,32 +218,7 @@ def scaling() -> str:
     )
 
 
-def paper() -> str:
-    """Return the best accuracies at the ε of the paper's Table 1."""
-    numbers = _report.numbers()
-    rows = []
-    for epsilon in EPSILONS:
-        found = [
-            numbers[f"table1.private.eps={epsilon:.2f}.{kind}.test_accuracy"]
-            for kind in ("unsmoothed", "best")
-        ]
-        printed = max(row[epsilon][0] for row in PRINTED.values())
-        rows.append([f"{epsilon:.2f}", *(f"{value:.1f}" for value in (*found, printed))])
-    head = ["ε", "σ = 0", "smoothed, σ and layout chosen", "the paper's best, not private"]
-    loud, quiet = (numbers[f"when.mnist.eps={epsilon}.grid.gain"] for epsilon in (0.02, 1.0))
-    adult = [v for k, v in numbers.items() if k.startswith("when.adult") and k.endswith(".gain")]
-    return (
-        f"{markdown(head, rows)}\n\nSettings were chosen on the validation images, treated as "
-        "public. [The paper's experiments](benchmarks/paper/README.md), as\npublished and as "
-        "private, have the rest: with step sizes tuned for each σ, the gain on images grows with "
-        f"the noise, from {quiet:+.1f} points\nat ε = 1 to {loud:+.1f} at ε = 0.02 (20 seeds), "
-        f"and on a table of census data it lies between {min(adult):+.1f} and {max(adult):+.1f}."
-    )
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "paper": paper,
-    "claim": claim,
+MEASURED: Tables = {
     "demo": demo,
     "smoothing": smoothing,
     "noises": noises,
@@ -273,21 +234,30 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def fill(text: str, tables: dict[str, Callable[[], str]] = TABLES) -> str:
+def texts() -> dict[Path, Tables]:
+    """Return which text holds which tables."""
+    return {
+        ROOT / "README.md": _front.TABLES,
+        ROOT / "benchmarks" / "README.md": MEASURED,
+        ROOT / "benchmarks" / "paper" / "README.md": _report.parts(),
+    }
+
+
+def fill(text: str, tables: Tables) -> str:
     """Return the text with every table filled in."""
     for name, table in tables.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         text, count = pattern.subn(lambda match, t=table: f"{match[1]}{t()}\n{match[2]}", text)
         if count != 1:
-            raise ValueError(f"README.md must hold the table {name!r} once, got {count} times.")
+            raise ValueError(f"A text must hold its table {name!r} once, got {count} times.")
     return text
 
 
 def main() -> None:
-    """Draw all figures, and fill both READMEs and the summary."""
-    for draw in (*_figures.FIGURES, _trust.draw_auditing, _report.draw):
+    """Draw all figures, and fill all READMEs and the summary."""
+    for draw in (*_figures.FIGURES, _front.draw, _trust.draw_auditing, _report.draw):
         draw()
-    for path, tables in ((ROOT / "README.md", TABLES), (PAPER, _report.parts())):
+    for path, tables in texts().items():
         path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
     numbers = json.dumps(_report.numbers(), indent=1)
     (RESULTS / "summary.json").write_text(numbers + "\n", encoding="utf-8")

@@ -2,11 +2,14 @@
 
 import json
 import re
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 
 import jax
 import pytest
 
+import optax_lsdp as lsdp
 from benchmarks import report
 from benchmarks._results import RESULTS
 from benchmarks._timing import load_record
@@ -32,9 +35,39 @@ def test_every_block_runs_as_printed(tmp_path, monkeypatch):
     assert names["params"] is not None
 
 
+def test_every_name_of_ours_in_prose_and_tables_exists():
+    for path in [
+        *report.texts(),
+        *(README.parent / f"{n}.md" for n in ("SECURITY", "CONTRIBUTING")),
+    ]:
+        for dotted in re.findall(r"\blsdp((?:\.[A-Za-z_]+)+)", path.read_text()):
+            found = lsdp
+            for name in dotted.strip(".").split("."):
+                found = getattr(found, name)
+
+
+def test_every_name_of_others_in_the_tables_exists():
+    pytest.importorskip("jax_privacy")
+    text = README.read_text().partition("## Coming from elsewhere")[2]
+    for dotted in set(re.findall(r"`((?:optax\.contrib|jax_privacy)[\w.]+)", text)):
+        assert attrgetter(dotted.partition(".")[2])(import_module(dotted.partition(".")[0]))
+    for module in ("noise_addition", "batch_selection", "accounting", "auditing"):
+        for name in re.findall(rf"`{module}\.(\w+)", text):
+            assert hasattr(import_module(f"jax_privacy.{module}"), name)
+
+
+def test_every_link_leads_somewhere():
+    for path in [*report.texts(), *README.parent.glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
+            assert link.startswith("http") or (path.parent / link).exists(), (path, link)
+
+
 def test_the_numbers_are_those_of_the_results():
-    text = README.read_text()
-    assert report.fill(text) == text, "run `python -m benchmarks.report`"
+    for path, tables in report.texts().items():
+        text = path.read_text()
+        assert report.fill(text, tables) == text, f"{path}: run `python -m benchmarks.report`"
+    numbers = json.loads((RESULTS / "summary.json").read_text())
+    assert numbers == _report.numbers(), "run `python -m benchmarks.report`"
 
 
 def test_the_advice_in_words_follows_from_the_records():
@@ -77,13 +110,6 @@ def test_what_is_said_of_cnns_follows_from_the_records():
     assert short("rate=sgd.0.05") > max(smoothed)
     assert round(short("rate=sgd.0.05") - short("rate=lssgd.0.05")) == 7
     assert all(short(f"rate=lssgd.{r}") > short(f"rate=sgd.{r}") for r in (0.3, 0.6))
-
-
-def test_the_numbers_of_the_paper_are_those_of_the_results():
-    text = report.PAPER.read_text()
-    assert report.fill(text, _report.parts()) == text, "run `python -m benchmarks.report`"
-    numbers = json.loads((RESULTS / "summary.json").read_text())
-    assert numbers == _report.numbers(), "run `python -m benchmarks.report`"
 
 
 def test_runs_that_are_in_two_records_are_the_same_in_both():
