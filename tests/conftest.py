@@ -25,6 +25,11 @@ hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("full" if {"FULL", "FUZZ"} & set(os.environ) else "laws")
 
 
+def slow(*values):
+    """Return cases of a parameter that run in `make test-full` alone."""
+    return [pytest.param(value, marks=pytest.mark.full) for value in values]
+
+
 @pytest.fixture(autouse=True)
 def _strict_promotion():
     with jax.numpy_dtype_promotion("strict"):

@@ -18,9 +18,10 @@ from PIL import Image
 
 from benchmarks import _data, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
+from tests.conftest import slow
 
-CONVEX = ("degradation", "denoising", "errors", "step_sizes", "table1", "theory")
-SLOW = ("best", "when")
+CONVEX = ("denoising", "errors", "table1")
+SLOW = ("best", "degradation", "step_sizes", "theory", "when")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 
@@ -247,10 +248,7 @@ def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "script",
-    [
-        *CONVEX,
-        *(pytest.param(name, marks=pytest.mark.full) for name in SLOW + NETWORKS),
-    ],
+    [*CONVEX, *slow(*SLOW, *NETWORKS)],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
 def test_a_smoke_run_of_the_paper_goes_on_where_it_stopped(script, tmp_path, monkeypatch):

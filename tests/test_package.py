@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import slow
 from tests.test_readme import BLOCKS
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +57,7 @@ def test_the_sdist_holds_what_is_tracked_and_nothing_else(built):
     assert names - tracked <= {"PKG-INFO", ".gitignore"}
 
 
-@pytest.mark.parametrize("versions", ["newest", pytest.param("oldest", marks=pytest.mark.full)])
+@pytest.mark.parametrize("versions", ["newest", *slow("oldest")])
 def test_the_wheel_works_in_an_empty_environment(versions, built, tmp_path):
     """README's first example, the accountant's command, and what is missing is told."""
     run(sys.executable, "-m", "venv", tmp_path / "venv")
@@ -71,7 +72,16 @@ def test_the_wheel_works_in_an_empty_environment(versions, built, tmp_path):
     (tmp_path / "example.py").write_text(BLOCKS[0])
     assert "Assumed" in run(python, "example.py", cwd=tmp_path)
     command = tmp_path / "venv" / "bin" / "optax-lsdp"
-    options = "--noise-multiplier 1 --dataset-size 10000 --batch-size 100 --steps 100".split()
+    options = [
+        "--noise-multiplier",
+        "1",
+        "--dataset-size",
+        "10000",
+        "--batch-size",
+        "100",
+        "--steps",
+        "100",
+    ]
     assert "Assumed" in run(command, "epsilon", *options, cwd=tmp_path)
     done = subprocess.run([command, "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode and "optax-lsdp[demo]" in done.stderr

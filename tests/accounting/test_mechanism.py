@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from optax_lsdp.accounting import Composition, SampledGaussian, _queries
+from tests.conftest import slow
 
 # Values of an independent accountant, to the digits given.
 REFERENCES = [
@@ -126,7 +127,7 @@ def test_a_schedule_of_noise_is_composed_and_long_ones_are_rounded_up():
     assert fewer.epsilon(1e-5) < many.epsilon(1e-5) < few.epsilon(1e-5)
 
 
-@pytest.mark.parametrize("count", [17, pytest.param(140, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [17, *slow(140)])
 def test_many_different_steps_are_bounded_from_both_sides(count, monkeypatch):
     steps = 2000 // count
     run = Composition(tuple(SampledGaussian(1 + i / count, 0.005, steps) for i in range(count)))

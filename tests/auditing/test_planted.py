@@ -9,7 +9,7 @@ from benchmarks._pipeline import CLIP, COUNT, RATE, SOUND, clipped, loss, sensit
 from benchmarks._planted import PLANTED
 from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import audit_sampler, audit_sensitivity
-from tests.conftest import FULL
+from tests.conftest import FULL, slow
 
 SEEDS = range(20 if FULL else 3)
 
@@ -31,22 +31,19 @@ def test_a_planted_bug_is_found(name):
 SLOW = ("dp_sgd, engine 'bookkeeping'", "dp_sgd, engine 'vmap'", "dp_lssgd, engine 'vmap'")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.full) if n in SLOW else n for n in SOUND]
-)
+@pytest.mark.parametrize("name", [*(n for n in SOUND if n not in SLOW), *slow(*SLOW)])
 def test_what_is_sound_passes(name):
     for seed in SEEDS:
         report = SOUND[name].run(seed)
         assert report, str(report)
 
 
-@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
-@pytest.mark.parametrize("loss_fn", [pytest.param(loss, marks=pytest.mark.full), tied_loss])
-@pytest.mark.parametrize(
-    ("neighbouring", "declared"),
-    [("add_remove", CLIP), pytest.param("replace_one", 2 * CLIP, marks=pytest.mark.full)],
-)
-def test_clipping_has_the_sensitivity_that_it_declares(engine, loss_fn, neighbouring, declared):
+@pytest.mark.parametrize("engine", [*slow("bookkeeping"), "vmap"])
+@pytest.mark.parametrize("loss_fn", [*slow(loss), tied_loss])
+@pytest.mark.parametrize("neighbouring", ["add_remove", *slow("replace_one")])
+def test_clipping_has_the_sensitivity_that_it_declares(engine, loss_fn, neighbouring):
+    declared = CLIP if neighbouring == "add_remove" else 2 * CLIP
+
     def release(batch, mask):
         return clipped(batch, mask, engine, loss_fn)
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_lsdp as lsdp
+from tests.conftest import slow
 
 P = PartitionSpec
 TREE = {
@@ -86,7 +87,7 @@ def number_of_stretches(shape, spec):
     return int(np.prod([shape[axis] for axis in order[:last]])) * ways[entries[order[last]]]
 
 
-@pytest.mark.parametrize("scope", ["leaf", "tree"])
+@pytest.mark.parametrize("scope", ["leaf", *slow("tree")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECS)
 def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, scope):
@@ -106,7 +107,7 @@ def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, sc
     assert sum(moved(compiled.as_text())) <= 2 * stretches
 
 
-@pytest.mark.parametrize("method", ["fft", "auto"])
+@pytest.mark.parametrize("method", [*slow("fft"), "auto"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
     """Then all arrays have explicit axes, those that are made in between too."""
@@ -122,7 +123,7 @@ def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
                 assert got[leaf].sharding.is_equivalent_to(sharding, got[leaf].ndim)
 
 
-@pytest.mark.parametrize("boundary", ["periodic", "neumann"])
+@pytest.mark.parametrize("boundary", ["periodic", *slow("neumann")])
 @pytest.mark.parametrize("scope", ["leaf", "tree"])
 @pytest.mark.parametrize("name", ["fully sharded", "two axes"])
 def test_inside_shard_map_shards_are_smoothed_as_parts_of_the_whole(name, scope, boundary):

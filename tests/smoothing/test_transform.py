@@ -8,6 +8,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from tests import oracles
+from tests.conftest import slow
 
 SMOOTHINGS = [0.0, 0.01, 0.3, 1.0, 3.0, 10.0, 100.0]
 
@@ -29,7 +30,7 @@ def vector(size, seed=0):
     [
         (*range(1, 10), 16, 17, 31, 32, 33),
         (47, 64, 97, 128, 131, 243, 256, 300),
-        pytest.param(range(1, 301), marks=pytest.mark.full),
+        *slow(range(1, 301)),
     ],
     ids=["small", "some", "all"],
 )

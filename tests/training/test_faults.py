@@ -16,6 +16,7 @@ import pytest
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training import _folder, _journal
+from tests.conftest import slow
 from tests.training.problem import PLAN, assert_as_if_alone, bits, fit, make_data, make_plan
 from tests.training.test_fit import Source
 
@@ -52,7 +53,7 @@ def start(folder, result, pause):
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(20, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [3, *slow(20)])
 def test_a_run_that_is_killed_ends_as_one_that_was_not(kills, tmp_path):
     alone = start(tmp_path / "alone", tmp_path / "alone.npz", 0)
     chance = random.Random(kills)

@@ -10,6 +10,7 @@ from flax import nnx
 
 import optax_lsdp as lsdp
 from benchmarks.zoo import ZOO
+from tests.conftest import slow
 
 KEY = jax.random.key(0)
 
@@ -35,19 +36,15 @@ def assert_agreement(loss, params, batch):
     return {row.rule for row in rows if np.prod(row.shape) > 600}
 
 
-QUICK = ("softmax regression", "MLP", "MNIST CNN", "LSTM")
+QUICK = ("softmax regression", "MLP", "MNIST CNN")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in ZOO]
-)
+@pytest.mark.parametrize("name", [*QUICK, *slow(*(n for n in ZOO if n not in QUICK))])
 def test_every_model_of_the_zoo_agrees_with_vmap(name):
     assert "fallback" not in assert_agreement(*ZOO[name](3))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "MLP" else pytest.param(name, marks=pytest.mark.full) for name in ZOO]
-)
+@pytest.mark.parametrize("name", ["MLP", *slow(*(n for n in ZOO if n != "MLP"))])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_no_contribution_in_half_precision_exceeds_the_clip_norm(name, dtype):
     loss, params, batch = ZOO[name](3)

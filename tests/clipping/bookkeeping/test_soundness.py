@@ -11,6 +11,7 @@ import pytest
 import optax_lsdp as lsdp
 from optax_lsdp.clipping.bookkeeping._grams import Factors, squared_norms
 from tests.clipping.bookkeeping import losses, structures
+from tests.conftest import slow
 
 CASES = losses.LOSSES | structures.LOSSES
 SLACK = 1 + 1e-6
@@ -161,7 +162,9 @@ def test_losses_that_look_across_shards_are_refused(engine, check_vma):
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("name", ["rows", "row", "2-d", "tied embedding", "layers in a scan"])
+@pytest.mark.parametrize(
+    "name", ["rows", *slow("row", "2-d"), "tied embedding", "layers in a scan"]
+)
 def test_a_sharded_batch_gives_the_same_sum(kind, name):
     case = CASES[name]
     batch = jnp.concatenate([case.batch, case.batch])[:8]
