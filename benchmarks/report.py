@@ -1,7 +1,7 @@
 """Results go in, figures, tables and a summary come out: `python -m benchmarks.report`.
 
-Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, in that of the benchmarks and in that
-of the paper's experiments belongs to the table NAME.
+Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, in that of the benchmarks and in
+that of the paper's experiments belongs to the table NAME.
 """
 
 import json

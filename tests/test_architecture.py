@@ -1,6 +1,7 @@
 """The house rules that a machine can check: who imports whom, how long, which words."""
 
 import ast
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -170,3 +171,20 @@ def test_every_public_name_can_be_loaded_and_helps():
         assert getattr(optax_lsdp, name).__doc__, name
     with pytest.raises(AttributeError, match="no public name 'dpsgd'"):
         optax_lsdp.dpsgd  # noqa: B018  # the access is the test
+
+
+FOLDERS = ("accounting", "auditing", "clipping", "discrete", "model_check", "planning", "sampling")
+FOLDERS += ("smoothing", "training")
+RESULTS = {  # what is returned, and made by nobody else
+    *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "ModelReport", "OnGrid"),
+    *("PaperNoise", "PerExample", "Report", "SensitivityReport", "StatisticsReport", "Trained"),
+    "Sampler",
+}
+
+
+@pytest.mark.parametrize("folder", ["", *(f".{name}" for name in FOLDERS)])
+def test_every_public_name_has_an_example_that_runs(folder):
+    module = importlib.import_module(f"optax_lsdp{folder}")
+    for name in module.__all__:
+        if name not in RESULTS | set(FOLDERS):
+            assert ">>>" in getattr(module, name).__doc__, name

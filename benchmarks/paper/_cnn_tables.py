@@ -188,8 +188,9 @@ def cnn_parts() -> str:
                 for seen, change in zip(found, changes, strict=True)
             ]
             rows.append([kind, name, *cells])
-        both = [list(seen.items())[-1] for seen in found]  # what was tried together comes last
-        cells = [f"{seen.mean():.2f} ({', '.join(names) or 'nothing'})" for names, seen in both]
+        together = load("paper/cnn_best")["together"]
+        both = [together[f"{epsilon} {kind}, all that helped"]["found"] for epsilon in EPSILONS]
+        cells = [f"{row['accuracy']:.2f} ({', '.join(row['parts']) or 'nothing'})" for row in both]
         rows.append([kind, "all that helped", *cells])
     return markdown(["model", "part", *(f"ε = {epsilon:g}" for epsilon in EPSILONS)], rows)
 

@@ -127,6 +127,9 @@ def try_together(path: Path, task: Task, epsilon: float, kind: str, seeds: tuple
         taken = {field for other in chosen for field in PARTS[kind][other]} - {"rate"}
         if not taken & PARTS[kind][name].keys():
             chosen.append(name)
+    if len(chosen) < 2:  # which was rehearsed by itself
+        known = load_record(path)["parts"][f"{epsilon} {kind}, {(*chosen, 'none')[0]}"]["found"]
+        return {**known, "parts": chosen}
     return try_parts(path, task, epsilon, kind, tuple(chosen), seeds)
 
 
@@ -134,6 +137,8 @@ def final(path: Path, task: Task, epsilon: float, kind: str, choice: str, seed: 
     """Train on private images, without parts or with those that have helped most."""
     better = helpful(path, epsilon, kind) if choice == "best" else {}
     names = max(better, key=better.__getitem__, default=())
+    if choice == "best" and not names:  # the same run
+        return load_record(path)["final"][f"{epsilon} {kind}, without parts, seed {seed}"]["found"]
     task, setting = changed(task, first(path, epsilon, kind), kind, names)
     return {"parts": names, **run(task, replace(setting, seed=seed))}
 

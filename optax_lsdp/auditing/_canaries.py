@@ -87,6 +87,12 @@ def audit_epsilon(
         gaussian: whether a bound is also computed that holds for Gaussian mechanisms alone; it
             needs far fewer trials.
         key: of all trainings.
+
+    >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
+    ...     return is_in + 2.0 * jax.random.normal(key)
+    >>> report = audit_epsilon(train, delta=1e-5, claimed=3.0, gaussian=True, key=jax.random.key(0))
+    >>> bool(report), 1.0 < report.gaussian_epsilon < 3.0
+    (True, True)
     """
     check_whole("trials", trials, 4)
     scores = []
@@ -195,6 +201,12 @@ def audit_one_run(
         guesses: how many are made, of the largest and the smallest scores; by default a fifth.
         failure: the probability that the bound is wrong.
         key: of the choice who is in.
+
+    >>> def train(is_in):  # far too little noise
+    ...     return is_in + 0.1 * jax.random.normal(jax.random.key(1), is_in.shape)
+    >>> facts = {"canaries": 100, "delta": 1e-7, "claimed": 0.1, "failure": 0.01}
+    >>> bool(audit_one_run(train, **facts, key=jax.random.key(0)))
+    False
     """
     check_whole("canaries", canaries, 2)
     check_delta("delta", delta)

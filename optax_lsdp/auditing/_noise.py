@@ -38,6 +38,11 @@ def audit_noise(
         scale: the standard deviation that each entry should have.
         steps: how many are looked at.
         failure: the probability that good noise is rejected.
+
+    >>> def release(step):
+    ...     return 3.0 * jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (100,))
+    >>> bool(audit_noise(release, scale=3.0)), bool(audit_noise(release, scale=4.0))
+    (True, False)
     """
     check_positive("scale", scale)
     check_whole("steps", steps, 2)

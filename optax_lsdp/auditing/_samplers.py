@@ -33,6 +33,14 @@ def audit_sampler(
             fresh subset of fixed size in every step.
         steps: how many batches are looked at.
         failure: the probability that a good sampler is rejected.
+
+    >>> import jax
+    >>> from optax_lsdp import PoissonSampler, UnamplifiedShuffle
+    >>> facts = {"dataset_size": 1000, "sampling_rate": 0.05}
+    >>> bool(audit_sampler(PoissonSampler(1000, 0.05, jax.random.key(0)), **facts))
+    True
+    >>> bool(audit_sampler(UnamplifiedShuffle(1000, 50, jax.random.key(0)), **facts))
+    False
     """
     check_whole("dataset_size", dataset_size, 2)
     check_rate("sampling_rate", sampling_rate)

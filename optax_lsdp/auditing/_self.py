@@ -25,7 +25,14 @@ _SIZE, _COUNT, _RATE = 16, 1000, 0.05
 
 
 def audit_library(key: jax.Array) -> Iterator[tuple[str, Report]]:
-    """Audit clipping, noise, samplers and a whole step of this installation, one after another."""
+    """Audit clipping, noise, samplers and a whole step of this installation, one after another.
+
+    It is what `optax-lsdp audit` runs.
+
+    >>> name, report = next(audit_library(jax.random.key(0)))
+    >>> name, bool(report)
+    ("sensitivity of clipping, engine 'bookkeeping'", True)
+    """
     keys = iter(jax.random.split(key, 8))
     params = {"kernel": jax.random.normal(next(keys), (12, 8)), "bias": jnp.zeros(8)}
     batch = jax.random.normal(next(keys), (_SIZE, 12))

@@ -111,6 +111,15 @@ def audit_sensitivity(
         ascent_steps: in how many steps.
         tolerance: as in the report.
         key: of the search.
+
+    >>> def release(batch, mask):  # a sum of numbers between -1 and 1
+    ...     return jnp.sum(jnp.where(mask, jnp.clip(jnp.nan_to_num(batch), -1, 1), 0))
+    >>> batch = jnp.linspace(-2, 2, 8)
+    >>> report = audit_sensitivity(release, batch, declared=1.0, searches=4, key=jax.random.key(0))
+    >>> bool(report), round(report.largest, 3)
+    (True, 1.0)
+    >>> bool(audit_sensitivity(release, batch, declared=0.9, searches=4, key=jax.random.key(0)))
+    False
     """
     check_positive("declared", declared)
     check_choice("neighbouring", neighbouring, ("add_remove", "replace_one"))

@@ -74,6 +74,18 @@ def fit(
 
     Raises:
         DataError: an example cannot be read; its index is named, and the run can go on.
+
+    >>> import jax.numpy as jnp
+    >>> from optax_lsdp import PrivacyPlan
+    >>> plan = PrivacyPlan(
+    ...     dataset_size=100, expected_batch_size=20, steps=5, epsilon=3.0, delta=1e-5
+    ... )
+    >>> def loss_fn(params, x):
+    ...     return (params - x) ** 2
+    >>> data = jnp.linspace(-1, 1, 100)
+    >>> done = fit(plan, loss_fn, jnp.zeros(()), data, optimizer=optax.sgd(0.1), progress=False)
+    >>> done.steps, done.stopped, plan.spent(done.ledger) <= 3.0
+    (5, 'done', True)
     """
     check_whole("save_every", save_every)
     examples = Examples(data)

@@ -44,6 +44,12 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
         loss_fn: `loss_fn(params, example)`, or with a key for each view as a third argument.
         augment: `augment(key, example)`, a view of it.
         views: how many there are.
+
+    >>> def loss_fn(params, x):
+    ...     return (params - x) ** 2
+    >>> loss = average_views(loss_fn, lambda key, x: x + jax.random.normal(key), 10_000)
+    >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
+    1.0
     """
     check_whole("views", views)
     keyed = takes_key(loss_fn)
