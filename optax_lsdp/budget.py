@@ -67,7 +67,7 @@ def add_commands(commands: Any) -> None:
             "--epochs",
             type=number("epochs", check_positive),
             metavar="X",
-            help="passes over the data, of ⌈dataset size/batch size⌉ steps each",
+            help="passes over the data, of dataset size/batch size steps each",
         )
         meanings = {
             "noise_multiplier": "z: the noise's standard deviation on the clipped sum, over C",
@@ -118,7 +118,12 @@ def _answer(args: argparse.Namespace) -> None:
     if batch > size:
         args.command.error(f"--batch-size {batch} must be at most --dataset-size {size}")
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
-    steps = args.steps or math.ceil(args.epochs * math.ceil(size / batch))
+    epoch = math.ceil(size / batch) if args.sampling == "shuffled" else size / batch
+    steps = args.steps or math.ceil(args.epochs * epoch * (1 - 1e-12))
+    if delta * size >= 1:
+        print(
+            f"--delta should be far below 1/n = {1 / size:.2g}: {delta:g} is not", file=sys.stderr
+        )
     settings = {
         "sampling_rate": _rate(args.sampling, batch, size),
         "steps": steps,

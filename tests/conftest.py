@@ -19,15 +19,9 @@ import hypothesis
 import jax
 import pytest
 
-FULL = bool(os.environ.get("FULL"))
 hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=25)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("full" if {"FULL", "FUZZ"} & set(os.environ) else "laws")
-
-
-def slow(*values):
-    """Return cases of a parameter that run in `make test-full` alone."""
-    return [pytest.param(value, marks=pytest.mark.full) for value in values]
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from benchmarks import _data, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
-from tests.conftest import slow
+from tests.cases import slow
 
 CONVEX = ("denoising", "errors", "table1")
 SLOW = ("best", "degradation", "step_sizes", "theory", "when")

@@ -7,7 +7,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.noise import _quantile
-from tests.conftest import FULL
+from tests.cases import FULL
 
 EPSILON = np.finfo(np.float32).epsneg  # 2⁻²⁴, to which a float32 is rounded
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import slow
+from tests.cases import slow
 from tests.test_readme import BLOCKS
 
 ROOT = Path(__file__).parents[1]

@@ -145,7 +145,11 @@ def value_and_clipped_grad(
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
             example = jax.tree.map(lambda x: x[None], example)
-        output = loss_fn(params, example)
+        try:
+            output = loss_fn(params, example)
+        except Exception as error:
+            error.add_note(_what_was_given(example))
+            raise
         _check_output(output, has_aux)
         return output if has_aux else (output, None)
 
@@ -186,6 +190,15 @@ def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
             f"step={step!r} with clip_norm={clip_norm!r}."
         )
     return clip_norm(step) if is_schedule(clip_norm) else clip_norm
+
+
+def _what_was_given(example: Any) -> str:
+    """Return what a loss that fails most often did not expect."""
+    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
+    return (
+        f"`loss_fn(params, example)` was given one example without batch axis, {shapes}; several "
+        "arrays come as one tuple, and keep_batch_axis=True gives an axis of length 1."
+    )
 
 
 def _check_output(output: Any, has_aux: bool) -> None:

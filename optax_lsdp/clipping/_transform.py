@@ -117,8 +117,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; make it with `clipped_grad`, and do not wrap the "
-                "optimizer in optax.MultiSteps or the like, which strips the mark."
+                f"of shape {got} at {name!r}; make it with `clipped_grad`, do not wrap the "
+                "optimizer in optax.MultiSteps or the like, which strips the mark, and give a plan "
+                "or `fit` an ordinary optimizer."
             )
         if got != height + shape:
             raise ValueError(

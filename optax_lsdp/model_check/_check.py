@@ -38,7 +38,8 @@ class ModelReport:
         return self.passed
 
     def __str__(self) -> str:
-        lines = ["fit for private training" if self.passed else "NOT fit for private training"]
+        verdict = "fit for private training" if self.passed else "NOT fit for private training"
+        lines = [f"{verdict}, but:" if self.passed and self.notes else verdict]
         return "\n".join([*lines, *(f"- {line}" for line in (*self.problems, *self.notes))])
 
 

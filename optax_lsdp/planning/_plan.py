@@ -12,6 +12,7 @@ from numbers import Integral
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -151,14 +152,31 @@ class PrivacyPlan(Spending):
         return kind(size, batch, key, multiple_of=multiple_of)
 
     def clipped_grad(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm."""
-        return clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+        """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm.
+
+        Poisson batches are padded: the mask of `sampler.batch(step)` must be given with them.
+        """
+        return self._masked(clipped_grad(loss_fn, clip_norm=self.clip_norm, **options))
 
     def value_and_clipped_grad(
         self, loss_fn: Callable[..., Any], **options: Any
     ) -> Callable[..., Any]:
         """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
-        return value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+        return self._masked(value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options))
+
+    def _masked(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+        """Refuse batches that hold padding, for all that is known, and come without a mask."""
+
+        def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> Any:
+            sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if jnp.shape(leaf)}
+            if mask is None and (self.sampling == "poisson" or max(sizes, default=0) > self.room):
+                raise ValueError(
+                    f"`mask` must be given with {self.sampling!r} batches, which are padded, got "
+                    "none; pass that of `sampler.batch(step)`, or padding counts as examples."
+                )
+            return grad(params, batch, mask, **options)
+
+        return checked
 
     def optimizer(
         self,

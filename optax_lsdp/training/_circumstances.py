@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp.training._data import Examples, update_digest
@@ -26,6 +27,8 @@ class Program:
         """Compile a function for such arguments, and remember its text and its constants."""
         traced = function.trace(*arguments)
         for constant in traced.jaxpr.consts:  # which JAX may leave out of the text
+            if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+                constant = jax.random.key_data(constant)
             update_digest(self.digest, np.asarray(constant))
         lowered = traced.lower()
         # JAX counts on from program to program.

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from optax_lsdp.clipping import Clipped
+
 
 def export_params(path: Path | str, params: Any) -> None:
     """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
@@ -26,8 +28,13 @@ def export_params(path: Path | str, params: Any) -> None:
     (2, 3)
     """
     whole: dict[str, np.ndarray] = {}
-    for place, leaf in jax.tree.leaves_with_path(params):
+    for place, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_clipped):
         name = jax.tree_util.keystr(place, simple=True, separator="/") or "params"
+        if _is_clipped(leaf):
+            raise ValueError(
+                f"`params` must be parameters, got a clipped sum at {name!r}, which has no noise "
+                "and must not be released."
+            )
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
@@ -44,6 +51,10 @@ def export_params(path: Path | str, params: Any) -> None:
         path = Path(path)
         with path.with_name(path.name.removesuffix(".npz") + ".npz").open("wb") as file:
             _save(file, whole)
+
+
+def _is_clipped(x: Any) -> bool:
+    return isinstance(x, Clipped)
 
 
 def _save(file: Any, arrays: dict[str, np.ndarray]) -> None:

@@ -87,6 +87,8 @@ def fit(
     >>> done.steps, done.stopped, plan.spent(done.ledger) <= 3.0
     (5, 'done', True)
     """
+    if not isinstance(plan, PrivacyPlan):
+        raise TypeError(f"`plan` must be a PrivacyPlan, got {type(plan).__name__}.")
     check_whole("save_every", save_every)
     examples = Examples(data)
     if examples.size != plan.dataset_size:

@@ -41,7 +41,7 @@ class RunFolder:
         if not str(path):
             raise ValueError("`folder` must be the path of a folder, got ''.")
         self.path, self.plan = Path(path).absolute(), plan
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else reads the key
         self._lock = lock(self.path / f"lock-{jax.process_index()}")
         try:
             self._check_plan()

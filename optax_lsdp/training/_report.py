@@ -32,7 +32,7 @@ class Report(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """The end of a run. All but the ledger's purpose is covered by the guarantee.
+    """The end of a run. The guarantee covers all of it.
 
     Attributes:
         params: the parameters.
@@ -50,17 +50,16 @@ class Trained(NamedTuple):
 
 
 class Shown:
-    """A progress bar with ε and a loss that is private."""
+    """A progress bar with ε; the loss is private, and what is shown ends up in logs."""
 
     def __init__(self, steps: int, step: int, progress: bool) -> None:
         self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not progress)
         self.due = 0.0
 
-    def tell(self, step: int, epsilon: Callable[[], float], loss: jax.Array, *, last: bool) -> None:
+    def tell(self, step: int, epsilon: Callable[[], float], *, last: bool) -> None:
         """Show where a run is, ten times a second, and at its end."""
         now = time.monotonic()
         if self.bar.disable or (now < self.due and not last):
             return
         self.due, self.bar.n = now + 0.1, step
-        spent = show_epsilon(epsilon())
-        self.bar.set_postfix_str(f"ε = {spent}, private loss {float(loss):.3g}")
+        self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon())}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -147,6 +148,19 @@ class Run:
         self._place(self.nonce)
         self._look_ahead()
         self._save()
+        if counted:
+            warnings.warn(self._what_is_different(), stacklevel=2)
+
+    def _what_is_different(self) -> str:
+        """Return what a run under other circumstances means for its user."""
+        begin = "This folder's run was made with other data, code, settings, versions or devices: "
+        if self.step == self.plan.steps:
+            return f"{begin}it is finished, and returned as it was; take another folder to train."
+        again = self.ledger.steps - self.step
+        return (
+            f"{begin}it goes on from step {self.step} with other noise, has to count {again} steps "
+            f"more than it has, and ends at step {self.until} of {self.plan.steps}."
+        )
 
     def _count(self, step: int) -> None:
         """Record a step; where a shuffled order begins, all of its epoch counts as taken."""
@@ -194,7 +208,7 @@ class Run:
                         continue
                     try:
                         last = self.step == self.until
-                        shown.tell(self.step, self.epsilon, self.losses[0], last=last)
+                        shown.tell(self.step, self.epsilon, last=last)
                         for callback in callbacks:
                             callback(self._report())
                     except Exception as found:

@@ -114,12 +114,12 @@ def first_average(kind: Average, params: Any) -> Any:
 def with_noise_key(state: Any, key: jax.Array) -> Any:
     """Return an optimizer's state that draws the plan's noise, its first, from another key."""
     given = iter([key])
-
-    def is_noise(x: Any) -> bool:
-        return isinstance(x, AddGaussianNoiseState)
-
     return jax.tree.map(
-        lambda x: x._replace(key=jnp.copy(next(given, x.key))) if is_noise(x) else x,
+        lambda x: x._replace(key=jnp.copy(next(given, x.key))) if _is_noise(x) else x,
         state,
-        is_leaf=is_noise,
+        is_leaf=_is_noise,
     )
+
+
+def _is_noise(x: Any) -> bool:
+    return isinstance(x, AddGaussianNoiseState)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optax_lsdp.accounting import Composition, SampledGaussian, _queries
-from tests.conftest import slow
+from tests.cases import slow
 
 # Values of an independent accountant, to the digits given.
 REFERENCES = [

@@ -9,7 +9,7 @@ from benchmarks._pipeline import CLIP, COUNT, RATE, SOUND, clipped, loss, sensit
 from benchmarks._planted import PLANTED
 from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import audit_sampler, audit_sensitivity
-from tests.conftest import FULL, slow
+from tests.cases import FULL, slow
 
 SEEDS = range(20 if FULL else 3)
 

@@ -10,7 +10,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from tests import oracles
-from tests.conftest import slow
+from tests.cases import slow
 
 N = 7
 PARAMS = {"w": jnp.linspace(-1, 1, 12).reshape(4, 3), "b": jnp.zeros(3)}
@@ -62,6 +62,14 @@ def test_the_sum_is_that_of_gradients_clipped_one_by_one(clip_norm):
     total = clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     np.testing.assert_allclose(flat(total), expected_sum(clip_norm), atol=ROUNDING)
     assert {leaf.clip_norm for leaf in total.values()} == {clip_norm}
+
+
+def test_a_loss_that_fails_is_told_what_it_was_given():
+    with pytest.raises(IndexError) as caught:
+        lsdp.clipped_grad(lambda w, x: w[0] * x.shape[1], clip_norm=1.0)(
+            jnp.ones(2), jnp.ones((4, 3))
+        )
+    assert "given one example without batch axis, float32[3]" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("size", [1, *slow(2, 3, 6), 4, 7, 100])

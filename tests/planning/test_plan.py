@@ -144,7 +144,7 @@ def noise_of(plan, step):
     )
     gradient = plan.clipped_grad(lambda p, x: x * p.sum())
     options = {"step": step} if callable(plan.clip_norm) else {}
-    total = gradient(params, jnp.zeros(2), **options)
+    total = gradient(params, jnp.zeros(2), jnp.ones(2, bool), **options)
     updates, _ = tx.update(total, state, params)
     clip_norm = plan.clip_norm(step) if callable(plan.clip_norm) else plan.clip_norm
     return float(updates.std() / clip_norm)
@@ -233,3 +233,17 @@ def test_a_large_delta_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make()
+
+
+def test_padded_batches_are_refused_without_their_mask():
+    plan = make()
+    grad, params = plan.clipped_grad(jnp.vdot), jnp.zeros(3)
+    indices, mask = plan.sampler(KEY).batch(0)
+    batch = jnp.ones((len(indices), 3))
+    with pytest.raises(ValueError, match="`mask` must be given with 'poisson' batches"):
+        grad(params, batch)
+    assert grad(params, batch, jnp.asarray(mask)).value.shape == (3,)
+    fixed = make("fixed")
+    assert fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room, 3))).value.shape == (3,)
+    with pytest.raises(ValueError, match="`mask` must be given"):
+        fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room + 1, 3)))

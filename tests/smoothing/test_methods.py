@@ -10,7 +10,7 @@ from optax_lsdp.smoothing import _blocks, _leaves
 from optax_lsdp.smoothing._banded import reach
 from optax_lsdp.smoothing._operator import Operator
 from tests import oracles
-from tests.conftest import FULL
+from tests.cases import FULL
 
 ROUNDING = 2e-6  # of the largest entry, float32
 SMOOTHINGS = [0.01, 0.3, 1.0, 10.0, 100.0, 1000.0]

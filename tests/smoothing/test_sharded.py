@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import optax_lsdp as lsdp
-from tests.conftest import slow
+from tests.cases import slow
 
 P = PartitionSpec
 TREE = {

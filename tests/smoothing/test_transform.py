@@ -8,7 +8,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from tests import oracles
-from tests.conftest import slow
+from tests.cases import slow
 
 SMOOTHINGS = [0.0, 0.01, 0.3, 1.0, 3.0, 10.0, 100.0]
 

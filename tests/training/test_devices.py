@@ -21,6 +21,8 @@ from tests.smoothing.test_sharded import moved
 from tests.training.problem import PLAN, bits, fit, make_params, make_plan
 from tests.training.test_faults import fall
 
+pytestmark = pytest.mark.filterwarnings("ignore:This folder's run was made with other")
+
 ROOT = Path(__file__).parents[2]
 KINDS = [AxisType.Auto, AxisType.Explicit]
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_lsdp as lsdp
 from optax_lsdp import training
 from tests.training.problem import fit
 
@@ -38,6 +39,7 @@ def test_half_precision_can_be_read_again(tmp_path):
         ({"key": jax.random.key(7)}, "no key, got key<fry> at 'key'"),
         ({"key": jax.random.key_data(jax.random.key(7))}, "no key, got uint32"),
         ({"rate": 0.1}, "no key, got float at 'rate'"),
+        ({"w": lsdp.Clipped(jnp.ones(1), 1.0)}, "got a clipped sum at 'w', which has no noise"),
         ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "different names, got two of 'a/b'"),
     ],
 )

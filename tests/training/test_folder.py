@@ -18,6 +18,8 @@ from tests.training.problem import PLAN, assert_as_if_alone, fit, make_data, mak
 from tests.training.test_faults import ROOT, fall
 from tests.training.test_fit import Source
 
+pytestmark = pytest.mark.filterwarnings("ignore:This folder's run was made with other")
+
 
 def names(folder):
     return sorted(path.stem for path in folder.glob("0*-*.json"))

@@ -131,6 +131,22 @@ def test_shuffled_runs_take_all_their_steps():
     assert plan.spent(done.ledger) == pytest.approx(plan.epsilon)
 
 
+def test_a_loss_may_close_over_a_key():
+    key = jax.random.key(3)
+
+    def noisy(params, example):
+        return loss(params, example) * jax.random.uniform(key)
+
+    assert fit(loss_fn=noisy).stopped == "done"
+
+
+def test_what_is_private_already_is_refused():
+    with pytest.raises(ValueError, match="give a plan or `fit` an ordinary optimizer"):
+        fit(optimizer=PLAN.optimizer(optax.sgd(0.1), jax.random.key(0)))
+    with pytest.raises(TypeError, match="`plan` must be a PrivacyPlan, got dict"):
+        training.fit({}, loss, {}, {}, optimizer=optax.sgd(0.1))
+
+
 def test_a_keyed_loss_has_views_too():
     def keyed(params, example, key):
         return loss(params, example) + 0 * jax.random.normal(key, ())
@@ -143,7 +159,7 @@ def test_the_bar_ends_with_what_was_spent(capsys):
     done = fit(progress=True)
     shown = capsys.readouterr().err.split("\r")[-1]
     assert f"ε = {lsdp.accounting.show_epsilon(PLAN.spent(done.ledger))}" in shown
-    assert "60/60" in shown and "private loss" in shown
+    assert "60/60" in shown and "loss" not in shown
 
 
 def test_only_a_few_chunks_are_in_memory():

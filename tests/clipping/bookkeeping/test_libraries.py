@@ -10,7 +10,7 @@ from flax import nnx
 
 import optax_lsdp as lsdp
 from benchmarks.zoo import ZOO
-from tests.conftest import slow
+from tests.cases import slow
 
 KEY = jax.random.key(0)
 

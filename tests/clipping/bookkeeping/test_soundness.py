@@ -10,8 +10,8 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.clipping.bookkeeping._grams import Factors, squared_norms
+from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
-from tests.conftest import slow
 
 CASES = losses.LOSSES | structures.LOSSES
 SLACK = 1 + 1e-6
