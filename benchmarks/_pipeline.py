@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ def resumed(seed: int) -> Any:
         if len(seen) == 16:
             raise InterruptedError
 
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
         for data in (BATCH, jax.tree.map(jnp.add, BATCH, BATCH)):
             with contextlib.suppress(InterruptedError):
                 training.fit(

@@ -19,7 +19,7 @@ import hypothesis
 import jax
 import pytest
 
-hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=12)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("full" if {"FULL", "FUZZ"} & set(os.environ) else "laws")
 

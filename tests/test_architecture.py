@@ -72,7 +72,10 @@ MAY_IMPORT = {
     },
     "training": STAGE
     | {"orbax", "tqdm"}
-    | {f"optax_lsdp.{name}" for name in ("accounting", "noise", "optimizers", "planning")},
+    | {
+        f"optax_lsdp.{name}"
+        for name in ("accounting", "clipping", "noise", "optimizers", "planning")
+    },
     "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
     "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
     "__main__": {

@@ -20,8 +20,8 @@ from benchmarks import _data, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
 
-CONVEX = ("denoising", "errors", "table1")
-SLOW = ("best", "degradation", "step_sizes", "theory", "when")
+CONVEX = ("denoising", "table1")
+SLOW = ("best", "degradation", "errors", "step_sizes", "theory", "when")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.noise import _quantile
-from tests.cases import FULL
+from tests.cases import FULL, slow
 
 EPSILON = np.finfo(np.float32).epsneg  # 2⁻²⁴, to which a float32 is rounded
 
@@ -42,7 +42,7 @@ def norm(tree):
 
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
-@pytest.mark.parametrize("size", [64, 1024, 16_384])
+@pytest.mark.parametrize("size", [64, 1024, *slow(16_384)])
 @pytest.mark.parametrize("cancel", [False, True])
 def test_the_order_of_summation_moves_the_sum_by_little(size, engine, cancel):
     """Each addition rounds to 2⁻²⁴ of what is there: all examples alike, or half against half."""
@@ -59,7 +59,7 @@ def test_the_order_of_summation_moves_the_sum_by_little(size, engine, cancel):
 
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
-@pytest.mark.parametrize("size", [64, 1024, 16_384])
+@pytest.mark.parametrize("size", [64, 1024, *slow(16_384)])
 def test_one_example_of_a_crowd_moves_the_sum_by_the_clip_norm_at_most(size, engine):
     """And by no more than rounding if it is masked, whatever it holds."""
     rng = np.random.default_rng(size)

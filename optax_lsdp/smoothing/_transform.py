@@ -56,6 +56,10 @@ def laplacian_smooth(
     large, the more the noisier: three points of accuracy at ε = 0.02, one at 0.1, next to nothing
     at 1. Not in the stored order, whose neighbours there are classes: it never helped. For a
     table whose columns have no order it made no difference that would be worth a parameter.
+    For CNNs, tune the learning rate first. With the paper's network, rates and strongest noise
+    (MNIST, ε = 0.18, 60 epochs) smoothing steadies DP-SGD, which ends eight points higher; but a
+    third of the rate without smoothing did better than any σ (15 epochs), and DP-Adam was better
+    without it at every noise that was tried.
 
     Args:
         smoothing: 0 ≤ σ ≤ 1e30; a number or a function of the step. Zero is the identity, to

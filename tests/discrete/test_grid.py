@@ -12,6 +12,7 @@ from optax_lsdp import accounting
 from optax_lsdp.auditing import audit_noise, audit_sensitivity
 from optax_lsdp.discrete import OnGrid, add_discrete_gaussian_noise, grid_grad, sensitivity_in_cells
 from optax_lsdp.discrete._grid import has_at_most
+from tests.cases import slow
 
 PARAMS = {"kernel": jax.random.normal(jax.random.key(1), (6, 4)), "bias": jnp.zeros(4)}
 BATCH = jax.random.normal(jax.random.key(2), (21, 6))
@@ -55,7 +56,7 @@ def test_no_order_and_no_partition_changes_a_bit(seed):
         np.testing.assert_array_equal(one[name].value, parts[name].value)
 
 
-@pytest.mark.parametrize("size", [1, 4, 64])
+@pytest.mark.parametrize("size", [4, *slow(1, 64)])
 def test_whoever_is_masked_takes_just_its_own_cells_away(size):
     everyone = np.ones(len(BATCH), bool)
     total = cells(BATCH, jnp.asarray(everyone), microbatch_size=size)

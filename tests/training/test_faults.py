@@ -11,7 +11,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_lsdp as lsdp
@@ -143,19 +142,6 @@ def test_steps_that_are_taken_again_on_other_data_have_other_noise_and_count_twi
     assert done.stopped == "budget"  # six steps may have been seen twice, and are not left
     assert (done.steps, done.ledger.steps) == (54, 60)
     assert PLAN.spent(done.ledger) <= PLAN.epsilon
-
-
-def test_a_finished_run_that_others_would_have_made_is_told(tmp_path):
-    done = fit(folder=tmp_path)
-    assert bits(fit(folder=tmp_path).params) == bits(done.params)  # without a word
-    with pytest.warns(UserWarning, match="it is finished, and returned as it was"):
-        again = fit(folder=tmp_path, optimizer=optax.sgd(0.2, momentum=0.9))
-    assert bits(again.params) == bits(done.params)
-
-
-def test_nobody_else_may_read_a_run(tmp_path):
-    fit(folder=tmp_path / "run")
-    assert (tmp_path / "run").stat().st_mode & 0o077 == 0
 
 
 def test_other_circumstances_have_other_noise(tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ import pytest
 
 from optax_lsdp import training
 from optax_lsdp.training import _journal
-from tests.training.problem import PLAN, assert_as_if_alone, fit, make_data, make_plan
+from tests.cases import slow
+from tests.training.problem import PLAN, assert_as_if_alone, bits, fit, make_data, make_plan
 from tests.training.test_faults import ROOT, fall
 from tests.training.test_fit import Source
 
@@ -76,7 +77,7 @@ def test_steps_of_every_era_count_whichever_checkpoint_can_be_read(tmp_path):
     assert done.ledger.steps >= 30 + 6 + len(seen)
 
 
-@pytest.mark.parametrize("field", ["step", "ledger", "plan", "files"])
+@pytest.mark.parametrize("field", ["ledger", "files", *slow("step", "plan")])
 def test_a_manifest_that_was_changed_is_passed_over(field, tmp_path):
     fall(tmp_path, step=25)
     path = tmp_path / f"{names(tmp_path)[-1]}.json"
@@ -196,3 +197,16 @@ def test_constants_that_jax_leaves_out_of_a_program_are_circumstances(tmp_path):
         one.compile(jax.jit(lambda x, table=table: x + jax.numpy.asarray(table)), np.float32(1))
     digests = [one.digest.hexdigest() for one in program]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_finished_run_that_others_would_have_made_is_told(tmp_path):
+    done = fit(folder=tmp_path)
+    assert bits(fit(folder=tmp_path).params) == bits(done.params)  # without a word
+    with pytest.warns(UserWarning, match="it is finished, and returned as it was"):
+        again = fit(folder=tmp_path, optimizer=optax.sgd(0.2, momentum=0.9))
+    assert bits(again.params) == bits(done.params)
+
+
+def test_nobody_else_may_read_a_run(tmp_path):
+    fit(folder=tmp_path / "run")
+    assert (tmp_path / "run").stat().st_mode & 0o077 == 0

@@ -29,7 +29,7 @@ def contributions(case, params, batch, clip_norm):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     "name",
-    ["row", "rows", "tied", "2-d", "recurrent"],
+    ["row", "rows", *slow("tied", "2-d", "recurrent")],
 )
 def test_no_contribution_exceeds_the_clip_norm_in_any_dtype(name, dtype):
     case = CASES[name]
@@ -96,7 +96,9 @@ def test_cancelling_gradients_are_formed_so_that_none_is_clipped_too_much():
     assert min(lengths) >= 1e-4 * 0.995
 
 
-@pytest.mark.parametrize("name", ["row", "rows", "2-d", "layers in a scan, rows", "embedding"])
+@pytest.mark.parametrize(
+    "name", ["row", "rows", *slow("2-d", "layers in a scan, rows", "embedding")]
+)
 @pytest.mark.parametrize("exponent", [-25, 25])
 def test_gradients_of_any_magnitude_have_a_norm(name, exponent):
     case = CASES[name]
