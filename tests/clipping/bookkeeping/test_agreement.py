@@ -29,7 +29,7 @@ def no_clip_then_clip(step):
     return jnp.where(step == 0, NO_CLIP, CLIP)
 
 
-@pytest.mark.parametrize("name", [*list(CASES)[::2], *slow(*list(CASES)[1::2])])
+@pytest.mark.parametrize("name", [*list(CASES)[::3], *slow(*list(CASES)[1::3], *list(CASES)[2::3])])
 def test_norms_and_sums_are_those_of_vmap(name):
     case = CASES[name]
     book, vmap = (
