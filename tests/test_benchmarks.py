@@ -222,6 +222,7 @@ def test_wavelets_are_those_of_the_definition():
         assert found[2, 5, channel] == pytest.approx(blurred(x, 2, 5), rel=1e-4)
 
 
+@pytest.mark.full
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
 def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch):
     arguments = argparse.Namespace(smoke=True, data_dir=None)
