@@ -2,9 +2,10 @@
 
 import math
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks._results import ACCOUNTANTS, PEERS, RESULTS, load, ratios, smoothed_vectors
+from benchmarks._results import ACCOUNTANTS, RESULTS, load, smoothed_vectors, times
 
 
 def draw_accounting() -> None:
@@ -36,22 +37,26 @@ def draw_accounting() -> None:
     figure.savefig(RESULTS / "accounting.png", dpi=150)
 
 
+def plot_costs(axes: Axes, looks: dict[str, tuple[str, str, str]]) -> None:
+    """Plot each model's time against an ordinary gradient's, by label: way, marker and colour."""
+    models = list(times("bookkeeping"))
+    for label, (way, marker, color) in looks.items():
+        costs = [times(way).get(model, math.nan) for model in models]
+        axes.plot(costs, range(len(models)), marker, color=color, label=label, markersize=6)
+    axes.axvline(1, color="black", lw=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(models)), models)
+    axes.invert_yaxis()
+
+
 def draw_clipping() -> None:
     """Draw the cost of clipping by every library, and its growth."""
     record = load("clipping")
     figure = Figure(figsize=(12.5, 4.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
-    names = list(record["models"])
     looks = {"bookkeeping": ("o", "#c1121f"), "vmap": ("s", "#2a6f97")}
     looks |= {"JAX Privacy": ("D", "#8ecae6"), "Optax": ("^", "#9a8c98")}
-    for way, (marker, color) in looks.items():
-        found = [ratios(w, "milliseconds") for w in PEERS.get(way, (way,))]
-        costs = [min(part.get(name, math.nan) for part in found) for name in names]
-        left.plot(costs, range(len(names)), marker, color=color, label=way, markersize=6)
-    left.axvline(1, color="black", lw=0.8)
-    left.set_xscale("log")
-    left.set_yticks(range(len(names)), names)
-    left.invert_yaxis()
+    plot_costs(left, {way: (way, *look) for way, look in looks.items()})
     left.set_xlabel("time / time of the non-private gradient")
     left.grid(axis="x", alpha=0.3)
     for axes, grows, fixed in ((middle, "batch", ("width", 1024)), (right, "width", ("batch", 64))):
@@ -61,10 +66,10 @@ def draw_clipping() -> None:
         )
         for way, (marker, color) in list(looks.items())[:2]:
             found = [row for row in rows if "milliseconds" in row["ways"].get(way, {})]
-            times = [
+            pairs = [
                 [row["ways"][w]["milliseconds"] for w in (way, "non-private")] for row in found
             ]
-            costs = [private / plain for private, plain in times]
+            costs = [private / plain for private, plain in pairs]
             axes.plot([row[grows] for row in found], costs, marker + "-", color=color)
         axes.axhline(1, color="black", lw=0.8)
         axes.set_xscale("log", base=2)

@@ -1,22 +1,15 @@
 """The front door: records go in, README's numbers and its picture come out."""
 
-import math
 from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
 from benchmarks import _trust
-from benchmarks._results import PEERS, RESULTS, geometric_mean, load, markdown, ratios
+from benchmarks._figures import plot_costs
+from benchmarks._results import RESULTS, geometric_mean, load, markdown, times
 from benchmarks.paper import _report
 from benchmarks.paper._record import EPSILONS
 from benchmarks.paper._tables import PRINTED
-
-
-def times(way: str) -> dict[str, float]:
-    """Return what a private gradient takes, in ordinary ones, by the better of a peer's ways."""
-    found = [ratios(name, "milliseconds") for name in PEERS.get(way, (way,))]
-    names = {name: None for part in found for name in part}
-    return {name: min(part.get(name, math.inf) for part in found) for name in names}
 
 
 def accuracies(kind: str) -> list[float]:
@@ -70,20 +63,12 @@ def draw() -> None:
     """Draw what privacy costs in time, and what it leaves of the accuracy."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
-    ways = {
+    looks = {
         "optax_lsdp": ("bookkeeping", "o", "#c1121f"),
         "JAX Privacy": ("JAX Privacy", "D", "#2a6f97"),
         "Optax": ("Optax", "^", "#9a8c98"),
     }
-    models = list(times("bookkeeping"))
-    for label, (way, marker, color) in ways.items():
-        found = times(way)
-        costs = [found.get(name, math.nan) for name in models]
-        left.plot(costs, range(len(models)), marker, color=color, label=label, markersize=6)
-    left.axvline(1, color="black", lw=0.8)
-    left.set_xscale("log")
-    left.set_yticks(range(len(models)), models)
-    left.invert_yaxis()
+    plot_costs(left, looks)
     left.set_xlabel("time of a private gradient / of an ordinary one")
     lines = {
         "smoothed": ("best", "o-", "#c1121f"),

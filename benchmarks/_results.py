@@ -41,6 +41,13 @@ def ratios(way: str, field: str, base: str = "non-private") -> dict[str, float]:
     }
 
 
+def times(way: str) -> dict[str, float]:
+    """Return what a private gradient takes, in ordinary ones, by the better of a peer's ways."""
+    found = [ratios(name, "milliseconds") for name in PEERS.get(way, (way,))]
+    names = {name: None for part in found for name in part}
+    return {name: min(part.get(name, math.inf) for part in found) for name in names}
+
+
 def geometric_mean(values: Iterable[float]) -> float:
     """Return the geometric mean."""
     return math.exp(statistics.fmean(math.log(value) for value in values))

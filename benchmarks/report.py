@@ -5,7 +5,6 @@ that of the paper's experiments belongs to the table NAME.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ from benchmarks._results import (
     markdown,
     ratios,
     smoothed_vectors,
+    times,
 )
 from benchmarks.paper import _report
 
@@ -147,19 +147,18 @@ def accounting() -> str:
 def clipping() -> str:
     """Return what clipping costs on the zoo, by every engine and library."""
     record = load("clipping")
-    time, memory = ratios("bookkeeping", "milliseconds"), ratios("bookkeeping", "temp_megabytes")
+    time, memory = times("bookkeeping"), ratios("bookkeeping", "temp_megabytes")
     build = ratios("bookkeeping", "compile_seconds", "vmap")
-    peers = {way: ratios(way, "milliseconds") for ways in PEERS.values() for way in ways}
+    peers = [times(peer) for peer in PEERS]
     rows = []
     for name, row in record["models"].items():
-        best = [min(peers[way].get(name, math.inf) for way in ways) for ways in PEERS.values()]
         rows.append(
             [
                 name,
                 str(row["batch"]),
                 f"{row['ways']['non-private']['milliseconds']:.3g} ms",
                 f"**{time[name]:.2f}**",
-                *("fails" if math.isinf(ratio) else f"{ratio:.3g}" for ratio in best),
+                *(f"{found[name]:.3g}" if name in found else "fails" for found in peers),
                 f"{memory[name]:.2f}",
                 f"{build[name]:.2f}",
             ]
