@@ -1,6 +1,7 @@
 """Arguments of the command line: text goes in, a value or one line about the mistake comes out."""
 
 import argparse
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -28,6 +29,21 @@ def number(name: str, check: Callable[[str, float], None], kind: type = float) -
         return value
 
     return convert
+
+
+def in_options(sentence: str) -> str:
+    """Return a sentence about arguments of a function as one about options of a command.
+
+    >>> in_options("`max_batch_size` must come with sampling='poisson', got None.")
+    '--max-batch-size must come with --sampling poisson, got none'
+    """
+
+    def option(match: re.Match[str]) -> str:
+        return "--" + match[1].replace("_", "-")
+
+    sentence = re.sub(r"`(\w+)`", option, sentence)
+    sentence = re.sub(r"\b(\w+)='(\w+)'", r"--\1 \2", sentence)
+    return sentence.replace("got None", "got none").rstrip(".")
 
 
 def picture(text: str) -> Path:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from optax_lsdp._arguments import number, picture
+from optax_lsdp._arguments import in_options, number, picture
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.accounting import Ledger, SampledGaussian, calibrate_noise_multiplier, statement
 from optax_lsdp.accounting import show_epsilon as show
@@ -141,7 +141,7 @@ def _answer(args: argparse.Namespace) -> None:
             noise = args.noise_multiplier
         run = SampledGaussian(noise, **settings)
     except ValueError as error:
-        args.command.error(str(error).rstrip("."))
+        args.command.error(in_options(str(error)))
     others = _others(run, batch, size, delta)
     if args.json:
         print(json.dumps(_record(run, batch, delta, others), indent=1))

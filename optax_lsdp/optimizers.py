@@ -101,11 +101,13 @@ def dp_sgd(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
     ... )
     """
-    return privatize(
-        optax.sgd(learning_rate, momentum),
+    return dp_lssgd(
+        learning_rate,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
+        smoothing=0.0,
+        momentum=momentum,
         key=key,
     )
 
@@ -132,6 +134,7 @@ def dp_lssgd(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
     ... )
     """
+    check_non_negative("learning_rate", learning_rate, schedule=True)
     return privatize(
         optax.sgd(learning_rate, momentum),
         clip_norm=clip_norm,
@@ -158,11 +161,12 @@ def dp_adam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
     ... )
     """
-    return privatize(
-        optax.adam(learning_rate),
+    return dp_lsadam(
+        learning_rate,
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
+        smoothing=0.0,
         key=key,
     )
 
@@ -184,6 +188,7 @@ def dp_lsadam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
     ... )
     """
+    check_non_negative("learning_rate", learning_rate, schedule=True)
     return privatize(
         optax.adam(learning_rate),
         clip_norm=clip_norm,

@@ -33,7 +33,7 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ),
         (
             f"epsilon {SETTING} --noise-multiplier 1 --sampling shuffled",
-            "`neighbouring` must be 'zero_out' or 'replace_one' with sampling='shuffled', got None",
+            "--neighbouring must be 'zero_out' or 'replace_one' with --sampling shuffled, got none",
         ),
         (
             f"epsilon {SETTING} --noise-multiplier 1 --sampling full",

@@ -25,6 +25,11 @@ def check_settings(plan: PrivacyPlan) -> None:
             raise ValueError(
                 f"`{name}` must be at most the dataset's size, {plan.dataset_size}, got {value}."
             )
+    if plan.max_batch_size is not None and plan.max_batch_size < plan.expected_batch_size:
+        raise ValueError(
+            f"`max_batch_size` must be at least the expected batch size, "
+            f"{plan.expected_batch_size}, got {plan.max_batch_size}: most batches would be cut."
+        )
     if plan.sampling == "full" and plan.expected_batch_size != plan.dataset_size:
         raise ValueError(
             "`expected_batch_size` must be the dataset's size with sampling='full', "

@@ -10,7 +10,7 @@ except ModuleNotFoundError as error:
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
 from optax_lsdp.training._data import DataError
-from optax_lsdp.training._export import export_params
+from optax_lsdp.training._export import export_params, load_params
 from optax_lsdp.training._losses import average_views, mixed_precision
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "average_views",
     "export_params",
     "fit",
+    "load_params",
     "mixed_precision",
 ]

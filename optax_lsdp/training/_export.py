@@ -1,4 +1,4 @@
-"""Export: parameters go in, a file that may be released comes out."""
+"""Export: parameters go in, a file that may be released comes out, and the other way round."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def export_params(path: Path | str, params: Any) -> None:
     """
     whole: dict[str, np.ndarray] = {}
     for place, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_clipped):
-        name = jax.tree_util.keystr(place, simple=True, separator="/") or "params"
+        name = _name(place)
         if _is_clipped(leaf):
             raise ValueError(
                 f"`params` must be parameters, got a clipped sum at {name!r}, which has no noise "
@@ -51,6 +51,38 @@ def export_params(path: Path | str, params: Any) -> None:
         path = Path(path)
         with path.with_name(path.name.removesuffix(".npz") + ".npz").open("wb") as file:
             _save(file, whole)
+
+
+def load_params(path: Path | str, like: Any) -> Any:
+    """Read what `export_params` has written, as a tree like the given one, and of its dtypes.
+
+    Shapes will do for it, such as `jax.eval_shape(model.init, key, x)`.
+
+    >>> import tempfile
+    >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     export_params(f"{folder}/model.npz", params)
+    ...     print(load_params(f"{folder}/model.npz", params)["dense"]["kernel"].dtype)
+    bfloat16
+    """
+    with np.load(path) as file:
+        found = dict(file)
+    wanted = {_name(place): leaf for place, leaf in jax.tree.leaves_with_path(like)}
+    for name in sorted(found | wanted):
+        here, there = (
+            str(tree[name].shape) if name in tree else "nothing" for tree in (wanted, found)
+        )
+        if here != there:
+            raise ValueError(
+                f"`like` must be a tree of what is in {str(path)!r}, got {here} at {name!r} where "
+                f"it has {there}."
+            )
+    return jax.tree.map_with_path(lambda place, x: jnp.asarray(found[_name(place)], x.dtype), like)
+
+
+def _name(place: Any) -> str:
+    """Return the name of a leaf in the file."""
+    return jax.tree_util.keystr(place, simple=True, separator="/") or "params"
 
 
 def _is_clipped(x: Any) -> bool:

@@ -102,6 +102,7 @@ class RunFolder:
             "step": saved.step,
             "nonce": saved.nonce,
             "ledger": json.loads(saved.ledger.to_json()),
+            "arrays": _arrays(saved.state),
             "files": _hashes(target),
         }
         manifest["digest"] = _digest(manifest)
@@ -129,7 +130,7 @@ class RunFolder:
             if holds_anywhere(not manifest):
                 damaged.append(path)
                 continue
-            state = self._read_state(path.stem, template)
+            state = self._read_state(path.stem, manifest["arrays"], template)
             if jax.process_index() == 0:
                 for one in damaged:
                     one.rename(one.with_suffix(".damaged"))
@@ -152,18 +153,19 @@ class RunFolder:
             raise ValueError("it is of another plan")
         return manifest
 
-    def _read_state(self, name: str, template: Any) -> Any:
-        try:
-            like = _unwrapped(template, abstract=True)
-            return _wrapped(
-                self._checkpointer.restore(self.path / "checkpoints" / name, like), template
-            )
-        except Exception as error:
-            raise ValueError(
-                f"`folder` must hold parameters and an optimizer's state like those of this run, "
-                f"got others in {str(self.path)!r} ({str(error)[:200]}); go on with the same "
-                "model, optimizer and average, or take another folder."
-            ) from error
+    def _read_state(self, name: str, there: dict[str, str], template: Any) -> Any:
+        here = _arrays(template)
+        for place in sorted(here | there):
+            if here.get(place) != there.get(place):
+                raise ValueError(
+                    f"`folder` must hold parameters and an optimizer's state like those of this "
+                    f"run, got {there.get(place, 'nothing')} at {place!r} in {str(self.path)!r} "
+                    f"instead of {here.get(place, 'nothing')}; go on with the same model, "
+                    "optimizer and average, or take another folder."
+                )
+        like = _unwrapped(template, abstract=True)
+        found = self._checkpointer.restore(self.path / "checkpoints" / name, like)
+        return _wrapped(found, template)
 
     def close(self) -> None:
         """Let other runs have the folder."""
@@ -183,6 +185,15 @@ def _unwrapped(tree: Any, *, abstract: bool = False) -> Any:
         return leaf
 
     return jax.tree.map(unwrap, tree)
+
+
+def _arrays(tree: Any) -> dict[str, str]:
+    """Return what kind of array is in each place of a tree."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(place, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
+        for place, x in leaves
+    }
 
 
 def _wrapped(tree: Any, template: Any) -> Any:

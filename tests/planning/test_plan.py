@@ -204,6 +204,7 @@ def test_a_schedule_is_sampled():
         ({"sampling": "without_replacement"}, "`neighbouring` must be"),
         ({"sampling": "bernoulli"}, "`sampling` must be one of"),
         ({"sampling": "full"}, "`expected_batch_size` must be the dataset's size with sampling="),
+        ({"max_batch_size": 9}, "`max_batch_size` must be at least the expected batch size, 50"),
         ({"max_batch_size": 1001}, "`max_batch_size` must be at most the dataset's size"),
         ({"clip_norm": -1.0}, "`clip_norm` must be"),
         ({"clip_norm": {1: 1.0}}, "`clip_norm` must have keys that are text"),

@@ -1,5 +1,6 @@
 """What may be released is written whole, and nothing else."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,3 +48,25 @@ def test_what_is_no_parameter_is_refused(params, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         exported(tmp_path, params)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_written_is_read_again(tmp_path):
+    params = {"a": [jnp.arange(3.0), jnp.ones((2, 2), jnp.bfloat16)], "b": jnp.float32(4)}
+    training.export_params(tmp_path / "model.npz", params)
+    found = training.load_params(tmp_path / "model.npz", jax.eval_shape(lambda: params))
+    chex.assert_trees_all_equal(found, params)
+    chex.assert_trees_all_equal_dtypes(found, params)
+
+
+@pytest.mark.parametrize(
+    ("like", "message"),
+    [
+        ({"w": jnp.ones(4)}, r"got \(4,\) at 'w' where it has \(3,\)"),
+        ({"w": jnp.ones(3), "v": jnp.ones(3)}, r"got \(3,\) at 'v' where it has nothing"),
+        ({}, r"got nothing at 'w' where it has \(3,\)"),
+    ],
+)
+def test_another_model_is_refused(like, message, tmp_path):
+    training.export_params(tmp_path / "model.npz", {"w": jnp.ones(3)})
+    with pytest.raises(ValueError, match=message):
+        training.load_params(tmp_path / "model.npz", like)
