@@ -77,8 +77,9 @@ $(READY): pyproject.toml
 $(OLDEST)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
 	$(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	  extras = p["optional-dependencies"]["flax"]; \
-	  print("\n".join(p["dependencies"] + extras).replace(">=", "=="))' > $(OLDEST)/constraints.txt
+	  extras = p["optional-dependencies"]; \
+	  oldest = p["dependencies"] + extras["training"] + extras["demo"]; \
+	  print("\n".join(oldest).replace(">=", "=="))' > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 	  --constraint $(OLDEST)/constraints.txt --editable '.[test]'
 	@touch $@
