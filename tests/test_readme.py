@@ -111,6 +111,12 @@ def test_what_is_said_of_cnns_follows_from_the_records():
     assert round(short("rate=sgd.0.05") - short("rate=lssgd.0.05")) == 7
     assert all(short(f"rate=lssgd.{r}") > short(f"rate=sgd.{r}") for r in (0.3, 0.6))
 
+    def tuned(name, epsilon):
+        return numbers[f"cnn.eps={epsilon}.{name}.test_accuracy"]
+
+    assert all(abs(tuned("lssgd", e) - tuned("sgd", e)) < 0.5 for e in ("0.2", "0.4", "1"))
+    assert all(tuned("lsadam", e) < tuned("adam", e) for e in ("0.2", "0.4", "1"))
+
 
 def test_runs_that_are_in_two_records_are_the_same_in_both():
     """A second run with the same seed gives the same numbers."""
