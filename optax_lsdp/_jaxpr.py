@@ -71,6 +71,13 @@ def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
                     yield from _equations(inner)
 
 
+def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
+    """Return all arrays that a program closes over: JAX keeps them beside it or inside of it."""
+    yield from program.consts
+    for equation in _equations(program.jaxpr):
+        yield from (atom.val for atom in equation.invars if isinstance(atom, core.Literal))
+
+
 def is_literal(atom: Any) -> bool:
     """Tell a constant that is written into an equation from a variable."""
     return isinstance(atom, core.Literal)

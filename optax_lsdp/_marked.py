@@ -14,7 +14,7 @@ from optax_lsdp._trees import path_name
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["value"],
-    meta_fields=["clip_norm", "group", "together"],
+    meta_fields=["clip_norm", "group", "together", "masked"],
 )
 @dataclass(frozen=True)
 class Clipped:
@@ -32,17 +32,20 @@ class Clipped:
         group: the group's path in the prefix tree of clip norms; "" where there is one group.
         together: how many leaves of the group were clipped together. Sums that were clipped
             apart, each to C, are no sum of sensitivity C when they are merged into one tree.
+        masked: whether the batch had a mask. One that is padded, and has none, counts an example
+            as often as there is padding: a plan with such batches takes no sum without.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
     >>> jax.tree.map(jnp.add, half, half)
-    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='', together=1)
+    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='', together=1, masked=False)
     """
 
     value: jax.Array
     clip_norm: Any
     group: str = ""
     together: int = 1
+    masked: bool = False
 
     def __radd__(self, other: Any) -> NoReturn:
         """Refuse to be added to a parameter: there is no noise in it."""

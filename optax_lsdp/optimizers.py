@@ -49,9 +49,9 @@ def privatize(
             transform, for another layout or scope. It costs no privacy and buys none.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
 
-    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`, which keeps the key
-    out of the hyper-parameters that people log, and for half-precision parameters
-    `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
+    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
+    which keeps the key out of the hyper-parameters that people log, and for half-precision
+    parameters `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
 
     >>> import numpy as np
     >>> tx = privatize(
@@ -70,6 +70,12 @@ def privatize(
     if not hasattr(optimizer, "update"):
         raise TypeError(f"`optimizer` must be an Optax optimizer, got {optimizer!r}.")
     check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
+    if not is_number(expected_batch_size):
+        raise TypeError(
+            "`expected_batch_size` must be a plain number, which is public, got "
+            f"{expected_batch_size!r}; never the number of examples that came, "
+            "and static for optax.inject_hyperparams."
+        )
     check_positive("expected_batch_size", expected_batch_size)
     return optax.chain(
         clip_per_example(clip_norm),

@@ -66,7 +66,11 @@ CASES = {
     "noises": (lambda: privatize(noise_multiplier=np.ones(3)), "`noise_multiplier` .* a number"),
     "batch size a function": (
         lambda: privatize(expected_batch_size=len),
-        "`expected_batch_size` must be a number",
+        "`expected_batch_size` must be a plain number",
+    ),
+    "batch size that came": (
+        lambda: jax.jit(lambda n: privatize(expected_batch_size=n).init(PARAMS))(5.0),
+        "`expected_batch_size` must be a plain number.*; never the number of examples that came",
     ),
     "no optimizer": (lambda: lsdp.privatize(0.1, **GOOD), "`optimizer` .* got 0.1"),
     "stddev zero": (

@@ -24,6 +24,7 @@ OPTIMIZERS = {
     "dp_lsadam": lsdp.dp_lsadam(LR, **PRIVATE),
     "privatize": lsdp.privatize(optax.adamw(LR), smoothing=2.0, **PRIVATE),
 }
+STATIC = ("clip_norm", "expected_batch_size", "key")
 
 
 @pytest.fixture(autouse=True)
@@ -220,7 +221,7 @@ def test_chain_and_masked_carry_both_kinds(kind):
 
 @both_kinds
 def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind):
-    factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=("clip_norm", "key"))
+    factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=STATIC)
     tx = factory(LR, **PRIVATE, smoothing=2.0)
     assert "key" not in tx.init(PARAMS).hyperparams
     plain = lsdp.dp_lssgd(LR, **PRIVATE, smoothing=2.0)
@@ -236,11 +237,11 @@ def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind)
 
 def test_injected_noise_is_not_rounded_to_half_precision():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    factory = optax.inject_hyperparams(lsdp.dp_sgd, static_args=("clip_norm", "key"))
+    factory = optax.inject_hyperparams(lsdp.dp_sgd, static_args=STATIC)
     with pytest.raises(ValueError, match="hyperparam_dtype"):
         factory(LR, **PRIVATE).init(half)
     factory = optax.inject_hyperparams(
-        lsdp.dp_sgd, static_args=("clip_norm", "key"), hyperparam_dtype=jnp.float32
+        lsdp.dp_sgd, static_args=STATIC, hyperparam_dtype=jnp.float32
     )
     factory(LR, **PRIVATE).init(half)
 

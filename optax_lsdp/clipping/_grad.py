@@ -177,7 +177,8 @@ def value_and_clipped_grad(
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
         norms = jax.tree.map_with_path(lambda path, _: norms[jax.tree_util.keystr(path)], clip_norm)
-        return PerExample(values, norms, aux), mark(total, clip_groups(clip_norm, params))
+        marked = mark(total, clip_groups(clip_norm, params), mask is not None)
+        return PerExample(values, norms, aux), marked
 
     return value_and_grad
 

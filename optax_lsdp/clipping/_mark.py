@@ -12,12 +12,12 @@ from optax_lsdp._trees import path_name
 from optax_lsdp.clipping._factors import ClipNorm, Group
 
 
-def mark(sums: optax.Updates, groups: list[Group]) -> optax.Updates:
-    """Wrap each leaf with the clip norm of its group."""
+def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Updates:
+    """Wrap each leaf with the clip norm of its group, and with whether there was a mask."""
     leaves, structure = jax.tree.flatten(sums)
     counts = Counter(group.path for group in groups)
     marked = [
-        Clipped(leaf, group.clip_norm, group.path, counts[group.path])
+        Clipped(leaf, group.clip_norm, group.path, counts[group.path], masked)
         for leaf, group in zip(leaves, groups, strict=True)
     ]
     return jax.tree.unflatten(structure, marked)

@@ -12,7 +12,6 @@ from numbers import Integral
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -24,6 +23,7 @@ from optax_lsdp.optimizers import Smoothing, privatize
 from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, steps_of
 from optax_lsdp.planning._check import check_settings
 from optax_lsdp.planning._json import read_plan, write_plan
+from optax_lsdp.planning._masks import masked_only, with_mask
 from optax_lsdp.planning._piecewise import Piecewise
 from optax_lsdp.planning._spending import COUNTED_AGAIN, Spending
 from optax_lsdp.sampling import (
@@ -156,27 +156,15 @@ class PrivacyPlan(Spending):
 
         Poisson batches are padded: the mask of `sampler.batch(step)` must be given with them.
         """
-        return self._masked(clipped_grad(loss_fn, clip_norm=self.clip_norm, **options))
+        grad = clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+        return with_mask(grad, self.sampling, self.room)
 
     def value_and_clipped_grad(
         self, loss_fn: Callable[..., Any], **options: Any
     ) -> Callable[..., Any]:
         """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
-        return self._masked(value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options))
-
-    def _masked(self, grad: Callable[..., Any]) -> Callable[..., Any]:
-        """Refuse batches that hold padding, for all that is known, and come without a mask."""
-
-        def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> Any:
-            sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if jnp.shape(leaf)}
-            if mask is None and (self.sampling == "poisson" or max(sizes, default=0) > self.room):
-                raise ValueError(
-                    f"`mask` must be given with {self.sampling!r} batches, which are padded, got "
-                    "none; pass that of `sampler.batch(step)`, or padding counts as examples."
-                )
-            return grad(params, batch, mask, **options)
-
-        return checked
+        grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
+        return with_mask(grad, self.sampling, self.room)
 
     def optimizer(
         self,
@@ -185,12 +173,17 @@ class PrivacyPlan(Spending):
         *,
         smoothing: Smoothing | None = None,
     ) -> optax.GradientTransformationExtraArgs:
-        """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform."""
+        """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform.
+
+        Under Poisson sampling it takes no sum that was clipped without a mask, and no stacked
+        gradients, in which padding would count. The key may be the one that `sampler` has: each
+        derives its own.
+        """
         noise: Any = self.noise_multiplier
         if self.noise_schedule is not None:
             values = [self.noise_multiplier * value for value in self.noise_schedule.values]
             noise = Piecewise(self.noise_schedule.starts, tuple(values))
-        return privatize(
+        private = privatize(
             optimizer,
             clip_norm=self.clip_norm,
             noise_multiplier=noise,
@@ -198,6 +191,7 @@ class PrivacyPlan(Spending):
             smoothing=self.smoothing if smoothing is None else smoothing,
             key=self.derive_key(key, "noise"),
         )
+        return masked_only(private) if self.sampling == "poisson" else private
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return a key for one purpose in one plan: no two plans or purposes share randomness."""

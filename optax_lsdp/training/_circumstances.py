@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lsdp._jaxpr import constants
 from optax_lsdp.training._data import Examples, update_digest
 
 
@@ -26,7 +27,8 @@ class Program:
     def compile(self, function: Any, *arguments: Any) -> Any:
         """Compile a function for such arguments, and remember its text and its constants."""
         traced = function.trace(*arguments)
-        for constant in traced.jaxpr.consts:  # which JAX may leave out of the text
+        for constant in constants(traced.jaxpr):  # which JAX may leave out of the text
+            constant = jnp.asarray(constant)
             if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
                 constant = jax.random.key_data(constant)
             update_digest(self.digest, np.asarray(constant))

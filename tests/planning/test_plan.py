@@ -244,6 +244,12 @@ def test_padded_batches_are_refused_without_their_mask():
     with pytest.raises(ValueError, match="`mask` must be given with 'poisson' batches"):
         grad(params, batch)
     assert grad(params, batch, jnp.asarray(mask)).value.shape == (3,)
+    tx = plan.optimizer(optax.sgd(1.0), KEY)
+    tx.update(grad(params, batch, jnp.asarray(mask)), tx.init(params), params)
+    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
+    for updates, what in ((unmasked, "a sum without one"), (batch, "arrays")):
+        with pytest.raises(ValueError, match=f"sums over batches with their mask, .*got {what}"):
+            tx.update(updates, tx.init(params), params)
     fixed = make("fixed")
     assert fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room, 3))).value.shape == (3,)
     with pytest.raises(ValueError, match="`mask` must be given"):
