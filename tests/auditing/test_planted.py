@@ -1,6 +1,7 @@
 """Our own pipeline, broken in one way at a time: an audit rejects each, and nothing else."""
 
 import jax
+import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
@@ -77,6 +78,37 @@ def test_a_sampler_passes_as_nothing_but_what_it_is(seed):
     assert not audit_sampler(fixed, **facts, sampling="poisson")
     assert not audit_sampler(poisson, **facts, sampling="without_replacement")
     assert not audit_sampler(lsdp.PoissonSampler(COUNT, 1.1 * RATE, key), **facts)
+
+
+class _Wrong:
+    """A Poisson sampler that is wrong in one way."""
+
+    def __init__(self, how, seed):
+        self.how, self.key = how, (seed, 7)
+
+    def batch(self, step):
+        if self.how == "no two batches are alike" and step == 300:
+            step = 17
+        rng = np.random.default_rng((*self.key, step))
+        rates = np.full(COUNT, RATE)
+        if self.how == "each example as often":
+            rates[::2], rates[1::2] = 1.3 * RATE, 0.7 * RATE
+        is_in = rng.random(COUNT) < rates
+        if self.how == "examples come by themselves":
+            is_in[1::2] = is_in[::2]
+        return lsdp.sampling.Batch(np.arange(COUNT), is_in)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "how",
+    [None, "no two batches are alike", "each example as often", "examples come by themselves"],
+)
+def test_what_is_wrong_with_a_sampler_is_named(how, seed):
+    facts = {"dataset_size": COUNT, "sampling_rate": RATE}
+    report = audit_sampler(_Wrong(how, seed), **facts)
+    assert bool(report) == (how is None), str(report)
+    assert how is None or min(report.p_values, key=report.p_values.get) == how
 
 
 def test_what_is_blind_to_its_examples_does_not_pass():

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import optax
 import pytest
 
@@ -191,20 +190,24 @@ def test_what_sources_gave_is_on_the_disk_before_a_step_is_seen(tmp_path, monkey
     assert len(synced) - arrays == arrays + plan.steps
 
 
+@pytest.mark.full  # another process, for JAX reads this when it is imported
 @pytest.mark.skipif(jax.__version_info__ < (0, 9), reason="it fails with such programs")
 def test_constants_that_jax_leaves_out_of_a_program_are_circumstances():
-    programs = [training._circumstances.Program() for _ in range(3)]
-    jax.config.update("jax_use_simplified_jaxpr_constants", True)
-    try:
-        for one, scale in zip(programs, (1.0, 1.0, 2.0), strict=True):
-            table = scale * np.arange(5000.0, dtype=np.float32)
-            function = jax.jit(lambda x, table=table: x + table)
-            assert len(function.trace(np.float32(1)).lower().as_text()) < 5000
-            one.compile(function, np.float32(1))
-    finally:
-        jax.config.update("jax_use_simplified_jaxpr_constants", False)
-    digests = [one.digest.hexdigest() for one in programs]
-    assert digests[0] == digests[1] != digests[2]
+    script = """
+import jax, numpy as np
+from optax_lsdp.training._circumstances import Program
+
+for scale in (1, 1, 2):
+    program, table = Program(), np.float32(scale) * np.arange(5000, dtype=np.float32)
+    function = jax.jit(lambda x: x + table)
+    program.compile(function, np.float32(1))
+    print(len(function.trace(np.float32(1)).lower().as_text()), program.digest.hexdigest())
+"""
+    environment = {**os.environ, "JAX_USE_SIMPLIFIED_JAXPR_CONSTANTS": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
+    one, same, other = done.stdout.decode().splitlines()
+    assert one == same != other
+    assert int(one.split()[0]) < 1000  # of which the table is no part
 
 
 def test_a_finished_run_that_others_would_have_made_is_told(tmp_path):
