@@ -19,7 +19,7 @@ from optax_lsdp.auditing import audit_epsilon, audit_noise, audit_sampler, audit
 
 SIZE, CLIP, NOISE, DELTA = 16, 1.0, 2.0, 1e-5
 COUNT, RATE = 1000, 0.05
-STEPS = 24  # of which noise is looked at
+STEPS = 48  # of which noise is looked at: a tenth too little is seen by then
 PARAMS = {
     "first": jax.random.normal(jax.random.key(1), (8, 6)),
     "second": jax.random.normal(jax.random.key(2), (6, 6)),

@@ -57,14 +57,32 @@ def _finite(stacked: Any) -> tuple[Any, jax.Array]:
 
 
 def _clips_the_mean(batch: Any, mask: jax.Array) -> Any:
-    mean = jax.tree.map(lambda x: x / len(mask), _summed(_per_example(batch), mask))
+    stacked, fine = _finite(_per_example(batch))
+    mean = jax.tree.map(lambda x: x / len(mask), _summed(stacked, mask & fine))
     return jax.tree.map(lambda x: x / jnp.maximum(1, norm(mean) / CLIP), mean)
 
 
 def _norms_in_half_precision(batch: Any, mask: jax.Array) -> Any:
-    stacked = _per_example(batch)
+    stacked, fine = _finite(_per_example(batch))
     half = jax.tree.map(lambda x: x.astype(jnp.float16), stacked)
-    return _summed(stacked, mask, jax.vmap(norm)(half).astype(jnp.float32))
+    return _summed(stacked, mask & fine, jax.vmap(norm)(half).astype(jnp.float32))
+
+
+def _clips_at_the_median(batch: Any, mask: jax.Array) -> Any:
+    """Each example is held to C, and to the median of all of them."""
+    stacked, fine = _finite(_per_example(batch))
+    norms = jax.vmap(norm)(stacked)
+    median = jnp.nanmedian(jnp.where(mask & fine, norms, jnp.nan))
+    bound = jnp.minimum(jnp.nan_to_num(median), CLIP)
+    weights = (mask & fine) * jnp.minimum(1, bound / jnp.maximum(norms, 1e-12))
+    return jax.tree.map(lambda x: jnp.einsum("n,n...->...", weights, x), stacked)
+
+
+def _looks_for_nan_in_the_first_number(batch: Any, mask: jax.Array) -> Any:
+    fine = jnp.isfinite(batch["x"][:, 0]) & jnp.isfinite(batch["y"][:, 0])
+    batch = jax.tree.map(lambda x: jnp.where(fine[:, None], x, 0), batch)
+    stacked = _per_example(batch)
+    return _summed(stacked, mask & fine, jax.vmap(norm)(stacked))
 
 
 def _divides_by_what_came(batch: Any, mask: jax.Array) -> Any:
@@ -121,6 +139,16 @@ def _same_in_every_step(seed: int) -> Any:
     return lambda step: noise(0)
 
 
+def _hardly_any_in_one_step(seed: int) -> Any:
+    noise = scaled(1.0, seed)
+    return lambda step: jax.tree.map(lambda x: x * (1e-3 if step == 7 else 1), noise(step))
+
+
+def _less_in_one_row(seed: int) -> Any:
+    noise = scaled(1.0, seed)
+    return lambda step: {"first": noise(step)["first"].at[3].multiply(0.5)}
+
+
 def _same_on_every_device(seed: int) -> Any:
     noise = scaled(1.0, seed)
     return lambda step: {"first": jnp.tile(noise(step)["first"][:4], (2, 1))}
@@ -138,7 +166,7 @@ def _moved_on_by_a_step(seed: int) -> Any:
 
 
 class _Couples:
-    """Fresh subsets of couples: an example never comes without its neighbour."""
+    """Fresh subsets of couples: an example never comes without the one half a dataset away."""
 
     def __init__(self, count: int, key: jax.Array) -> None:
         self.half = lsdp.FixedSizeSampler(count // 2, round(RATE * count) // 2, key=key)
@@ -146,11 +174,19 @@ class _Couples:
     def batch(self, step: int) -> Any:
         """Return both of each couple."""
         indices, mask = self.half.batch(step)
-        both = [
-            np.stack(pair, axis=1).ravel()
-            for pair in ((2 * indices, 2 * indices + 1), (mask, mask))
-        ]
-        return type(self.half.batch(step))(*both)
+        both = np.concatenate([indices, indices + self.half.dataset_size])
+        return type(self.half.batch(step))(both, np.tile(mask, 2))
+
+
+class _AllButOne:
+    """Poisson batches of all examples but the last, which never comes."""
+
+    def __init__(self, count: int, key: jax.Array) -> None:
+        self.most = lsdp.PoissonSampler(count - 1, RATE, key)
+
+    def batch(self, step: int) -> Any:
+        """Return the batch of a step."""
+        return self.most.batch(step)
 
 
 def _uniform(seed: int) -> Any:
@@ -191,6 +227,8 @@ WRONG_SUMS = {
     "clipping the mean of a batch, as the paper's code does": (_clips_the_mean, CLIP / SIZE),
     "norms in float16": (_norms_in_half_precision, CLIP),
     "division by the number of examples that came": (_divides_by_what_came, CLIP / SIZE),
+    "clipping at the median of a batch": (_clips_at_the_median, CLIP),
+    "a search for NaN in the first number only": (_looks_for_nan_in_the_first_number, CLIP),
     "padding that is not masked": (_forgets_the_mask, CLIP),
     "a NaN example that is left in": (_keeps_nan, CLIP),
     "a tied weight that is counted once": (_counts_a_tied_weight_once, CLIP),
@@ -202,6 +240,8 @@ WRONG_SUMS = {
 }
 WRONG_NOISE: dict[str, Callable[[int], Any]] = {
     "nine tenths of the noise": partial(scaled, 0.9),
+    "a step that has hardly any noise": _hardly_any_in_one_step,
+    "a row that has half of it": _less_in_one_row,
     "one key for all leaves": _one_key_for_all_leaves,
     "the same noise in every step": _same_in_every_step,
     "the same noise on every device": _same_on_every_device,
@@ -229,6 +269,7 @@ PLANTED: dict[str, Audit] = {
     "examples that come in couples": Audit(
         "sampler", partial(sampled, _Couples, "without_replacement")
     ),
+    "an example that never comes": Audit("sampler", partial(sampled, _AllButOne, "poisson")),
     "a microbatch that is dropped": Audit(
         "agreement of both engines", partial(agreement, SIZE - 4)
     ),

@@ -77,7 +77,7 @@ def audit_epsilon(
 
     Args:
         train: `train(key, is_in)`: trains with fresh randomness, with the canary or without it
-            (`is_in` is a traced bool; use a mask), and returns a score that is larger when the
+            (`is_in` is a traced bool; use a mask), and returns a score that tells whether the
             canary is in, such as the inner product of the update with its gradient. It is mapped
             and compiled; `audit_scores` takes the scores of trainings that cannot be.
         delta: δ.
@@ -126,7 +126,8 @@ def audit_scores(
     """Bound ε by the scores of trainings with and without a canary, however they were made.
 
     Args:
-        inside: (n,) scores of independent trainings with the canary, larger if it can be seen.
+        inside: (n,) scores of independent trainings with the canary. Larger or smaller ones may
+            give it away; NaN counts as larger than any other.
         outside: (n,) scores of as many trainings without it.
         delta: as in `audit_epsilon`.
         claimed: as in `audit_epsilon`.
@@ -141,19 +142,20 @@ def audit_scores(
     check_delta("failure", failure)
     if claimed is not None:
         check_positive("claimed", claimed)
-    both = [np.nan_to_num(np.asarray(scores, np.float64)) for scores in (inside, outside)]
+    both = [np.asarray(scores, np.float64) for scores in (inside, outside)]
     trials = len(both[0])
     if trials < 4 or any(scores.shape != (trials,) for scores in both):
         shapes = [scores.shape for scores in both]
         raise ValueError(
             f"`inside` and `outside` must hold as many scores, 4 or more, got shapes {shapes}."
         )
+    both = _ranked(both)
     half = trials // 2
     share = failure / (2 if gaussian else 1)
 
     def bound(measure: Callable[[Rates, float], float]) -> float:
-        threshold = _best_threshold(both[1][:half], both[0][:half], delta, measure)
-        counts = [int((part[half:] > threshold).sum()) for part in both]
+        sign, threshold = _best_test(both[1][:half], both[0][:half], delta, measure)
+        counts = [int((sign * part[half:] > threshold).sum()) for part in both]
         return measure(rates(counts[0], counts[1], trials - half, share), delta)
 
     return EpsilonReport(
@@ -166,18 +168,28 @@ def audit_scores(
     )
 
 
-def _best_threshold(
-    outside: np.ndarray, inside: np.ndarray, delta: float, measure: Callable[[Rates, float], float]
-) -> float:
-    """Return the threshold that would have proved most, of a few hundred."""
-    places = np.quantile(np.concatenate([outside, inside]), np.linspace(0.001, 0.999, 333))
-    places = np.unique(places)
+def _ranked(both: list[np.ndarray]) -> list[np.ndarray]:
+    """Return scores with finite ones in place of others: a training that breaks tells something."""
+    finite = np.concatenate(both)
+    finite = finite[np.isfinite(finite)]
+    least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
+    return [np.nan_to_num(part, nan=most, posinf=most, neginf=least) for part in both]
 
-    def proved(threshold: float) -> float:
-        counts = [int((part > threshold).sum()) for part in (inside, outside)]
+
+def _best_test(
+    outside: np.ndarray, inside: np.ndarray, delta: float, measure: Callable[[Rates, float], float]
+) -> tuple[int, float]:
+    """Return the sign and the threshold that would have proved most, of a few hundred."""
+    scores = np.concatenate([outside, inside])
+    places = np.unique(np.quantile(scores, np.linspace(0.001, 0.999, 333)))
+
+    def proved(test: tuple[int, float]) -> float:
+        sign, threshold = test
+        counts = [int((sign * part > threshold).sum()) for part in (inside, outside)]
         return measure(rates(counts[0], counts[1], len(inside), 0.05), delta)
 
-    return float(max(places, key=proved))
+    tests = [(sign, float(sign * place)) for sign in (1, -1) for place in places]
+    return max(tests, key=proved)
 
 
 def audit_one_run(

@@ -12,6 +12,7 @@ from optax_lsdp.auditing._report import StatisticsReport
 
 _LEAST_VARIANCE = 10  # of counts, which the p-values of their spread need
 _AT_A_TIME = 2**16  # examples
+_COMPARED = 2**12  # examples, each with each
 
 
 def audit_sampler(
@@ -20,7 +21,7 @@ def audit_sampler(
     dataset_size: int,
     sampling_rate: float,
     sampling: Literal["poisson", "without_replacement"] = "poisson",
-    steps: int = 400,
+    steps: int = 500,
     failure: float = 1e-5,
 ) -> StatisticsReport:
     """Compare batches with what a kind of sampling would draw: a shuffler is not Poisson.
@@ -65,11 +66,13 @@ def audit_sampler(
     p_values = {
         "no example twice in a batch": float(is_in.max() <= 1),
         "each example as often": _of_spread(counts, steps, sampling_rate),
+        "no example far more or less often": _of_extremes(counts, steps, sampling_rate),
         "batches know nothing of the last": _of_count(
             int(np.diagonal(overlaps, 1)[::2].sum()), dataset_size * (steps // 2), sampling_rate**2
         ),
         "no two batches are alike": _of_largest(overlaps, dataset_size, sampling_rate**2),
         "examples come by themselves": _of_companions(is_in, together),
+        "no two examples come together": _of_couples(is_in, together),
     }
     if sampling == "poisson":
         p_values["inclusions in all"] = _of_count(int(sizes.sum()), is_in.size, sampling_rate)
@@ -93,6 +96,22 @@ def _of_largest(overlaps: np.ndarray, size: int, rate: float) -> float:
     """Return how likely the largest overlap of two batches is, among so many pairs."""
     pairs = overlaps[np.triu_indices(len(overlaps), 1)]
     return float(min(1.0, len(pairs) * binom.sf(pairs.max() - 1, size, rate)))
+
+
+def _of_extremes(counts: np.ndarray, steps: int, rate: float) -> float:
+    """Return how likely the rarest and the most frequent of the examples are, at the least."""
+    rarest = binom.cdf(counts.min(), steps, rate)
+    return float(min(1.0, 2 * len(counts) * min(rarest, binom.sf(counts.max() - 1, steps, rate))))
+
+
+def _of_couples(is_in: np.ndarray, together: float) -> float:
+    """Return how likely it is that any two of the examples come together as often as they do."""
+    steps, size = is_in.shape
+    some = np.random.default_rng(0).permutation(size)[:_COMPARED]
+    part = is_in[:, np.sort(some)].astype(np.float32)
+    most = np.max(np.triu(part.T @ part, 1))
+    pairs = part.shape[1] * (part.shape[1] - 1) / 2
+    return float(min(1.0, pairs * binom.sf(most - 1, steps, together)))
 
 
 def _of_companions(is_in: np.ndarray, together: float) -> float:

@@ -10,7 +10,7 @@ from scipy.stats import binom
 
 import optax_lsdp as lsdp
 from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
-from optax_lsdp.auditing import audit_epsilon, audit_one_run
+from optax_lsdp.auditing import audit_epsilon, audit_one_run, audit_scores
 from optax_lsdp.auditing._bounds import Rates, epsilon_of_rates, one_run_p_value, rates
 
 DELTA = 1e-5
@@ -36,6 +36,36 @@ def test_the_best_test_of_pure_privacy_gives_its_epsilon():
     assert epsilon_of_rates(Rates(1.0, 0.0), 1e-5) == math.inf
 
 
+def test_delta_is_granted_to_the_test_and_to_its_opposite():
+    assert epsilon_of_rates(Rates(0.5, 0.1), 0.2) == pytest.approx(math.log(3))
+    assert epsilon_of_rates(Rates(0.99, 0.9), 0.02) == pytest.approx(math.log(8))
+
+
+def test_half_of_the_scores_choose_and_the_other_half_decide():
+    """The first half can be told apart at 5, the second at 50."""
+    inside, outside = (np.repeat(scores, 1000) for scores in ([6.0, 60.0], [4.0, 40.0]))
+    assert audit_scores(inside, outside, delta=DELTA).epsilon == 0
+    assert audit_scores(inside[::-1], outside[::-1], delta=DELTA).epsilon == 0
+
+
+def test_a_bound_for_gaussians_takes_half_of_the_failure():
+    rng = np.random.default_rng(0)
+    inside, outside = rng.normal(1, 1, 4000), rng.normal(0, 1, 4000)
+    alone = audit_scores(inside, outside, delta=DELTA, failure=0.01)
+    beside = audit_scores(inside, outside, delta=DELTA, failure=0.02, gaussian=True)
+    assert alone.epsilon == beside.epsilon > 0
+
+
+def test_scores_may_be_smaller_if_the_canary_is_in_and_broken_trainings_tell_something():
+    zeros, ones = np.zeros(2000), np.ones(2000)
+    assert audit_scores(zeros, ones, delta=DELTA).epsilon > 3
+    broken = np.where(np.arange(2000) % 20, 0.0, np.nan)
+    found = audit_scores(broken, zeros, delta=DELTA).epsilon
+    assert found > 0.5  # 50 of 1,000 against none
+    for value in (np.inf, -np.inf):
+        assert audit_scores(np.nan_to_num(broken, nan=value), zeros, delta=DELTA).epsilon == found
+
+
 def test_one_run_is_exact_for_randomised_response():
     """With δ = 0 the p-value is the chance of so many right answers."""
     epsilon, guesses, right = 1.0, 50, 45
@@ -46,8 +76,10 @@ def test_one_run_is_exact_for_randomised_response():
         sum(binom.pmf(right - j, guesses, chance) for j in range(1, i + 1)) / i
         for i in range(1, right + 1)
     ]
-    with_delta = expected + 2 * 50 * DELTA * max(slopes)
-    assert one_run_p_value(epsilon, DELTA, 50, guesses, right) == pytest.approx(with_delta)
+    for canaries in (50, 400):
+        with_delta = expected + 2 * canaries * DELTA * max(slopes)
+        found = one_run_p_value(epsilon, DELTA, canaries, guesses, right)
+        assert found == pytest.approx(with_delta)
 
 
 def one_step(noise_multiplier):

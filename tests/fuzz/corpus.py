@@ -3,6 +3,8 @@
 import os
 from collections import Counter
 
+import jax
+
 IS_LONG = bool(os.environ.get("FUZZ"))
 _LARGEST: dict[str, float] = {}
 _TRIED: Counter[str] = Counter()
@@ -25,6 +27,8 @@ def saw(**values):
     for name, value in values.items():
         _TRIED[name] += 1
         _LARGEST[name] = max(_LARGEST.get(name, 0.0), float(value))
+    if "models" in values and _TRIED["models"] % 100 == 0:
+        jax.clear_caches()  # or the process runs out of memory maps
 
 
 def summary():
