@@ -82,7 +82,8 @@ def audit_epsilon(
             and compiled; `audit_scores` takes the scores of trainings that cannot be.
         delta: δ.
         claimed: the ε that is to be disproved.
-        trials: how many trainings with, and as many without. Half of them choose the threshold.
+        trials: how many trainings with, and as many without. Half of them choose the threshold
+            that would have proved most.
         failure: the probability that the bound is wrong.
         gaussian: whether a bound is also computed that holds for Gaussian mechanisms alone; it
             needs far fewer trials.
@@ -152,11 +153,17 @@ def audit_scores(
     both = _ranked(both)
     half = trials // 2
     share = failure / (2 if gaussian else 1)
+    chosen = np.concatenate([scores[:half] for scores in both])
+    places = np.unique(np.quantile(chosen, np.linspace(0.001, 0.999, 333)))
 
     def bound(measure: Callable[[Rates, float], float]) -> float:
-        sign, threshold = _best_test(both[1][:half], both[0][:half], delta, measure)
-        counts = [int((sign * part[half:] > threshold).sum()) for part in both]
-        return measure(rates(counts[0], counts[1], trials - half, share), delta)
+        def proved(sign: int, threshold: float, part: slice) -> float:
+            counts = [int((sign * scores[part] > threshold).sum()) for scores in both]
+            return measure(rates(counts[0], counts[1], len(both[0][part]), share), delta)
+
+        tests = [(sign, float(sign * place)) for sign in (1, -1) for place in places]
+        best = max(tests, key=lambda test: proved(test[0], test[1], slice(half)))
+        return proved(best[0], best[1], slice(half, None))
 
     return EpsilonReport(
         claimed,
@@ -174,22 +181,6 @@ def _ranked(both: list[np.ndarray]) -> list[np.ndarray]:
     finite = finite[np.isfinite(finite)]
     least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
     return [np.nan_to_num(part, nan=most, posinf=most, neginf=least) for part in both]
-
-
-def _best_test(
-    outside: np.ndarray, inside: np.ndarray, delta: float, measure: Callable[[Rates, float], float]
-) -> tuple[int, float]:
-    """Return the sign and the threshold that would have proved most, of a few hundred."""
-    scores = np.concatenate([outside, inside])
-    places = np.unique(np.quantile(scores, np.linspace(0.001, 0.999, 333)))
-
-    def proved(test: tuple[int, float]) -> float:
-        sign, threshold = test
-        counts = [int((sign * part > threshold).sum()) for part in (inside, outside)]
-        return measure(rates(counts[0], counts[1], len(inside), 0.05), delta)
-
-    tests = [(sign, float(sign * place)) for sign in (1, -1) for place in places]
-    return max(tests, key=proved)
 
 
 def audit_one_run(
