@@ -75,6 +75,7 @@ def draw_clipping() -> None:
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.grid(alpha=0.3)
+    middle.set_ylabel("time / time of the non-private gradient")
     middle.set_xlabel("batch size (MLP of width 1024)")
     right.set_xlabel("width of the MLP (batches of 64)")
     for axes in (left, middle, right):

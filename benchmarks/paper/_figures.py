@@ -44,6 +44,8 @@ def draw_degradation() -> None:
             tidy(axes)
     for axes in figure.axes[2:]:
         axes.set_xlabel("epoch (mean of 3 seeds)")
+    for axes in figure.axes[::2]:
+        axes.set_ylabel("cross entropy, nats")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=len(labels))
     save(figure, "degradation")
@@ -68,6 +70,8 @@ def draw_losses() -> None:
             tidy(axes)
     for axes in grid[1]:
         axes.set_xlabel("epoch (mean of 5 seeds)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("cross entropy, nats")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
     save(figure, "losses")
@@ -135,6 +139,8 @@ def draw_denoising() -> None:
         color = {"signal": "black", "noisy": "#9a8c98"}.get(name, "#c1121f")
         first.plot(line, look, color=color, lw=0.9, label=name)
     first.legend(frameon=False, fontsize=7)
+    first.set_xlabel("entry of the vector (one draw of the noise)")
+    first.set_ylabel("value")
     for axes, (title, picture) in zip(rest, planes().items(), strict=True):
         axes.imshow(picture, vmin=-1.2, vmax=1.2, cmap="RdBu")
         error = record[title]

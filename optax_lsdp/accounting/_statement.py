@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from optax_lsdp.accounting._queries import Mechanism
 
+_HARDLY_ANY = 20.0  # half a billion to one
 _DIFFERENCE = {
     "add_remove": "whether any one example was in the data",
     "zero_out": "whether any one example was used or a blank in its place",
@@ -56,6 +57,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
         f"cannot tell {difference}: nothing that they could conclude becomes more than "
         f"{grows} times as probable, but for a probability of {delta:g}."
     )
+    if epsilon > _HARDLY_ANY:
+        meaning += " So large an ε protects hardly anybody; more noise or fewer steps make it less."
     assumed = [
         f"{sum(one.steps for one in mechanism.runs):,} steps; {batches};",
         "the contribution of each example to a step's sum is clipped to a norm of C;",

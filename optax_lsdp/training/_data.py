@@ -140,5 +140,6 @@ def _check_finite(rows: np.ndarray, indices: np.ndarray) -> None:
     if not finite.all():
         index = int(indices[np.argmin(finite)])
         raise DataError(
-            f"`data` must be finite, got NaN or infinity in example {index}; mend it or remove it."
+            f"`data` must be finite, got NaN or infinity in example {index}; mend it, or plan for "
+            "data without it."
         )

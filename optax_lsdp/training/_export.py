@@ -48,8 +48,7 @@ def export_params(path: Path | str, params: Any) -> None:
         is_half = jnp.dtype(dtype).itemsize < 4
         whole[name] = np.asarray(leaf, np.float32 if is_half else None)
     if jax.process_index() == 0:
-        path = Path(path)
-        with path.with_name(path.name.removesuffix(".npz") + ".npz").open("wb") as file:
+        with _with_suffix(path).open("wb") as file:
             _save(file, whole)
 
 
@@ -65,7 +64,7 @@ def load_params(path: Path | str, like: Any) -> Any:
     ...     print(load_params(f"{folder}/model.npz", params)["dense"]["kernel"].dtype)
     bfloat16
     """
-    with np.load(path) as file:
+    with np.load(_with_suffix(path)) as file:
         found = dict(file)
     wanted = {_name(place): leaf for place, leaf in jax.tree.leaves_with_path(like)}
     for name in sorted(found | wanted):
@@ -78,6 +77,11 @@ def load_params(path: Path | str, like: Any) -> Any:
                 f"it has {there}."
             )
     return jax.tree.map_with_path(lambda place, x: jnp.asarray(found[_name(place)], x.dtype), like)
+
+
+def _with_suffix(path: Path | str) -> Path:
+    path = Path(path)
+    return path.with_name(path.name.removesuffix(".npz") + ".npz")
 
 
 def _name(place: Any) -> str:

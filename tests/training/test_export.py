@@ -52,8 +52,8 @@ def test_what_is_no_parameter_is_refused(params, message, tmp_path):
 
 def test_what_is_written_is_read_again(tmp_path):
     params = {"a": [jnp.arange(3.0), jnp.ones((2, 2), jnp.bfloat16)], "b": jnp.float32(4)}
-    training.export_params(tmp_path / "model.npz", params)
-    found = training.load_params(tmp_path / "model.npz", jax.eval_shape(lambda: params))
+    training.export_params(tmp_path / "model", params)
+    found = training.load_params(tmp_path / "model", jax.eval_shape(lambda: params))
     chex.assert_trees_all_equal(found, params)
     chex.assert_trees_all_equal_dtypes(found, params)
 
