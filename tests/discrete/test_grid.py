@@ -107,12 +107,24 @@ def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
     link = add_discrete_gaussian_noise(2.0, key=jax.random.key(0))
     update = jax.jit(lambda step: link.update(total, link.init(None)._replace(step=step))[0])
     found = dict(audit_noise(update, scale=2.0).p_values)
-    assert found.pop("no number twice") < 1e-5  # whole cells repeat
+    for name in ("no number twice", "no two numbers twice"):
+        assert found.pop(name) < 1e-5  # whole cells repeat
     assert min(found.values()) > 1e-6, found
     noise = update(3)["one"]
     assert noise.dtype == jnp.float32
     np.testing.assert_allclose(noise / 0.001, np.rint(noise / 0.001), atol=1e-2)  # on the grid
     np.testing.assert_array_equal(noise, update(3)["one"])
+
+
+def test_noise_is_never_less_than_its_multiplier_says():
+    """One and a half cells are rounded up to two."""
+    params = jnp.zeros(10_000)
+    nobody = grid_grad(jnp.vdot, clip_norm=1.0, resolution=1)(
+        params, params[None], jnp.zeros(1, bool)
+    )
+    link = add_discrete_gaussian_noise(1.5 / nobody.sensitivity, key=jax.random.key(0))
+    noise, _ = link.update(nobody, link.init(params))
+    assert np.var(noise / nobody.cell) > 1.5**2
 
 
 def test_it_trains():
