@@ -39,7 +39,7 @@ def masked_only(
                 raise ValueError(
                     "`updates` must be sums over batches with their mask, since Poisson batches "
                     f"are padded, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
-                    "mask)`."
+                    "mask)`, and give a plan or `fit` an ordinary optimizer."
                 )
         return optimizer.update(updates, state, params, **options)
 

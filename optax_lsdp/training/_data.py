@@ -51,7 +51,12 @@ class Examples:
                 lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data
             )
             leaves = jax.tree.leaves(self.arrays)
-            sizes = {len(leaf) if leaf.ndim else 0 for leaf in leaves} or {0}
+            if any(leaf.ndim == 0 for leaf in leaves):
+                raise ValueError(
+                    "`data` must hold arrays with a leading axis of examples, got single numbers "
+                    "or a list of them; np.asarray makes an array of a list."
+                )
+            sizes = {len(leaf) for leaf in leaves} or {0}
             if len(sizes) != 1:
                 raise ValueError(
                     f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every "
@@ -61,6 +66,8 @@ class Examples:
             self._check_size()
             self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
             self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
+            for leaf in leaves if self.is_hashed else ():  # before the first step, in which it
+                _check_finite(leaf, np.arange(len(leaf)))  # would tell that the example is used
         for leaf in jax.tree.leaves(self.first):
             if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
                 raise TypeError(

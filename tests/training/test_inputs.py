@@ -50,7 +50,8 @@ def test_half_precision_data_are_read(dtype, tmp_path):
         (7, "`data` must be arrays .* got int"),
         (np.array(["a"] * 400), "`data` must hold numbers, got <U1"),
         ([DATA["x"], DATA["y"]], "must have 400 examples, as planned, got 2; dicts and tuples"),
-        ({"x": np.float32(3)}, "`data` must hold examples, got none"),
+        ({"x": np.float32(3)}, "`data` must hold arrays .*, got single numbers"),
+        ((DATA["x"], DATA["y"].tolist()), "or a list of them; np.asarray makes an array"),
     ],
 )
 def test_what_holds_no_examples_is_refused(data, message):
