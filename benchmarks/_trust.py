@@ -46,7 +46,7 @@ def in_short() -> str:
         caught = sum(row["seeds"] - row["passed"] for row in planted)
         passed = sum(row["passed"] for row in sound)
         levels = record["levels"].values()
-        most = max(max(row["gaussian"], row["any_mechanism"]) / row["claimed"] for row in levels)
+        shares = [row["gaussian"] / row["claimed"] for row in levels]
         rows = [
             [
                 f"{len(planted)} bugs, planted in our own pipeline",
@@ -58,7 +58,7 @@ def in_short() -> str:
             ],
             [
                 f"attacks on {len(record['levels'])} claims, ε = 0.1 to 10",
-                f"prove {most:.2f} of the claim at most",
+                f"prove {min(shares):.2f} to {max(shares):.2f} of the claim, as noise is Gaussian",
             ],
         ]
     fuzzed = FUZZED.read_text(encoding="utf-8").splitlines() if FUZZED.exists() else []
@@ -89,8 +89,8 @@ def draw_auditing() -> None:
     for name, (style, color, label) in looks.items():
         points = [(row["claimed"], row[name]) for row in rows if row[name] > 0]
         axes.loglog(*zip(*points, strict=True), style, color=color, label=label, markersize=4)
-    trials = rows[0]["trials"]
-    axes.set_xlabel(f"ε claimed for one step of DP-LSSGD (δ = 1e-5, {trials:,} steps each)")
+    trials = " or ".join(f"{n / 1e6:g}" for n in sorted({row["trials"] for row in rows}))
+    axes.set_xlabel(f"ε claimed for one step of DP-LSSGD (δ = 1e-5, {trials} million steps each)")
     axes.set_ylabel("lower bound on ε, confidence 1 − 1e-5")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.3)

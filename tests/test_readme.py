@@ -118,6 +118,16 @@ def test_what_is_said_of_cnns_follows_from_the_records():
     assert all(tuned("lsadam", e) < tuned("adam", e) for e in ("0.2", "0.4", "1"))
 
 
+def test_the_audits_on_record_found_what_they_should():
+    record = load_record(RESULTS / "auditing.json")
+    assert all(row["passed"] == 0 for row in record["planted"].values())
+    assert all(row["passed"] == row["seeds"] == 20 for row in record["sound"].values())
+    assert len(record["levels"]) == 20
+    for row in record["levels"].values():
+        assert row["any_mechanism"] <= row["claimed"]
+        assert row["claimed"] / 2 <= row["gaussian"] <= row["claimed"]
+
+
 def test_runs_that_are_in_two_records_are_the_same_in_both():
     """A second run with the same seed gives the same numbers."""
     once = load_record(RESULTS / "paper" / "cnn.json").get("noise", {})

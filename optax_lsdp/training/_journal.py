@@ -45,7 +45,7 @@ class Journal:
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self.nonce = self._fingerprint = ""
         self._eras: dict[str, range] = {}  # steps that may have been seen under each nonce
-        self._digests: dict[int, str] = {}
+        self._digests: dict[int, str] = {}  # of steps that were taken before, and may be again
         self._shared = _Lines(folder / "journal.jsonl", is_mine=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
         for line in json.loads(agreed_text(json.dumps(self._shared.read()))):
@@ -97,8 +97,7 @@ class Journal:
         if step >= era.stop:
             self._eras[self.nonce] = range(era.start, step + self._ahead)
             self._shared.write({"announced": step + self._ahead}, safe=True)
-        if step not in self._digests:
-            self._digests[step] = digest
+        if self._digests.pop(step, None) is None:  # which no later step will ask for
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, safe=safe)
 
     def seen_since(self, step: int, nonce: str) -> list[range]:
