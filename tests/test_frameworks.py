@@ -125,7 +125,7 @@ def equinox_run():
         (linen_run, "marked"),
         (linen_run, "stacked"),
         (nnx_run, "marked"),
-        (nnx_run, "stacked"),
+        pytest.param(nnx_run, "stacked", marks=pytest.mark.full),
         (equinox_run, "marked"),
     ],
 )

@@ -21,7 +21,18 @@ def _standard_promotion():
         yield
 
 
-@pytest.mark.parametrize("name", PLANTED)
+SLOW_BUGS = (
+    "norms in float16",
+    "division by the number of examples that came",
+    "clipping at the median of a batch",
+    "a search for NaN in the first number only",
+    "a NaN example that is left in",
+    "batch normalisation",
+    "an odd example that changes how others are clipped",
+)
+
+
+@pytest.mark.parametrize("name", [*(n for n in PLANTED if n not in SLOW_BUGS), *slow(*SLOW_BUGS)])
 def test_a_planted_bug_is_found(name):
     for seed in SEEDS:
         report = PLANTED[name].run(seed)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import optax_lsdp as lsdp
 from optax_lsdp import Grid
 from optax_lsdp.smoothing import grid_beta
+from tests.cases import slow
 
 P = PartitionSpec
 STATE = lsdp.laplacian_smooth(1.0).init(None)
@@ -41,7 +42,7 @@ def test_shards_of_different_sizes_are_smoothed_as_one(shape, spec):
     np.testing.assert_allclose(run(v), expected, atol=2e-6)
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [*slow(1), 8])
 def test_a_schedule_runs_on_an_explicit_mesh_with_replicated_leaves(devices):
     updates = {"w": normal(20, 10)}
     schedule = lsdp.laplacian_smooth(optax.linear_schedule(1.0, 0.0, 10))
