@@ -35,7 +35,7 @@ class SensitivityReport(Report):
         masked: how far an example that was masked out did.
         pairs: how many were tried.
         tolerance: what rounding is granted, as a share of `declared`.
-        rounding: what float32 is granted in a sum of as many, likewise, if that is more.
+        granted: what float32 is granted in a sum of as many as there were, likewise.
     """
 
     declared: float
@@ -44,12 +44,12 @@ class SensitivityReport(Report):
     masked: float
     pairs: int
     tolerance: float
-    rounding: float
+    granted: float
 
     @property
     def passed(self) -> bool:
         """Whether neighbours were apart, and none farther than declared."""
-        most = self.declared * (1 + max(self.tolerance, self.rounding))
+        most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
     def lines(self) -> dict[str, str]:
@@ -96,9 +96,9 @@ class _Neighbours(NamedTuple):
     place: Any
     masks: tuple[jax.Array, jax.Array]
 
-    def rounding(self) -> float:
-        """Return by what share of its sensitivity float32 may be off in a sum of so many."""
-        return _ROUNDING * float(jnp.sum(self.masks[0]))
+    def granted(self, tolerance: float) -> float:
+        """Return by what share of its sensitivity a sum of so many may be off in float32."""
+        return max(tolerance, _ROUNDING * float(jnp.sum(self.masks[0])))
 
 
 class _Found(NamedTuple):
@@ -178,9 +178,10 @@ def audit_sensitivity(
             pair = drive(pair, 0.3 * (1 - step / ascent_steps))
             if not math.isfinite(look(pair, "found by gradient ascent")):
                 break
-    most = max(found, key=lambda one: one.distance - one.pair.rounding() * declared)
+    most = max(found, key=lambda one: one.distance - declared * one.pair.granted(tolerance))
+    granted = most.pair.granted(tolerance)
     return SensitivityReport(
-        declared, most.distance, most.how, masked, len(found), tolerance, most.pair.rounding()
+        declared, most.distance, most.how, masked, len(found), tolerance, granted
     )
 
 
