@@ -16,12 +16,14 @@ def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..
     """Refuse batches that hold padding, for all that is known, and come without a mask."""
 
     def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> Any:
-        sizes = {len(leaf) for leaf in jax.tree.leaves(batch) if jnp.shape(leaf)}
-        if mask is None and (sampling == "poisson" or max(sizes, default=0) > room):
-            raise ValueError(
-                f"`mask` must be given with {sampling!r} batches, which are padded, got none; pass "
-                "that of `sampler.batch(step)`, or padding counts as examples."
-            )
+        if mask is None:
+            size = max((len(x) for x in jax.tree.leaves(batch) if jnp.shape(x)), default=0)
+            if sampling == "poisson" or size > room:
+                raise ValueError(
+                    f"`mask` must be given with {sampling!r} batches, which are padded, got none; "
+                    "pass that of `sampler.batch(step)`, or padding counts as examples."
+                )
+            mask = jnp.ones(size, bool)  # there is no padding in so few
         return grad(params, batch, mask, **options)
 
     return checked
@@ -37,8 +39,8 @@ def masked_only(
             if not (is_marked(leaf) and leaf.masked):
                 what = "a sum without one" if is_marked(leaf) else "arrays"
                 raise ValueError(
-                    "`updates` must be sums over batches with their mask, since Poisson batches "
-                    f"are padded, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
+                    "`updates` must be sums over batches with their mask, since a sampler may pad "
+                    f"them, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
                     "mask)`, and give a plan or `fit` an ordinary optimizer."
                 )
         return optimizer.update(updates, state, params, **options)

@@ -175,7 +175,7 @@ class PrivacyPlan(Spending):
     ) -> optax.GradientTransformationExtraArgs:
         """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform.
 
-        Under Poisson sampling it takes no sum that was clipped without a mask, and no stacked
+        It takes the sums of the plan's gradients, or of others with a mask, but no stacked
         gradients, in which padding would count. The key may be the one that `sampler` has: each
         derives its own.
         """
@@ -191,7 +191,7 @@ class PrivacyPlan(Spending):
             smoothing=self.smoothing if smoothing is None else smoothing,
             key=self.derive_key(key, "noise"),
         )
-        return masked_only(private) if self.sampling == "poisson" else private
+        return masked_only(private)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return a key for one purpose in one plan: no two plans or purposes share randomness."""

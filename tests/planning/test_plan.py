@@ -254,3 +254,17 @@ def test_padded_batches_are_refused_without_their_mask():
     assert fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room, 3))).value.shape == (3,)
     with pytest.raises(ValueError, match="`mask` must be given"):
         fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room + 1, 3)))
+
+
+@pytest.mark.parametrize("name", ["fixed", "full", "shuffled"])
+def test_batches_that_are_padded_to_a_multiple_are_refused_without_their_mask(name):
+    plan, params = make(name), jnp.zeros(3)
+    indices, mask = plan.sampler(KEY, multiple_of=64).batch(0)
+    batch, tx = jnp.ones((len(indices), 3)), plan.optimizer(optax.sgd(1.0), KEY)
+    assert not mask.all()
+    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
+    for updates in (unmasked, batch):
+        with pytest.raises(ValueError, match="sums over batches with their mask"):
+            tx.update(updates, tx.init(params), params)
+    few = plan.clipped_grad(jnp.vdot)(params, batch[: plan.room])  # without padding
+    tx.update(few, tx.init(params), params)
