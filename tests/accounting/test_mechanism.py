@@ -7,7 +7,7 @@ import mpmath
 import numpy as np
 import pytest
 
-from optax_lsdp.accounting import Composition, SampledGaussian, _queries
+from optax_lsdp.accounting import Composition, SampledGaussian, _queries, statement
 from tests.cases import slow
 
 # Values of an independent accountant, to the digits given.
@@ -253,3 +253,10 @@ BAD = {
 def test_bad_input_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_statement_of_a_huge_epsilon_does_not_reassure():
+    little = SampledGaussian(0.3, 0.1, 100)
+    assert little.epsilon(1e-5) > 20
+    assert "protects hardly anybody" in " ".join(statement(little, 1e-5).split())
+    assert "hardly" not in statement(SampledGaussian(1.1, 0.01, 100), 1e-5)
