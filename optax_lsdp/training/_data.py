@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_AT_A_TIME = 2**16  # examples that are looked at
 _HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
 _LOOKED_AT = 256  # examples, if not all are hashed
 
@@ -66,8 +68,10 @@ class Examples:
             self._check_size()
             self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
             self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
-            for leaf in leaves if self.is_hashed else ():  # before the first step, in which it
-                _check_finite(leaf, np.arange(len(leaf)))  # would tell that the example is used
+            if self.is_hashed:  # else a step would tell that it uses the example
+                for leaf, start in product(leaves, range(0, self.size, _AT_A_TIME)):
+                    rows = leaf[start : start + _AT_A_TIME]
+                    _check_finite(rows, np.arange(start, start + len(rows)))
         for leaf in jax.tree.leaves(self.first):
             if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
                 raise TypeError(
@@ -107,8 +111,8 @@ class Examples:
         if self.is_hashed:
             for leaf in jax.tree.leaves(self.arrays):
                 digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
-                for start in range(0, len(leaf), 65_536):
-                    update_digest(digest, leaf[start : start + 65_536])
+                for start in range(0, len(leaf), _AT_A_TIME):
+                    update_digest(digest, leaf[start : start + _AT_A_TIME])
         elif jax.process_count() == 1:  # of several, each reads its own examples alone
             places = np.unique(np.linspace(0, self.size - 1, _LOOKED_AT).astype(int))
             update_digest(digest, self.take(places, np.ones(len(places), bool)))
