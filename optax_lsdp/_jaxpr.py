@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import optax
@@ -75,10 +75,10 @@ def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
     """Return all arrays that a program closes over: JAX keeps them beside it or inside of it."""
     yield from program.consts
     for equation in _equations(program.jaxpr):
-        yield from (atom.val for atom in equation.invars if isinstance(atom, core.Literal))
+        yield from (atom.val for atom in equation.invars if is_literal(atom))
 
 
-def is_literal(atom: Any) -> bool:
+def is_literal(atom: Any) -> TypeGuard[core.Literal]:
     """Tell a constant that is written into an equation from a variable."""
     return isinstance(atom, core.Literal)
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optax_lsdp.clipping import Clipped
+from optax_lsdp._marked import is_marked
+from optax_lsdp._trees import path_name
 
 
 def export_params(path: Path | str, params: Any) -> None:
@@ -28,9 +29,9 @@ def export_params(path: Path | str, params: Any) -> None:
     (2, 3)
     """
     whole: dict[str, np.ndarray] = {}
-    for place, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_clipped):
+    for place, leaf in jax.tree.leaves_with_path(params, is_leaf=is_marked):
         name = _name(place)
-        if _is_clipped(leaf):
+        if is_marked(leaf):
             raise ValueError(
                 f"`params` must be parameters, got a clipped sum at {name!r}, which has no noise "
                 "and must not be released."
@@ -86,11 +87,7 @@ def _with_suffix(path: Path | str) -> Path:
 
 def _name(place: Any) -> str:
     """Return the name of a leaf in the file."""
-    return jax.tree_util.keystr(place, simple=True, separator="/") or "params"
-
-
-def _is_clipped(x: Any) -> bool:
-    return isinstance(x, Clipped)
+    return path_name(place) or "params"
 
 
 def _save(file: Any, arrays: dict[str, np.ndarray]) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from optax_lsdp._trees import path_name
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._files import lock, write_whole
@@ -189,10 +190,9 @@ def _unwrapped(tree: Any, *, abstract: bool = False) -> Any:
 
 def _arrays(tree: Any) -> dict[str, str]:
     """Return what kind of array is in each place of a tree."""
-    leaves = jax.tree.leaves_with_path(tree)
     return {
-        jax.tree_util.keystr(place, simple=True, separator="/"): f"{x.dtype}{list(x.shape)}"
-        for place, x in leaves
+        path_name(place): f"{x.dtype}{list(x.shape)}"
+        for place, x in jax.tree.leaves_with_path(tree)
     }
 
 
