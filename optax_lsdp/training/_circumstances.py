@@ -1,4 +1,4 @@
-"""Circumstances: all that decides what a step computes goes in, a hash of it comes out."""
+"""Circumstances: all that decides what a step computes goes in, a hash of each comes out."""
 
 from __future__ import annotations
 
@@ -38,14 +38,13 @@ class Program:
         return lowered.compile()
 
 
-def fingerprint(program: Program, examples: Examples, mesh: jax.sharding.Mesh | None) -> str:
-    """Return a hash of everything that decides what a step computes, to the bit."""
+def circumstances(
+    program: Program, examples: Examples, mesh: jax.sharding.Mesh | None
+) -> dict[str, str]:
+    """Return a hash of everything that decides what a step computes, to the bit, by its name."""
     packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "optax-lsdp")]
     devices = jax.devices() if mesh is None else mesh.devices.flat
-    parts = [
-        program.digest.hexdigest(),
-        examples.fingerprint(),
-        *packages,
+    machine = [
         *(device.device_kind for device in devices),
         str(jax.process_count()),
         platform.machine(),
@@ -53,7 +52,16 @@ def fingerprint(program: Program, examples: Examples, mesh: jax.sharding.Mesh | 
         str(os.cpu_count()),
         os.environ.get("XLA_FLAGS", ""),
     ]
-    return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+    return {
+        "data": _hash(examples.fingerprint()),
+        "code or settings": _hash(program.digest.hexdigest()),
+        "versions of packages": _hash(*packages),
+        "devices": _hash(*machine),
+    }
+
+
+def _hash(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=16).hexdigest()
 
 
 def _processor() -> str:

@@ -43,14 +43,15 @@ class Journal:
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
-        self.nonce = self._fingerprint = ""
+        self.nonce = ""
+        self._circumstances: dict[str, str] = {}
         self._eras: dict[str, range] = {}  # steps that may have been seen under each nonce
         self._digests: dict[int, str] = {}  # of steps that were taken before, and may be again
         self._shared = _Lines(folder / "journal.jsonl", is_mine=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
         for line in json.loads(agreed_text(json.dumps(self._shared.read()))):
             if "nonce" in line:
-                self.nonce, self._fingerprint = line["nonce"], line["fingerprint"]
+                self.nonce, self._circumstances = line["nonce"], line.get("circumstances", {})
                 self._eras[self.nonce] = range(line["start"], line["start"])
             else:
                 self._eras[self.nonce] = range(self._eras[self.nonce].start, line["announced"])
@@ -68,17 +69,18 @@ class Journal:
         """Tell whether any step was announced."""
         return any(map(len, self._eras.values()))
 
-    def is_same(self, fingerprint: str) -> bool:
-        """Tell whether circumstances are those of the last lines."""
-        return bool(self.nonce) and fingerprint == self._fingerprint
+    def changed(self, circumstances: dict[str, str]) -> list[str]:
+        """Return the names of circumstances that are not those of the last lines."""
+        before = self._circumstances
+        return [n for n in before | circumstances if before.get(n) != circumstances.get(n)]
 
-    def renew(self, fingerprint: str, step: int) -> None:
+    def renew(self, circumstances: dict[str, str], step: int) -> None:
         """Begin with other circumstances, from a step on."""
         # What is seen first is a function of the key; whatever follows is one of nothing known.
         self.nonce = agreed_text(secrets.token_hex(8)) if self.has_steps else FIRST
-        self._fingerprint = fingerprint
+        self._circumstances = circumstances
         self._eras[self.nonce], self._digests = range(step, step), {}
-        line = {"nonce": self.nonce, "fingerprint": fingerprint, "start": step}
+        line = {"nonce": self.nonce, "circumstances": circumstances, "start": step}
         self._shared.write(line, safe=True)
 
     def differs(self, step: int, digest: str) -> bool:

@@ -17,11 +17,12 @@ import numpy as np
 import optax
 
 from optax_lsdp._keys import fold_in_text
+from optax_lsdp._trees import check_floating, check_not_empty
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._batches import Batches, Read, abstract, replicate
-from optax_lsdp.training._circumstances import Program, fingerprint
+from optax_lsdp.training._circumstances import Program, circumstances
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
 from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
@@ -77,7 +78,8 @@ class Run:
             self.state, self.step, self.ledger, self.nonce = saved
         self._place(self.nonce)
         program = self._compile(loss_fn)
-        self.fingerprint = joined_text(fingerprint(program, self.examples, self.mesh))
+        here = circumstances(program, self.examples, self.mesh)
+        self.circumstances = {name: joined_text(text) for name, text in here.items()}
         if self.folder is None:
             return self._look_ahead()
         journal = self.folder.journal
@@ -87,8 +89,11 @@ class Run:
                 "what was spent is not known; take another folder."
             )
         self.begins = saved is None
-        if not (saved and journal.is_same(self.fingerprint) and journal.nonce == self.nonce):
-            return self._renew(counted=saved is not None)
+        changed = journal.changed(self.circumstances)
+        if saved is None or changed:
+            return self._renew(changed, counted=saved is not None)
+        if journal.nonce != self.nonce:  # the checkpoint is older than the journal's last lines
+            return self._renew(["checkpoints"])
         self._look_ahead()
 
     def _first_state(self, params: optax.Params, key: jax.Array) -> State:
@@ -97,6 +102,8 @@ class Run:
                 return x
             return replicate(x, self.everywhere)
 
+        check_not_empty("params", params)
+        check_floating("params", jax.tree.map(_as_array, params))
         params = jax.tree.map(lambda x: place(jnp.array(x)), params)
         inner = jax.tree.map(jnp.array, self.private(key).init(params))  # no array twice
         mean = first_average(self.average, params)
@@ -133,7 +140,7 @@ class Run:
         self.take_step = program.compile(whole, state, sums, chunk)
         return program
 
-    def _renew(self, *, counted: bool = True) -> None:
+    def _renew(self, changed: Sequence[str], *, counted: bool = True) -> None:
         """Go on under other circumstances: other keys, and what may have been seen counts again."""
         if self.folder is None:
             return
@@ -143,17 +150,17 @@ class Run:
                 self.begins = self.begins or index > 0
                 for step in seen:
                     self._count(min(step, self.plan.steps - 1))
-        journal.renew(self.fingerprint, self.step)
+        journal.renew(self.circumstances, self.step)
         self.nonce, self.begins = journal.nonce, True
         self._place(self.nonce)
         self._look_ahead()
         self._save()
         if counted:
-            warnings.warn(self._what_is_different(), stacklevel=2)
+            warnings.warn(self._what_is_different(changed), stacklevel=2)
 
-    def _what_is_different(self) -> str:
+    def _what_is_different(self, changed: Sequence[str]) -> str:
         """Return what a run under other circumstances means for its user."""
-        begin = "This folder's run was made with other data, code, settings, versions or devices: "
+        begin = f"This folder's run was made with other {', '.join(changed)}: "
         if self.step == self.plan.steps:
             return f"{begin}it is finished, and returned as it was; take another folder to train."
         again = self.ledger.steps - self.step
@@ -235,7 +242,7 @@ class Run:
         if self.folder is not None:
             journal = self.folder.journal
             if holds_anywhere(journal.differs(self.step, read.digest)):
-                self._renew()
+                self._renew(["data"])
                 return False
             journal.record(self.step, read.digest, safe=not self.examples.is_hashed)
         self.is_between = False
@@ -272,3 +279,8 @@ class Run:
         self.workers.shutdown(cancel_futures=True)
         if self.folder is not None:
             self.folder.close()
+
+
+def _as_array(x: Any) -> Any:
+    """Return what has a dtype, whatever it came as."""
+    return x if hasattr(x, "dtype") else np.asarray(x)

@@ -167,8 +167,10 @@ def test_other_circumstances_have_other_noise(tmp_path, monkeypatch):
     assert steps_of(folder=tmp_path / "other")[8] != alone[8]
 
 
-@pytest.mark.parametrize("change", ["loss", "flags"])
-def test_other_circumstances_get_another_nonce(change, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("change", "named"), [("loss", "code or settings"), ("flags", "devices"), ("data", "data")]
+)
+def test_other_circumstances_are_named_and_get_another_nonce(change, named, tmp_path, monkeypatch):
     fall(tmp_path, step=9)
     before = _journal.Journal(tmp_path, 60)
     options = {}
@@ -176,9 +178,13 @@ def test_other_circumstances_get_another_nonce(change, tmp_path, monkeypatch):
         from tests.training.problem import loss
 
         options["loss_fn"] = lambda params, example: 2 * loss(params, example)
+    elif change == "data":
+        options["data"] = make_data()
+        options["data"]["x"][7] += 1
     else:
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
-    plan_steps = fit(folder=tmp_path, **options)
+    with pytest.warns(UserWarning, match=f"with other {named}: it goes on from step"):
+        plan_steps = fit(folder=tmp_path, **options)
     after = _journal.Journal(tmp_path, 60)
     assert after.nonce != before.nonce and after.era == 2
     assert plan_steps.ledger.steps > plan_steps.steps
