@@ -137,6 +137,11 @@ def add_gaussian_noise(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def is_noise_state(x: Any) -> bool:
+    """Tell the noise's part of an optimizer's state from all others."""
+    return isinstance(x, AddGaussianNoiseState)
+
+
 def _draw(
     keys: jax.Array, leaves: list[jax.Array], axes: tuple[str, ...], step: jax.Array
 ) -> list[jax.Array]:

@@ -22,8 +22,8 @@ from optax_lsdp.clipping import clipped_grad, value_and_clipped_grad
 from optax_lsdp.optimizers import Smoothing, privatize
 from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, steps_of
 from optax_lsdp.planning._check import check_settings
+from optax_lsdp.planning._guards import guarded, with_mask
 from optax_lsdp.planning._json import read_plan, write_plan
-from optax_lsdp.planning._masks import masked_only, with_mask
 from optax_lsdp.planning._piecewise import Piecewise
 from optax_lsdp.planning._spending import COUNTED_AGAIN, Spending
 from optax_lsdp.sampling import (
@@ -156,6 +156,7 @@ class PrivacyPlan(Spending):
 
         Poisson batches are padded: the mask of `sampler.batch(step)` must be given with them.
         """
+        _check_options(options)
         grad = clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
         return with_mask(grad, self.sampling, self.room)
 
@@ -163,6 +164,7 @@ class PrivacyPlan(Spending):
         self, loss_fn: Callable[..., Any], **options: Any
     ) -> Callable[..., Any]:
         """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
+        _check_options(options)
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
         return with_mask(grad, self.sampling, self.room)
 
@@ -176,8 +178,9 @@ class PrivacyPlan(Spending):
         """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform.
 
         It takes the sums of the plan's gradients, or of others with a mask, but no stacked
-        gradients, in which padding would count. The key may be the one that `sampler` has: each
-        derives its own.
+        gradients, in which padding would count; and it takes the plan's `steps`: what follows
+        raises, or moves no parameter inside of `jit`. The key may be the one that `sampler` has:
+        each derives its own.
         """
         noise: Any = self.noise_multiplier
         if self.noise_schedule is not None:
@@ -191,7 +194,7 @@ class PrivacyPlan(Spending):
             smoothing=self.smoothing if smoothing is None else smoothing,
             key=self.derive_key(key, "noise"),
         )
-        return masked_only(private)
+        return guarded(private, self.steps)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return a key for one purpose in one plan: no two plans or purposes share randomness."""
@@ -238,3 +241,11 @@ class PrivacyPlan(Spending):
     def from_json(cls, text: str) -> PrivacyPlan:
         """Return the plan that `to_json` wrote; its ε is computed again, and not believed."""
         return cls(**read_plan(text, {field.name for field in fields(cls)}))
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    if "clip_norm" in options:
+        raise TypeError(
+            f"`clip_norm` must be left to the plan, which has it, got {options['clip_norm']!r}; "
+            "give it to PrivacyPlan."
+        )

@@ -11,7 +11,7 @@ import optax
 
 from optax_lsdp._checks import is_number
 from optax_lsdp._trees import widen
-from optax_lsdp.noise import AddGaussianNoiseState
+from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
 from optax_lsdp.training._losses import Loss, takes_key
 
@@ -115,11 +115,7 @@ def with_noise_key(state: Any, key: jax.Array) -> Any:
     """Return an optimizer's state that draws the plan's noise, its first, from another key."""
     given = iter([key])
     return jax.tree.map(
-        lambda x: x._replace(key=jnp.copy(next(given, x.key))) if _is_noise(x) else x,
+        lambda x: x._replace(key=jnp.copy(next(given, x.key))) if is_noise_state(x) else x,
         state,
-        is_leaf=_is_noise,
+        is_leaf=is_noise_state,
     )
-
-
-def _is_noise(x: Any) -> bool:
-    return isinstance(x, AddGaussianNoiseState)

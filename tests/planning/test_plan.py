@@ -268,3 +268,29 @@ def test_batches_that_are_padded_to_a_multiple_are_refused_without_their_mask(na
             tx.update(updates, tx.init(params), params)
     few = plan.clipped_grad(jnp.vdot)(params, batch[: plan.room])  # without padding
     tx.update(few, tx.init(params), params)
+
+
+def test_what_was_not_planned_moves_nothing():
+    plan, params = make(steps=3), jnp.zeros(3)
+    tx = plan.optimizer(optax.sgd(0.1, momentum=0.9), KEY)
+    grad = plan.clipped_grad(jnp.vdot)(params, jnp.ones((4, 3)), jnp.ones(4, bool))
+
+    def run(update, steps):
+        moves, state = [], tx.init(params)
+        for _ in range(steps):
+            move, state = update(grad, state, params)
+            moves.append(move)
+        return jnp.stack(moves)
+
+    moves = run(jax.jit(tx.update), 5)
+    assert (moves[:3] != 0).all() and (moves[3:] == 0).all()
+    np.testing.assert_allclose(run(tx.update, 3), moves[:3], rtol=1e-5)
+    with pytest.raises(ValueError, match="less than 3 steps, which is all that was planned"):
+        run(tx.update, 4)
+
+
+def test_what_a_plan_has_is_not_given_twice():
+    plan = make()
+    for grad in (plan.clipped_grad, plan.value_and_clipped_grad):
+        with pytest.raises(TypeError, match="`clip_norm` must be left to the plan, which has it"):
+            grad(jnp.vdot, clip_norm=2.0)

@@ -1,0 +1,69 @@
+"""Guards: batches with their masks and planned steps go in, or one sentence comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lsdp._marked import is_marked
+from optax_lsdp.noise import is_noise_state
+
+
+def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..., Any]:
+    """Refuse batches that hold padding, for all that is known, and come without a mask."""
+
+    def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> Any:
+        if mask is None:
+            size = max((len(x) for x in jax.tree.leaves(batch) if jnp.shape(x)), default=0)
+            if sampling == "poisson" or size > room:
+                raise ValueError(
+                    f"`mask` must be given with {sampling!r} batches, which are padded, got none; "
+                    "pass that of `sampler.batch(step)`, or padding counts as examples."
+                )
+            mask = jnp.ones(size, bool)  # there is no padding in so few
+        return grad(params, batch, mask, **options)
+
+    return checked
+
+
+def guarded(
+    optimizer: optax.GradientTransformationExtraArgs, steps: int
+) -> optax.GradientTransformationExtraArgs:
+    """Return an optimizer that takes sums over batches with a mask, and that many steps."""
+
+    def update(updates: Any, state: Any, params: Any = None, **options: Any) -> Any:
+        _check_masks(updates)
+        taken = _steps_taken(state)
+        is_planned = taken < steps
+        if not (isinstance(is_planned, jax.core.Tracer) or is_planned):
+            raise ValueError(
+                f"`state` must be of less than {steps} steps, which is all that was planned, got "
+                f"one of {taken}; plan for more steps, and begin anew."
+            )
+        moves, state = optimizer.update(updates, state, params, **options)
+        # Inside of jit nothing can be raised: what was not planned does not move the parameters.
+        moves = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
+        return moves, state
+
+    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _check_masks(updates: Any) -> None:
+    for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
+        if not (is_marked(leaf) and leaf.masked):
+            what = "a sum without one" if is_marked(leaf) else "arrays"
+            raise ValueError(
+                "`updates` must be sums over batches with their mask, since a sampler may pad "
+                f"them, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
+                "mask)`, and give a plan or `fit` an ordinary optimizer."
+            )
+
+
+def _steps_taken(state: Any) -> Any:
+    """Return how often the plan's noise, the first in a state, was added."""
+    leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
+    return next(leaf for leaf in leaves if is_noise_state(leaf)).step
