@@ -48,6 +48,12 @@ def check_delta(name: str, value: object) -> None:
         raise ValueError(_sentence(name, "above 0 and below 1", value))
 
 
+def check_function(name: str, value: object, of_what: str) -> None:
+    """Raise unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(_sentence(name, f"a function {of_what}", value))
+
+
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:

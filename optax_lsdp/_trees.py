@@ -21,13 +21,22 @@ def check_not_empty(name: str, tree: Any) -> None:
         raise ValueError(f"`{name}` must hold at least one array, got none.")
 
 
+def kind_of(leaf: Any) -> str:
+    """Return the dtype of an array, or the type of anything else, for a sentence."""
+    return str(getattr(leaf, "dtype", type(leaf).__name__))
+
+
+def is_floating(leaf: Any) -> bool:
+    """Tell a real floating-point array from one of whole numbers, a key, or no array."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def check_floating(name: str, tree: Any) -> None:
     """Raise unless all leaves are real floating-point arrays."""
     for path, leaf in jax.tree.leaves_with_path(tree):
-        dtype = getattr(leaf, "dtype", type(leaf).__name__)
-        if isinstance(dtype, str) or not jnp.issubdtype(dtype, jnp.floating):
+        if not is_floating(leaf):
             raise TypeError(
-                f"`{name}` must hold real floating-point arrays, got {dtype} at "
+                f"`{name}` must hold real floating-point arrays, got {kind_of(leaf)} at "
                 f"{path_name(path)!r}; split off what is not trained, as nnx.split, "
                 "eqx.partition or variables['params'] do."
             )

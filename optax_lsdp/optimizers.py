@@ -68,7 +68,9 @@ def privatize(
     """
     remedy = "for training without privacy, use the optimizer itself"
     if not hasattr(optimizer, "update"):
-        raise TypeError(f"`optimizer` must be an Optax optimizer, got {optimizer!r}.")
+        raise TypeError(
+            f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
+        )
     check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
     if not is_number(expected_batch_size):
         raise TypeError(

@@ -156,6 +156,14 @@ CASES = {
         "`batch` .* got 5 at 'b' and 3 at 'y'",
     ),
     "loss of a batch": (lambda: grad(loss_fn=lambda p, x: p["b"]), r"`loss_fn` .* shape \(3,\)"),
+    "loss of nothing": (lambda: grad(loss_fn=lambda p, x: None), "`loss_fn` .* got NoneType"),
+    "loss of whole numbers": (lambda: grad(loss_fn=lambda p, x: 1), "`loss_fn` .* got int"),
+    "loss in a dict": (lambda: grad(loss_fn=lambda p, x: {"loss": 1.0}), "`loss_fn` .* got dict"),
+    "loss that is complex": (
+        lambda: grad(loss_fn=lambda p, x: jax.lax.complex(0.0, p["b"][0])),
+        "got complex64",
+    ),
+    "loss that is no function": (lambda: grad(loss_fn=3.0), "`loss_fn` .* a function .* got 3.0"),
     "aux without has_aux": (lambda: grad(loss_fn=lambda p, x: (1.0, 2)), "`loss_fn` .* has_aux"),
     "has_aux without aux": (
         lambda: lsdp.value_and_clipped_grad(loss, clip_norm=1.0, has_aux=True)(PARAMS, STACK),

@@ -10,9 +10,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import check_choice, check_whole
+from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
-from optax_lsdp._trees import check_floating, check_not_empty, path_name
+from optax_lsdp._trees import (
+    check_floating,
+    check_not_empty,
+    is_floating,
+    kind_of,
+    path_name,
+)
 from optax_lsdp.clipping._factors import (
     STYLES,
     ClipNorm,
@@ -135,6 +141,7 @@ def value_and_clipped_grad(
     >>> print(private.values, private.norms)
     [7.  0.5] [5.  0.5]
     """
+    check_function("loss_fn", loss_fn, "of parameters and one example")
     check_clip_norm(clip_norm)
     check_choice("clip_style", clip_style, STYLES)
     check_choice("engine", engine, ("auto", *_ENGINES))
@@ -211,6 +218,11 @@ def _check_output(output: Any, has_aux: bool) -> None:
             "back from `value_and_clipped_grad(..., has_aux=True)`."
         )
     value = output[0] if has_aux else output
+    if not (is_floating(value) or isinstance(value, float)):
+        raise TypeError(
+            f"`loss_fn` must return the loss, a real floating-point scalar, got {kind_of(value)}; "
+            "what else it computes comes back from `value_and_clipped_grad(..., has_aux=True)`."
+        )
     if jnp.shape(value) != ():
         raise ValueError(
             f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; it "
@@ -225,11 +237,10 @@ def _batch_size(batch: Any) -> int:
         raise ValueError("`batch` must hold at least one array, got none.")
     for path, leaf in leaves:
         if getattr(leaf, "shape", ()) == ():
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise ValueError(
-                f"`batch` must be a tree of arrays with a leading axis of examples, got one {kind} "
-                f"at {path_name(path)!r}; split a key with jax.random.split(key, n), and let "
-                "`loss_fn` close over what all examples share."
+                "`batch` must be a tree of arrays with a leading axis of examples, got one "
+                f"{kind_of(leaf)} at {path_name(path)!r}; split a key with "
+                "jax.random.split(key, n), and let `loss_fn` close over what all examples share."
             )
         if len(leaf) != len(leaves[0][1]):
             raise ValueError(
@@ -242,7 +253,7 @@ def _batch_size(batch: Any) -> int:
 def _check_mask(mask: Any, size: int) -> None:
     if mask is None:
         return
-    dtype, shape = getattr(mask, "dtype", type(mask).__name__), getattr(mask, "shape", "none")
+    dtype, shape = kind_of(mask), getattr(mask, "shape", "none")
     if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where an example counts, got "

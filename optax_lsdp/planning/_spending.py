@@ -62,6 +62,7 @@ class Spending:
 
     def allows(self, ledger: Ledger, step: int) -> bool:
         """Tell whether the budget covers all that was recorded, and this step after it."""
+        _check_ledger(ledger)
         if ledger.steps == step < self.steps and self._began(ledger):
             return True
         if ledger.steps >= COUNTED_AGAIN * self.steps:
@@ -70,6 +71,7 @@ class Spending:
 
     def spent(self, ledger: Ledger) -> float:
         """Return ε of all that was recorded."""
+        _check_ledger(ledger)
         if self._began(ledger):
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta_of_noise)
@@ -79,6 +81,7 @@ class Spending:
 
         All that was recorded counts, such as steps that had to be taken twice.
         """
+        _check_ledger(ledger)
         if ledger.steps == step and self._began(ledger):
             return np.minimum(self._curve[step:], self.epsilon)
         whole = Ledger((*ledger.runs, *self._coming(step)))
@@ -108,6 +111,7 @@ class Spending:
 
         Without a step, all that was recorded are steps of the plan, none of them taken twice.
         """
+        _check_ledger(ledger)
         step = ledger.steps if step is None else step
         check_whole("step", step, least=0)
         if ledger.steps == step < self.steps and self._began(ledger):
@@ -116,3 +120,11 @@ class Spending:
         if most <= 0:
             return 0
         return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
+
+
+def _check_ledger(ledger: Any) -> None:
+    if not isinstance(ledger, Ledger):
+        raise TypeError(
+            f"`ledger` must be a Ledger, got {type(ledger).__name__}; what `fit` returns has one, "
+            "and `Ledger()` is one of nothing."
+        )

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lsdp._checks import is_number
+
 _AT_A_TIME = 2**16  # examples that are looked at
 _HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
 _LOOKED_AT = 256  # examples, if not all are hashed
@@ -47,7 +49,13 @@ class Examples:
                 )
             self.source, self.size = data, len(data)
             self._check_size()
-            self.first = jax.tree.map(np.asarray, self._read(0))
+            first = self._read(0)
+            if isinstance(first, list) and all(map(is_number, jax.tree.leaves(first))):
+                raise TypeError(
+                    "`data` must give examples that are arrays, or dicts or tuples of them, got a "
+                    "list of numbers; np.asarray makes an array of all of them."
+                )
+            self.first = jax.tree.map(np.asarray, first)
         else:
             self.arrays = jax.tree.map(
                 lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lsdp._checks import check_whole
+from optax_lsdp._checks import check_function, check_whole
 from optax_lsdp._keys import check_key
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
@@ -96,8 +96,14 @@ def fit(
             f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; "
             "dicts and tuples hold arrays, lists hold examples."
         )
-    if callable(callbacks):
+    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
+    if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
+        raise TypeError(
+            f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}; make one of all devices with "
+            'jax.make_mesh((jax.device_count(),), ("examples",)).'
+        )
+    check_function("loss_fn", loss_fn, "of parameters and one example")
     if key is not None:
         check_key("key", key)
     run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)

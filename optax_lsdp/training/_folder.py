@@ -39,10 +39,16 @@ class RunFolder:
     """A folder for one run at a time: its plan, journal and checkpoints."""
 
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
-        if not str(path):
-            raise ValueError("`folder` must be the path of a folder, got ''.")
+        if not (isinstance(path, str | Path) and str(path)):
+            raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
         self.path, self.plan = Path(path).absolute(), plan
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else reads the key
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else reads the key
+        except OSError as error:
+            raise ValueError(
+                f"`folder` must be a folder or a place for one, got {str(path)!r}, where none can "
+                f"be made ({error.strerror}); take another."
+            ) from error
         self._lock = lock(self.path / f"lock-{jax.process_index()}")
         try:
             self._check_plan()

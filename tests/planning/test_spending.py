@@ -86,3 +86,10 @@ def test_no_step_beyond_the_budget_is_allowed():
 
 def test_an_event_is_a_single_step():
     assert make().event(3) == SampledGaussian(make().noise_multiplier, 0.05, 1)
+
+
+@pytest.mark.parametrize("ask", ["spent", "remaining_steps", "allows", "epsilons"])
+def test_what_is_no_ledger_is_told(ask):
+    step = (0,) if ask in ("allows", "epsilons") else ()
+    with pytest.raises(TypeError, match="`ledger` must be a Ledger, got NoneType"):
+        getattr(make(), ask)(None, *step)

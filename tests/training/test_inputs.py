@@ -52,6 +52,7 @@ def test_half_precision_data_are_read(dtype, tmp_path):
         ([DATA["x"], DATA["y"]], "must have 400 examples, as planned, got 2; dicts and tuples"),
         ({"x": np.float32(3)}, "`data` must hold arrays .*, got single numbers"),
         ((DATA["x"], DATA["y"].tolist()), "or a list of them; np.asarray makes an array"),
+        (DATA["x"].tolist(), "got a list of numbers; np.asarray makes an array"),
     ],
 )
 def test_what_holds_no_examples_is_refused(data, message):
@@ -67,7 +68,15 @@ def test_what_holds_no_examples_is_refused(data, message):
         ({"average": True}, '`average` must be "polyak"'),
         ({"average": float("nan")}, '`average` must be "polyak"'),
         ({"callbacks": print}, "`callbacks` must be a list of functions"),
+        ({"callbacks": None}, "`callbacks` must be a list of functions, got None"),
+        ({"callbacks": [3]}, "`callbacks` must be a list of functions"),
         ({"folder": ""}, "`folder` must be the path of a folder"),
+        ({"folder": 3}, "`folder` must be the path of a folder, got 3"),
+        ({"folder": __file__}, "`folder` must be a folder .* where none can be made"),
+        ({"mesh": 4}, r"`mesh` must be a jax\.sharding\.Mesh, got 4"),
+        ({"loss_fn": 3}, "`loss_fn` must be a function"),
+        ({"params": {"w": jnp.zeros(3), "name": "relu"}}, "`params` .* at 'name'"),
+        ({"params": {}}, "`params` must hold at least one array"),
     ],
 )
 def test_odd_options_are_refused(options, message):
