@@ -4,6 +4,7 @@ import math
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks._results import ACCOUNTANTS, RESULTS, load, smoothed_vectors, times
 
@@ -45,6 +46,9 @@ def plot_costs(axes: Axes, looks: dict[str, tuple[str, str, str]]) -> None:
         axes.plot(costs, range(len(models)), marker, color=color, label=label, markersize=6)
     axes.axvline(1, color="black", lw=0.8)
     axes.set_xscale("log")
+    axes.set_xticks([0.5, 1, 2, 5, 10, 20, 50, 100], minor=False)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_yticks(range(len(models)), models)
     axes.invert_yaxis()
 

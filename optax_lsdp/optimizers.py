@@ -42,7 +42,8 @@ def privatize(
         optimizer: any Optax optimizer, such as `optax.adamw(1e-3)`.
         clip_norm: C, as in `clip_per_example`, and the same as in `clipped_grad`.
         noise_multiplier: z > 0, the noise on the clipped *sum* in units of its `sensitivity`; a
-            number or a function of the step. This is what the accountant asks for.
+            number or a function of the step. This is what the accountant asks for; it must be
+            told of each value of a function, as a `PrivacyPlan` does for its `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number (the sampling
             rate times the size of the dataset), never the number of examples that came.
         smoothing: σ ≥ 0, a number or a function of the step; or a `laplacian_smooth(...)`

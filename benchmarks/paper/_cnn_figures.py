@@ -40,7 +40,7 @@ def draw_cnn() -> None:
         draw_curves(axes, runs)
         seeds = len(runs["sgd"])
         title = f"noise multiplier {z}, σ = {runs['lssgd'][0]['smoothing']:g}"
-        axes.set_title(title + (f", {seeds} seeds" if seeds > 1 else ""), fontsize=10)
+        axes.set_title(f"{title}, {seeds} seed{'s' if seeds > 1 else ''}", fontsize=10)
     rows = load("paper/cnn")["long"]
     long = {name: [rows[name]["found"]] for name in OPTIMIZERS}
     grid = panels[0, 2].get_gridspec()
@@ -49,7 +49,9 @@ def draw_cnn() -> None:
     draw_curves(wide, long)
     run = long["sgd"][0]
     wide.axvline(DECAYS * len(run["epsilons"]) / run["steps"], color="black", lw=0.6, ls=":")
-    wide.set_title("noise multiplier 10, 60 epochs (dotted: a tenth of the rate)", fontsize=10)
+    wide.set_title(
+        "noise multiplier 10, 60 epochs, 1 seed\n(dotted: a tenth of the rate)", fontsize=10
+    )
     for axes in (*panels[1, :2], wide):
         axes.set_xlabel("epoch")
     for axes in panels[:, 0]:
@@ -94,15 +96,18 @@ def draw_cnn_budgets() -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name, label in OPTIMIZERS.items():
-        points = [(epsilon, np.mean(seen)) for epsilon, seen in budget_accuracies(name).items()]
-        axes.plot(*zip(*points, strict=True), "o-", color=COLORS[name], label=label, markersize=4)
-    seeds = len(budget_accuracies("sgd")[1.0])
+        by_epsilon = budget_accuracies(name)
+        seen = np.array(list(by_epsilon.values()))
+        look = {"color": COLORS[name], "markersize": 4, "capsize": 3}
+        spread = seen.std(axis=1, ddof=1)
+        axes.errorbar(list(by_epsilon), seen.mean(axis=1), spread, fmt="o-", label=label, **look)
+    seeds = seen.shape[1]
     plain = load("paper/cnn_budgets")["without privacy"]["sgd"]["found"]["test_accuracies"][-1]
     axes.axhline(
         plain, color="black", lw=0.8, ls=":", label="DP-SGD's settings without privacy, one seed"
     )
     axes.set_xlabel("ε, δ = 1e-5")
-    axes.set_ylabel(f"test accuracy, %, mean of {seeds} seeds")
+    axes.set_ylabel(f"test accuracy, %, {seeds} seeds, ± 1 s.d.")
     axes.legend(frameon=False, fontsize=8)
     tidy(axes)
     save(figure, "cnn_budgets")
