@@ -1,17 +1,19 @@
-# Each target sets up what it needs: a virtual environment in .venv, made anew when
-# pyproject.toml changes. Only Python ≥ 3.11 and make are expected.
+# Each target sets up what it needs: a virtual environment in .venv, made anew when pyproject.toml
+# changes, at first with what the demo needs alone. Only Python ≥ 3.11 and make are expected.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO := $(VENV)/.demo
+INSTALL := -m pip install --quiet --disable-pip-version-check
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
 .PHONY: demo test test-full fuzz soak lint bench paper clean
 
-demo: $(READY)
+demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
 
 test: $(READY)
@@ -67,11 +69,15 @@ paper: $(READY)
 clean:
 	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
-$(READY): pyproject.toml
+$(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "optax_lsdp needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test,bench]'
+	$(BIN)/python $(INSTALL) --editable '.[demo]'
+	@touch $@
+
+$(READY): $(DEMO)
+	$(BIN)/python $(INSTALL) --editable '.[test,bench]'
 	@touch $@
 
 $(OLDEST)/.ready: pyproject.toml
@@ -80,6 +86,5 @@ $(OLDEST)/.ready: pyproject.toml
 	  extras = p["optional-dependencies"]; \
 	  oldest = p["dependencies"] + extras["training"] + extras["demo"]; \
 	  print("\n".join(oldest).replace(">=", "=="))' > $(OLDEST)/constraints.txt
-	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint $(OLDEST)/constraints.txt --editable '.[test]'
+	$(OLDEST)/bin/python $(INSTALL) --constraint $(OLDEST)/constraints.txt --editable '.[test]'
 	@touch $@
