@@ -79,8 +79,8 @@ def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any
         known = record.setdefault(part, {})
         for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):
             if name not in known:
-                known[name] = run()
-                write(path, {**record, "is_whole": False})
+                known[name], record["is_whole"] = run(), False
+                write(path, record)
     if not record.get("is_whole"):
         write(path, {**record, "is_whole": True})
 

@@ -16,13 +16,28 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data, zoo
+from benchmarks import _data, _timing, zoo
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
 
 CONVEX = ("denoising", "table1")
 SLOW = ("best", "degradation", "errors", "step_sizes", "theory", "when")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
+
+
+def test_a_record_is_whole_once_all_is_measured(tmp_path):
+    path = tmp_path / "record.json"
+
+    def measure(**runs):
+        _timing.measure_missing(path, {"part": runs})
+        return _timing.load_record(path)
+
+    assert measure(one=lambda: 1)["is_whole"]
+    with pytest.raises(ZeroDivisionError):
+        measure(one=lambda: 0, two=lambda: 2, three=lambda: 1 / 0)
+    assert not _timing.load_record(path)["is_whole"]
+    found = measure(one=lambda: 0, two=lambda: 0, three=lambda: 3)
+    assert found["part"] == {"one": 1, "two": 2, "three": 3} and found["is_whole"]
 
 
 @pytest.mark.full
