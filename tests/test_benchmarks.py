@@ -32,12 +32,13 @@ def test_a_record_is_whole_once_all_is_measured(tmp_path):
         _timing.measure_missing(path, {"part": runs})
         return _timing.load_record(path)
 
-    assert measure(one=lambda: 1)["is_whole"]
+    assert measure(zero=lambda: 0)["is_whole"]
+    assert measure(zero=lambda: 0, one=lambda: 1)["is_whole"]
     with pytest.raises(ZeroDivisionError):
         measure(one=lambda: 0, two=lambda: 2, three=lambda: 1 / 0)
     assert not _timing.load_record(path)["is_whole"]
     found = measure(one=lambda: 0, two=lambda: 0, three=lambda: 3)
-    assert found["part"] == {"one": 1, "two": 2, "three": 3} and found["is_whole"]
+    assert found["part"] == {"zero": 0, "one": 1, "two": 2, "three": 3} and found["is_whole"]
 
 
 @pytest.mark.full
