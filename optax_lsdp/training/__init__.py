@@ -9,9 +9,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
-from optax_lsdp.training._data import DataError
 from optax_lsdp.training._export import export_params, load_params
-from optax_lsdp.training._losses import average_views, mixed_precision
+from optax_lsdp.training._losses import average_views, keep_batch_axis, mixed_precision
+from optax_lsdp.training._readable import DataError
 
 __all__ = [
     "DataError",
@@ -20,6 +20,7 @@ __all__ = [
     "average_views",
     "export_params",
     "fit",
+    "keep_batch_axis",
     "load_params",
     "mixed_precision",
 ]

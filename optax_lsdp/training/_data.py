@@ -7,18 +7,19 @@ from itertools import product
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp._checks import is_number
+from optax_lsdp.training._readable import (
+    DataError,
+    as_array,
+    check_example,
+    check_kind,
+    check_values,
+)
 
 _AT_A_TIME = 2**16  # examples that are looked at
 _HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
 _LOOKED_AT = 256  # examples, if not all are hashed
-
-
-class DataError(ValueError):
-    """An example could not be read or used. The run stopped cleanly and can go on."""
 
 
 class Source(Protocol):
@@ -40,51 +41,37 @@ class Examples:
 
     def __init__(self, data: Any) -> None:
         self.source: Any = None
+        self.arrays: Any = ()
         self.is_hashed = False
         if not isinstance(data, dict | tuple | np.ndarray | jax.Array):
-            if not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-                raise TypeError(
-                    "`data` must be arrays with a leading axis of examples, or have a length and "
-                    f"give an example for an index, got {type(data).__name__}."
-                )
+            check_kind(data)
             self.source, self.size = data, len(data)
             self._check_size()
             first = self._read(0)
-            if isinstance(first, list) and all(map(is_number, jax.tree.leaves(first))):
-                raise TypeError(
-                    "`data` must give examples that are arrays, or dicts or tuples of them, got a "
-                    "list of numbers; np.asarray makes an array of all of them."
-                )
-            self.first = jax.tree.map(np.asarray, first)
-        else:
-            self.arrays = jax.tree.map(
-                lambda leaf: leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf), data
+            check_example(first)
+            self.first = jax.tree.map(as_array, first)
+            return
+        self.arrays = jax.tree.map(as_array, data)
+        leaves = jax.tree.leaves(self.arrays)
+        if any(leaf.ndim == 0 for leaf in leaves):
+            raise ValueError(
+                "`data` must hold arrays with a leading axis of examples, got single numbers "
+                "or a list of them; np.asarray makes an array of a list."
             )
-            leaves = jax.tree.leaves(self.arrays)
-            if any(leaf.ndim == 0 for leaf in leaves):
-                raise ValueError(
-                    "`data` must hold arrays with a leading axis of examples, got single numbers "
-                    "or a list of them; np.asarray makes an array of a list."
-                )
-            sizes = {len(leaf) for leaf in leaves} or {0}
-            if len(sizes) != 1:
-                raise ValueError(
-                    f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every "
-                    "array has a leading axis of examples."
-                )
-            (self.size,) = sizes
-            self._check_size()
-            self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
-            self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
-            if self.is_hashed:  # else a step would tell that it uses the example
-                for leaf, start in product(leaves, range(0, self.size, _AT_A_TIME)):
-                    rows = leaf[start : start + _AT_A_TIME]
-                    _check_finite(rows, np.arange(start, start + len(rows)))
-        for leaf in jax.tree.leaves(self.first):
-            if not (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == bool):
-                raise TypeError(
-                    f"`data` must hold numbers, got {leaf.dtype}; encode text and dates first."
-                )
+        sizes = {len(leaf) for leaf in leaves} or {0}
+        if len(sizes) != 1:
+            raise ValueError(
+                f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every "
+                "array has a leading axis of examples."
+            )
+        (self.size,) = sizes
+        self._check_size()
+        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
+        self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
+        if self.is_hashed:  # else a step would tell that it uses the example
+            for leaf, start in product(leaves, range(0, self.size, _AT_A_TIME)):
+                rows = leaf[start : start + _AT_A_TIME]
+                check_values(rows, np.arange(start, start + len(rows)))
 
     def _check_size(self) -> None:
         if not self.size:
@@ -97,7 +84,7 @@ class Examples:
             def cut(leaf: Any) -> np.ndarray:
                 rows = np.asarray(leaf[indices])
                 rows[~mask] = 0
-                _check_finite(rows, indices)
+                check_values(rows, indices)
                 return rows
 
             return jax.tree.map(cut, self.arrays)
@@ -107,10 +94,15 @@ class Examples:
             room = np.zeros((len(indices), *first.shape), first.dtype)
             if rows:
                 room[mask] = rows
-            _check_finite(room, indices)
+            check_values(room, indices)
             return room
 
         return jax.tree.map(stack, self.first, *read)
+
+    def holds(self, constant: np.ndarray) -> bool:
+        """Tell whether an array is all of the data, or one of their arrays."""
+        alike = (leaf for leaf in jax.tree.leaves(self.arrays) if leaf.shape == constant.shape)
+        return any(np.array_equal(leaf.astype(constant.dtype), constant) for leaf in alike)
 
     def fingerprint(self) -> str:
         """Return a hash of the data: of all bytes if they are in memory, else of some examples."""
@@ -133,7 +125,7 @@ class Examples:
             raise DataError(f"`data` must give example {index}, but raised {error!r}.") from error
 
     def _checked(self, index: int) -> Any:
-        example = jax.tree.map(np.asarray, self._read(index))
+        example = jax.tree.map(as_array, self._read(index))
 
         def describe(tree: Any) -> Any:
             return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
@@ -150,15 +142,3 @@ def update_digest(digest: Any, tree: Any) -> None:
     """Add all arrays of a tree to a hash."""
     for leaf in jax.tree.leaves(tree):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-
-
-def _check_finite(rows: np.ndarray, indices: np.ndarray) -> None:
-    if not (rows.size and jnp.issubdtype(rows.dtype, np.inexact)):  # bfloat16 among them
-        return
-    finite = np.isfinite(rows.reshape(len(rows), -1)).all(axis=1)
-    if not finite.all():
-        index = int(indices[np.argmin(finite)])
-        raise DataError(
-            f"`data` must be finite, got NaN or infinity in example {index}; mend it, or plan for "
-            "data without it."
-        )
