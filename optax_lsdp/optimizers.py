@@ -10,7 +10,7 @@ import optax
 
 from optax_lsdp._checks import check_non_negative, check_positive, is_number
 from optax_lsdp.clipping import clip_per_example, sensitivity
-from optax_lsdp.noise import add_gaussian_noise
+from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
 
 Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
@@ -206,6 +206,12 @@ def dp_lsadam(
         smoothing=smoothing,
         key=key,
     )
+
+
+def steps_taken(state: optax.OptState) -> jax.Array:
+    """Return how often the noise of `privatize`, the first in a state, was added."""
+    leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
+    return next(leaf for leaf in leaves if is_noise_state(leaf)).step
 
 
 def _stddev(noise_multiplier: optax.ScalarOrSchedule, clip_norm: Any) -> optax.ScalarOrSchedule:

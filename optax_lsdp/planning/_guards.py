@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._marked import is_marked
-from optax_lsdp.noise import is_noise_state
+from optax_lsdp.optimizers import steps_taken
 
 
 def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..., Any]:
@@ -25,9 +25,26 @@ def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..
                     "pass that of `sampler.batch(step)`, or padding counts as examples."
                 )
             mask = jnp.ones(size, bool)  # there is no padding in so few
-        return grad(params, batch, mask, **options)
+        result = grad(params, batch, mask, **options)
+        return result if len(mask) <= room else _within_room(result, mask, room)
 
     return checked
+
+
+def _within_room(result: Any, mask: Any, room: int) -> Any:
+    """Refuse batches of more examples than the plan's sampler has room for: they are not its own.
+
+    Inside of jit nothing can be raised, and the sum becomes NaN.
+    """
+    count = jnp.sum(mask)
+    if not isinstance(count, jax.core.Tracer) and count > room:
+        raise ValueError(
+            f"`mask` must count {room} examples at most, for which the plan has room, got {count}; "
+            "take batches and masks from `plan.sampler(key)`."
+        )
+    *private, total = result if isinstance(result, tuple) else (result,)
+    total = jax.tree.map(lambda x: jnp.where(count <= room, x, jnp.nan), total)
+    return (*private, total) if private else total
 
 
 def guarded(
@@ -37,7 +54,7 @@ def guarded(
 
     def update(updates: Any, state: Any, params: Any = None, **options: Any) -> Any:
         _check_masks(updates)
-        taken = _steps_taken(state)
+        taken = steps_taken(state)
         is_planned = taken < steps
         if not (isinstance(is_planned, jax.core.Tracer) or is_planned):
             raise ValueError(
@@ -61,9 +78,3 @@ def _check_masks(updates: Any) -> None:
                 f"them, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
                 "mask)`, and give a plan or `fit` an ordinary optimizer."
             )
-
-
-def _steps_taken(state: Any) -> Any:
-    """Return how often the plan's noise, the first in a state, was added."""
-    leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
-    return next(leaf for leaf in leaves if is_noise_state(leaf)).step

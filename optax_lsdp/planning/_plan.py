@@ -43,7 +43,8 @@ class PrivacyPlan(Spending):
     """One private training run, and all its parts, which agree because they come from here.
 
     Say how many `steps`, or `epochs`; and either the budget `epsilon`, for which the smallest
-    sufficient noise is found, or the `noise_multiplier`, whose ε is computed.
+    sufficient noise is found, or the `noise_multiplier`, whose ε is computed. To change a setting,
+    make another plan: `dataclasses.replace` would keep the noise that was found.
 
     Attributes:
         dataset_size: n, which is public.
@@ -91,6 +92,9 @@ class PrivacyPlan(Spending):
     max_batch_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if getattr(value, "shape", None) == () and not isinstance(value, jax.core.Tracer):
+                self._set(name, value.item())  # an array of one number, of NumPy or JAX
         check_settings(self)
         if self.delta * self.dataset_size >= 1:
             warnings.warn(

@@ -36,6 +36,8 @@ class Spending:
     def event(self, step: int) -> SampledGaussian:
         """Return one step, as it goes into a `Ledger`."""
         check_whole("step", step, least=0)
+        if step >= self.steps:
+            raise ValueError(f"`step` must be below {self.steps}, as planned, got {step}.")
         factor = 1.0
         if self.noise_schedule is not None:
             place = np.searchsorted(self.noise_schedule.starts, step, side="right") - 1
@@ -65,7 +67,7 @@ class Spending:
         _check_ledger(ledger)
         if ledger.steps == step < self.steps and self._began(ledger):
             return True
-        if ledger.steps >= COUNTED_AGAIN * self.steps:
+        if step >= self.steps or ledger.steps >= COUNTED_AGAIN * self.steps:
             return False
         return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 

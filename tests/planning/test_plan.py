@@ -236,61 +236,6 @@ def test_a_large_delta_is_warned_of():
         make()
 
 
-def test_padded_batches_are_refused_without_their_mask():
-    plan = make()
-    grad, params = plan.clipped_grad(jnp.vdot), jnp.zeros(3)
-    indices, mask = plan.sampler(KEY).batch(0)
-    batch = jnp.ones((len(indices), 3))
-    with pytest.raises(ValueError, match="`mask` must be given with 'poisson' batches"):
-        grad(params, batch)
-    assert grad(params, batch, jnp.asarray(mask)).value.shape == (3,)
-    tx = plan.optimizer(optax.sgd(1.0), KEY)
-    tx.update(grad(params, batch, jnp.asarray(mask)), tx.init(params), params)
-    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
-    for updates, what in ((unmasked, "a sum without one"), (batch, "arrays")):
-        with pytest.raises(ValueError, match=f"sums over batches with their mask, .*got {what}"):
-            tx.update(updates, tx.init(params), params)
-    fixed = make("fixed")
-    assert fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room, 3))).value.shape == (3,)
-    with pytest.raises(ValueError, match="`mask` must be given"):
-        fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room + 1, 3)))
-
-
-@pytest.mark.parametrize("name", ["fixed", "full", "shuffled"])
-def test_batches_that_are_padded_to_a_multiple_are_refused_without_their_mask(name):
-    plan, params = make(name), jnp.zeros(3)
-    indices, mask = plan.sampler(KEY, multiple_of=64).batch(0)
-    batch, tx = jnp.ones((len(indices), 3)), plan.optimizer(optax.sgd(1.0), KEY)
-    assert not mask.all()
-    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
-    for updates in (unmasked, batch):
-        with pytest.raises(ValueError, match="sums over batches with their mask"):
-            tx.update(updates, tx.init(params), params)
-    few = plan.clipped_grad(jnp.vdot)(params, batch[: plan.room])  # without padding
-    tx.update(few, tx.init(params), params)
-
-
-def test_what_was_not_planned_moves_nothing():
-    plan, params = make(steps=3), jnp.zeros(3)
-    tx = plan.optimizer(optax.sgd(0.1, momentum=0.9), KEY)
-    grad = plan.clipped_grad(jnp.vdot)(params, jnp.ones((4, 3)), jnp.ones(4, bool))
-
-    def run(update, steps):
-        moves, state = [], tx.init(params)
-        for _ in range(steps):
-            move, state = update(grad, state, params)
-            moves.append(move)
-        return jnp.stack(moves)
-
-    moves = run(jax.jit(tx.update), 5)
-    assert (moves[:3] != 0).all() and (moves[3:] == 0).all()
-    np.testing.assert_allclose(run(tx.update, 3), moves[:3], rtol=1e-5)
-    with pytest.raises(ValueError, match="less than 3 steps, which is all that was planned"):
-        run(tx.update, 4)
-
-
-def test_what_a_plan_has_is_not_given_twice():
-    plan = make()
-    for grad in (plan.clipped_grad, plan.value_and_clipped_grad):
-        with pytest.raises(TypeError, match="`clip_norm` must be left to the plan, which has it"):
-            grad(jnp.vdot, clip_norm=2.0)
+def test_a_plan_takes_numbers_as_arrays():
+    arrays = {"epsilon": jnp.float32(2.0), "dataset_size": np.array(1000), "steps": jnp.int32(9)}
+    assert make(**arrays) == make(epsilon=2.0, dataset_size=1000, steps=9)

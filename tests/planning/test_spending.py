@@ -88,6 +88,13 @@ def test_an_event_is_a_single_step():
     assert make().event(3) == SampledGaussian(make().noise_multiplier, 0.05, 1)
 
 
+def test_a_step_that_was_not_planned_is_no_event():
+    plan = make()
+    with pytest.raises(ValueError, match=f"`step` must be below {plan.steps}, as planned"):
+        plan.event(plan.steps)
+    assert not plan.allows(Ledger(), plan.steps)
+
+
 @pytest.mark.parametrize("ask", ["spent", "remaining_steps", "allows", "epsilons"])
 def test_what_is_no_ledger_is_told(ask):
     step = (0,) if ask in ("allows", "epsilons") else ()
