@@ -48,15 +48,15 @@ class Clipped:
     together: int = 1
     masked: bool = False
 
-    def __radd__(self, other: Any) -> NoReturn:
-        """Refuse to be added to a parameter: there is no noise in it."""
+    def __radd__(self, *other: Any) -> NoReturn:
+        """Refuse to be reckoned with, as if it were an update: there is no noise in it."""
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
             "pass all of it through `privatize`, and to train some parameters only, differentiate "
             "with respect to those."
         )
 
-    __add__ = __radd__
+    __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
 
 
 def is_marked(leaf: Any) -> bool:

@@ -108,9 +108,10 @@ def add_gaussian_noise(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
-        del params, extra_args
+        del extra_args
         check_unmarked("add_gaussian_noise", updates)
         check_floating("updates", updates)
+        _check_sum(updates, params)
         scale = stddev(state.step) if callable(stddev) else stddev
         _check_precision(scale)
         if jnp.shape(scale):
@@ -209,6 +210,22 @@ def _quantile(p: jax.Array) -> jax.Array:
     for coefficient in _COEFFICIENTS:
         total = total * x + coefficient
     return -total
+
+
+def _check_sum(updates: Any, params: Any) -> None:
+    """Raise if gradients are still stacked, one for each example, as far as `params` tells."""
+    structure: Any = jax.tree.structure(updates)
+    if structure != jax.tree.structure(params):
+        return
+    for (path, leaf), param in zip(
+        jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True
+    ):
+        if leaf.shape != jnp.shape(param):
+            raise ValueError(
+                f"`updates` must be a sum of clipped gradients, got shape {leaf.shape} for a "
+                f"parameter of {jnp.shape(param)} at {path_name(path)!r}; put `clip_per_example` "
+                "before `add_gaussian_noise`."
+            )
 
 
 def _check_precision(stddev: Any) -> None:

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lsdp as lsdp
@@ -38,3 +39,22 @@ def test_named_axes_are_folded_in_where_jax_does_not_track_them():
     )
     got = jax.jit(mapped)(jnp.zeros(64))
     assert len(set(np.asarray(got).tolist())) == 64
+
+
+def test_stacked_gradients_are_not_noised():
+    """Clipped after the noise, which would be clipped away."""
+    params, stack = jnp.zeros((2, 3)), jnp.ones((5, 2, 3))
+    tx = optax.chain(
+        lsdp.add_gaussian_noise(1e6, key=jax.random.key(0)), lsdp.clip_per_example(1.0)
+    )
+    with pytest.raises(ValueError, match="put `clip_per_example` before `add_gaussian_noise`"):
+        tx.update(stack, tx.init(params), params)
+
+
+@pytest.mark.parametrize(
+    "step", [lambda p, g: p - 0.1 * g, lambda p, g: p + -g, lambda p, g: g - p]
+)
+def test_a_sum_without_noise_is_not_reckoned_with(step):
+    total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(jnp.zeros(3), jnp.ones((4, 3)))
+    with pytest.raises(TypeError, match="must be private before they are applied"):
+        step(jnp.zeros(3), total)
