@@ -223,3 +223,15 @@ def test_odd_batches_are_refused():
 def test_too_few_examples_are_refused():
     with pytest.raises(ValueError, match="`batch` must hold two examples or more"):
         lsdp.check_model(lambda w, x: (x @ w).mean(), jnp.ones(5), BATCH[0][:1], batched=True)
+
+
+def test_a_loss_that_closes_over_its_batch_is_told():
+    data = jax.random.normal(jax.random.key(0), (20, 3))
+    report = lsdp.check_model(
+        lambda w, x: jnp.mean((data @ w) ** 2) + x @ w, jnp.ones(3), data[:10]
+    )
+    assert any("closes over the examples" in problem for problem in report.problems)
+    public = jax.random.normal(jax.random.key(1), (20, 3))
+    assert lsdp.check_model(
+        lambda w, x: jnp.mean(public @ w) + x @ w, jnp.ones(3), data[:10]
+    ).passed

@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._trees import check_floating, check_not_empty, count_examples, path_name
+from optax_lsdp._jaxpr import constants
+from optax_lsdp._trees import (
+    check_floating,
+    check_not_empty,
+    count_examples,
+    is_floating,
+    path_name,
+)
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import mixing
 
@@ -95,8 +102,18 @@ def check_model(
         return ModelReport((str(error),))
     except (TypeError, ValueError) as error:  # JAX says why
         reason = str(error).splitlines()[0]
-        return ModelReport((f"The loss cannot be differentiated: {reason}",))
+        remedy = (
+            "a loss of whole batches needs batched=True, and keys for dropout are part of the "
+            "batch: `lambda params, example: loss_fn(params, *example)` of (examples, keys)"
+        )
+        return ModelReport((f"The loss cannot be differentiated: {reason}; {remedy}.",))
     problems = list(_not_finite(values, grads))
+    program = jax.make_jaxpr(loss_fn)(params, batch if batched else first)
+    if any(_begins_with(constant, batch) for constant in constants(program)):
+        problems.append(
+            "The loss closes over the examples that it was given, which then count as public: it "
+            "may use its own example alone."
+        )
     if batched and not problems:
         problems += mixing(loss_fn, params, batch, size)
     silent, loud = _without_gradient(grads)
@@ -108,6 +125,19 @@ def check_model(
         silent = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in silent]
     return ModelReport(tuple(problems), tuple(notes))
+
+
+def _begins_with(constant: Any, batch: Any) -> bool:
+    """Tell whether what a loss closes over is the batch, or a dataset of which it is the first."""
+    rows = jnp.shape(constant)[:1]
+    return any(
+        rows >= leaf.shape[:1]
+        and constant.shape[1:] == leaf.shape[1:]
+        and constant.dtype == leaf.dtype
+        and (leaf.ndim > 1 or is_floating(leaf))  # a few labels may be equal by chance
+        and bool(jnp.all(constant[: len(leaf)] == leaf))
+        for leaf in jax.tree.leaves(batch)
+    )
 
 
 class _Unfit(Exception):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
@@ -121,7 +122,13 @@ def explain_clipping(
 
     def value_and_aux(params: optax.Params, example: Any) -> tuple[Any, Any]:
         output = loss_fn(params, example)
-        return output if isinstance(output, tuple) else (output, None)
+        value, aux = output if isinstance(output, tuple) else (output, None)
+        if jnp.shape(value):
+            raise ValueError(
+                "`example` must be one example, without batch axis, for which the loss is a "
+                f"scalar, got a loss of shape {jnp.shape(value)}."
+            )
+        return value, aux
 
     _, scheme = make_scheme(value_and_aux, params, example)
     rows = []
