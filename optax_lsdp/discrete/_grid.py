@@ -112,7 +112,8 @@ def grid_grad(
             )
         check_outside_shard_map("grid_grad")
         count = count_examples(batch)
-        known = jnp.ones(count, bool) if mask is None else mask
+        batch = jax.tree.map(jnp.asarray, batch)
+        known = jnp.ones(count, bool) if mask is None else jnp.asarray(mask)
         if known.shape != (count,) or known.dtype != bool:
             raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
         places = jnp.arange(-(-count // microbatch_size) * microbatch_size, dtype=jnp.int32)

@@ -249,3 +249,10 @@ def test_its_guarantee_is_above_that_of_one_dimension(z, steps):
         assert claimed.delta(epsilon) == pytest.approx(delta, rel=1e-3)
     twice = accounting.DiscreteGaussian(2 * z, steps, neighbouring="replace_one")
     assert twice.epsilon(1e-5) == claimed.epsilon(1e-5)
+
+
+def test_numpy_batches_and_masks_will_do():
+    batch, mask = np.ones((5, 3), np.float32), np.arange(5) < 3
+    grad = grid_grad(jnp.vdot, clip_norm=1.0)
+    expected = grad(jnp.zeros(3), jnp.asarray(batch), jnp.asarray(mask))
+    np.testing.assert_array_equal(grad(jnp.zeros(3), batch, mask).value, expected.value)
