@@ -19,10 +19,10 @@ from optax_lsdp.training._data import Examples, update_digest
 
 
 class Program:
-    """Functions that were compiled, and a hash of what they compute."""
+    """Functions that were compiled, and a hash of what they compute; of no `private` data alone."""
 
-    def __init__(self) -> None:
-        self.digest = hashlib.blake2b()
+    def __init__(self, private: Examples | None = None) -> None:
+        self.digest, self.private = hashlib.blake2b(), private
 
     def compile(self, function: Any, *arguments: Any) -> Any:
         """Compile a function for such arguments, and remember its text and its constants."""
@@ -31,7 +31,14 @@ class Program:
             constant = jnp.asarray(constant)
             if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
                 constant = jax.random.key_data(constant)
-            update_digest(self.digest, np.asarray(constant))
+            known = np.asarray(constant)
+            if self.private is not None and self.private.holds(known):
+                raise ValueError(
+                    "`loss_fn` must depend on `data` by its example alone, got one that closes "
+                    f"over an array of all examples, {known.dtype}{list(known.shape)}, which would "
+                    "count as public; use what comes as `example`."
+                )
+            update_digest(self.digest, known)
         lowered = traced.lower()
         # JAX counts on from program to program.
         self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
@@ -45,6 +52,7 @@ def circumstances(
     packages = [f"{name} {version(name)}" for name in ("jax", "jaxlib", "optax", "optax-lsdp")]
     devices = jax.devices() if mesh is None else mesh.devices.flat
     machine = [
+        "no mesh" if mesh is None else str(mesh.shape),
         *(device.device_kind for device in devices),
         str(jax.process_count()),
         platform.machine(),
@@ -58,6 +66,20 @@ def circumstances(
         "versions of packages": _hash(*packages),
         "devices": _hash(*machine),
     }
+
+
+def beginning(params: Any, optimizer_state: Any) -> dict[str, str]:
+    """Return a hash of what a run began with, by its name; of several processes, none."""
+    if jax.process_count() > 1:
+        return {}
+    found = {}
+    for name, tree in (("params", params), ("optimizer", optimizer_state)):
+        digest = hashlib.blake2b(digest_size=16)
+        leaves = jax.tree.leaves(tree)
+        is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
+        update_digest(digest, [x for x, is_one in zip(leaves, is_key, strict=True) if not is_one])
+        found[name] = digest.hexdigest()
+    return found
 
 
 def _hash(*texts: str) -> str:

@@ -47,7 +47,9 @@ def fit(
         plan: what is to be spent, and how.
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis; or
             `loss_fn(params, example, key)`, with a key for each example, for dropout and
-            `average_views`. See `mixed_precision`.
+            `average_views`. See `mixed_precision` and `keep_batch_axis`. `check_model` tells
+            what is wrong with it on public examples; `fit` says nothing of the data, and
+            examples whose gradient is not finite contribute nothing, without a word.
         params: the first parameters. Placed on a mesh, they stay as they are placed.
         data: an array, or a dict or tuple of them, with a leading axis of examples, in memory or
             memory-mapped; or a list or source of examples with `len` and `[index]`, as Grain's.
@@ -89,6 +91,9 @@ def fit(
     """
     if not isinstance(plan, PrivacyPlan):
         raise TypeError(f"`plan` must be a PrivacyPlan, got {type(plan).__name__}.")
+    arrays = data if isinstance(data, dict | tuple | jax.Array) else ()
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, arrays, key))):
+        raise TypeError("`fit` must be called outside of jit, grad and vmap, got traced arrays.")
     check_whole("save_every", save_every)
     examples = Examples(data)
     if examples.size != plan.dataset_size:

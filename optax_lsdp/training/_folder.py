@@ -33,6 +33,7 @@ class Saved(NamedTuple):
     step: int
     ledger: Ledger
     nonce: str
+    began: dict[str, str]
 
 
 class RunFolder:
@@ -108,6 +109,7 @@ class RunFolder:
             "plan": self.plan.digest,
             "step": saved.step,
             "nonce": saved.nonce,
+            "began": saved.began,
             "ledger": json.loads(saved.ledger.to_json()),
             "arrays": _arrays(saved.state),
             "files": _hashes(target),
@@ -142,7 +144,7 @@ class RunFolder:
                 for one in damaged:
                     one.rename(one.with_suffix(".damaged"))
             ledger = Ledger.from_json(json.dumps(manifest["ledger"]))
-            return Saved(state, manifest["step"], ledger, manifest["nonce"])
+            return Saved(state, manifest["step"], ledger, manifest["nonce"], manifest["began"])
         if damaged:
             raise ValueError(
                 f"`folder` must hold a checkpoint that can be read, got none in {str(self.path)!r};"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +31,21 @@ def mixed_precision(loss_fn: Loss, dtype: Any = jnp.bfloat16) -> Loss:
         )
 
     def loss(params: Any, example: Any, *key: jax.Array) -> jax.Array:
-        return loss_fn(cast(params), cast(example), *key).astype(jnp.float32)
+        return called(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
+
+    return _like(loss, takes_key(loss_fn))
+
+
+def keep_batch_axis(loss_fn: Loss) -> Loss:
+    """Return the loss of an example that comes with a leading axis of length 1, for `fit`.
+
+    >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
+    >>> print(loss(jnp.ones(3), jnp.ones(3)))
+    3.0
+    """
+
+    def loss(params: Any, example: Any, *key: jax.Array) -> jax.Array:
+        return called(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
 
     return _like(loss, takes_key(loss_fn))
 
@@ -59,7 +74,7 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
         seen = jax.vmap(augment, (0, None))(keys, example)
         if keyed:
             others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
-            return jax.vmap(loss_fn, (None, 0, 0))(params, seen, others).mean()
+            return jax.vmap(partial(called, loss_fn), (None, 0, 0))(params, seen, others).mean()
         return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
 
     return loss
@@ -67,9 +82,35 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
 
 def takes_key(loss_fn: Loss) -> bool:
     """Tell a loss with a third argument, the key of its example, from one without."""
-    parameters = inspect.signature(loss_fn).parameters.values()
-    needed = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return len([p for p in needed if p.default is p.empty]) >= 3
+    parameters = inspect.signature(loss_fn).parameters
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [n for n, p in parameters.items() if p.kind in by_place and p.default is p.empty]
+    if len(needed) > 3:
+        raise TypeError(
+            "`loss_fn` must take parameters, one example and at most a key, got a function of "
+            f"{', '.join(needed)}; several arrays of an example come as one tuple."
+        )
+    return len(needed) == 3 or _names_key(loss_fn)
+
+
+def _names_key(loss_fn: Loss) -> bool:
+    return "key" in list(inspect.signature(loss_fn).parameters)[2:]
+
+
+def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> jax.Array:
+    """Return the loss of an example, with its key if it takes one, by whatever name."""
+    if not key:
+        return loss_fn(params, example)
+    if _names_key(loss_fn):
+        return loss_fn(params, example, key=key[0])
+    try:
+        return loss_fn(params, example, *key)
+    except Exception as error:
+        error.add_note(
+            "The third argument of `loss_fn` is a key for each example; labels and the like are "
+            "part of the example, which is a tuple if `data` is one."
+        )
+        raise
 
 
 def _like(loss: Loss, keyed: bool) -> Loss:

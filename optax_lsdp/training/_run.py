@@ -17,12 +17,11 @@ import numpy as np
 import optax
 
 from optax_lsdp._keys import fold_in_text
-from optax_lsdp._trees import check_floating, check_not_empty
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._batches import Batches, Read, abstract, replicate
-from optax_lsdp.training._circumstances import Program, circumstances
+from optax_lsdp.training._circumstances import Program, beginning, circumstances
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
 from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
@@ -32,6 +31,7 @@ from optax_lsdp.training._report import Report, Shown, Trained
 from optax_lsdp.training._step import (
     Average,
     State,
+    check_start,
     first_average,
     make_steps,
     with_noise_key,
@@ -70,12 +70,14 @@ class Run:
     ) -> None:
         """Make or restore the state, compile, and find out whether all is as it was."""
         self.state = self._first_state(params, key)
+        self.began = beginning(self.state.params, self.state.optimizer)
         saved = None
         if folder is not None:
             self.folder = RunFolder(folder, self.plan)
             saved = self.folder.restore(self.state)
         if saved is not None:
-            self.state, self.step, self.ledger, self.nonce = saved
+            self._tell_what_is_not_used(saved.began)
+            self.state, self.step, self.ledger, self.nonce, self.began = saved
         self._place(self.nonce)
         program = self._compile(loss_fn)
         here = circumstances(program, self.examples, self.mesh)
@@ -102,8 +104,7 @@ class Run:
                 return x
             return replicate(x, self.everywhere)
 
-        check_not_empty("params", params)
-        check_floating("params", jax.tree.map(_as_array, params))
+        check_start(params)
         params = jax.tree.map(lambda x: place(jnp.array(x)), params)
         inner = jax.tree.map(jnp.array, self.private(key).init(params))  # no array twice
         mean = first_average(self.average, params)
@@ -124,7 +125,7 @@ class Run:
         add, step = make_steps(self.plan, loss_fn, self.private(self.state.key), self.average)
         on_mesh = self.mesh is not None
         state, chunk = abstract(self.state, on_mesh), abstract(self.batches.like(), on_mesh)
-        program, sums = Program(), None
+        program, sums = Program(self.examples), None
         if self.batches.count > 1:  # of one chunk there is nothing to add
             self.add_first = program.compile(jax.jit(add), state.params, None, chunk)
             sums, _ = jax.eval_shape(add, state.params, None, chunk)
@@ -169,6 +170,17 @@ class Run:
             f"more than it has, and ends at step {self.until} of {self.plan.steps}."
         )
 
+    def _tell_what_is_not_used(self, began: dict[str, str]) -> None:
+        """Warn of a beginning that is not the run's own: it goes on with what it has."""
+        for name, found in self.began.items():
+            if began.get(name, found) != found:
+                what = "" if name == "params" else ", whose state holds its hyper-parameters,"
+                warnings.warn(
+                    f"`{name}`{what} should be as when this folder's run began, got another, which "
+                    "is not used: the run goes on with its own; take another folder to train anew.",
+                    stacklevel=4,
+                )
+
     def _count(self, step: int) -> None:
         """Record a step; where a shuffled order begins, all of its epoch counts as taken."""
         event = self.plan.event(step)
@@ -196,7 +208,7 @@ class Run:
 
     def _save(self) -> None:
         if self.folder is not None:
-            self.folder.save(Saved(self.state, self.step, self.ledger, self.nonce))
+            self.folder.save(Saved(self.state, self.step, self.ledger, self.nonce, self.began))
 
     def loop(
         self,
@@ -279,8 +291,3 @@ class Run:
         self.workers.shutdown(cancel_futures=True)
         if self.folder is not None:
             self.folder.close()
-
-
-def _as_array(x: Any) -> Any:
-    """Return what has a dtype, whatever it came as."""
-    return x if hasattr(x, "dtype") else np.asarray(x)

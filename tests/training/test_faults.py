@@ -17,7 +17,7 @@ import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training import _folder, _journal
 from tests.cases import slow
-from tests.training.problem import PLAN, assert_as_if_alone, bits, fit, make_data, make_plan
+from tests.training.problem import PLAN, assert_as_if_alone, bits, fit, loss, make_data, make_plan
 from tests.training.test_fit import Source
 
 pytestmark = pytest.mark.filterwarnings("ignore:This folder's run was made with other")
@@ -172,11 +172,8 @@ def test_other_circumstances_have_other_noise(tmp_path, monkeypatch):
 )
 def test_other_circumstances_are_named_and_get_another_nonce(change, named, tmp_path, monkeypatch):
     fall(tmp_path, step=9)
-    before = _journal.Journal(tmp_path, 60)
-    options = {}
+    before, options = _journal.Journal(tmp_path, 60), {}
     if change == "loss":
-        from tests.training.problem import loss
-
         options["loss_fn"] = lambda params, example: 2 * loss(params, example)
     elif change == "data":
         options["data"] = make_data()

@@ -21,6 +21,7 @@ from tests.training.problem import (
 
 DATA = make_data()
 SHORT = make_plan(steps=5)
+ALL = jnp.asarray(DATA["x"])
 
 
 def test_a_list_of_examples_is_a_source():
@@ -41,6 +42,19 @@ def test_half_precision_data_are_read(dtype, tmp_path):
         fit(SHORT, half, loss_fn=widened)
 
 
+class Table:
+    """Of which an index is a column, as of pandas' tables."""
+
+    def __init__(self, rows):
+        self.to_numpy = lambda: rows
+
+    def __len__(self):
+        return len(self.to_numpy())
+
+    def __getitem__(self, index):
+        return self.to_numpy()[:, index]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -53,6 +67,14 @@ def test_half_precision_data_are_read(dtype, tmp_path):
         ({"x": np.float32(3)}, "`data` must hold arrays .*, got single numbers"),
         ((DATA["x"], DATA["y"].tolist()), "or a list of them; np.asarray makes an array"),
         (DATA["x"].tolist(), "got a list of numbers; np.asarray makes an array"),
+        ([(row.tolist(), 1) for row in DATA["x"]], "got a list of numbers"),
+        (Table(DATA["x"]), r"got Table; its to_numpy\(\) is an array"),
+        ("data.npz", "got str; read the file first"),
+        ((DATA["x"], np.array([1] * 400, dtype=object)), "must hold numbers, got object"),
+        ((np.ma.array(DATA["x"], mask=DATA["x"] > 2), DATA["y"]), "got a masked one"),
+        ((DATA["x"], jax.random.split(jax.random.key(0), 400)), "got keys; `fit` makes one"),
+        ({**DATA, "y": DATA["y"].astype(np.int64) + 2**40}, "within int32, .* in example 0"),
+        ({**DATA, "x": DATA["x"].astype(np.float64) * 1e300}, "finite as float32, .* example 0"),
     ],
 )
 def test_what_holds_no_examples_is_refused(data, message):
@@ -77,6 +99,10 @@ def test_what_holds_no_examples_is_refused(data, message):
         ({"loss_fn": 3}, "`loss_fn` must be a function"),
         ({"params": {"w": jnp.zeros(3), "name": "relu"}}, "`params` .* at 'name'"),
         ({"params": {}}, "`params` must hold at least one array"),
+        ({"params": {"w": jnp.full(3, jnp.nan)}}, "`params` must hold arrays of finite numbers"),
+        ({"params": {"params": 1.0, "batch_stats": 1.0}}, "got 'batch_stats' among it"),
+        ({"loss_fn": lambda params, x, y, z: 0.0}, "got a function of params, x, y, z"),
+        ({"loss_fn": lambda p, e: jnp.mean((ALL - e["x"]) ** 2)}, "closes over an array of all"),
     ],
 )
 def test_odd_options_are_refused(options, message):
@@ -192,3 +218,53 @@ def test_only_a_few_chunks_are_in_memory():
         callbacks=[lambda report: most.append(live())],
     )
     assert max(most) <= 5 * 8 * 64 * 4  # under way, waiting to be used, and being read
+
+
+def test_a_key_by_name_is_given_wherever_it_stands():
+    def by_place(params, example, random):
+        return loss(params, example) * jax.random.uniform(random)
+
+    def by_default(params, example, key=None):
+        return by_place(params, example, key)
+
+    def by_name(params, example, *, key):
+        return by_place(params, example, key)
+
+    alike = [bits(fit(SHORT, loss_fn=one).params) for one in (by_place, by_default, by_name)]
+    assert alike[0] == alike[1] == alike[2] != bits(fit(SHORT).params)
+    views = [training.average_views(one, lambda key, x: x, 2) for one in (by_place, by_name)]
+    assert len({bits(fit(SHORT, loss_fn=one).params) for one in views}) == 1
+
+
+def test_labels_are_no_third_argument():
+    with pytest.raises(TypeError) as caught:
+        fit(SHORT, (DATA["x"], DATA["y"]), loss_fn=lambda params, x, y: params["bias"] @ x)
+    assert any("third argument of `loss_fn` is a key" in note for note in caught.value.__notes__)
+
+
+def test_an_example_may_keep_its_batch_axis():
+    def of_batches(params, batch):
+        assert batch["x"].shape == (1, 16)
+        return jax.vmap(loss, (None, 0))(params, batch).mean()
+
+    kept = fit(SHORT, loss_fn=training.keep_batch_axis(of_batches))
+    np.testing.assert_allclose(kept.params["kernel"], fit(SHORT).params["kernel"], atol=1e-6)
+
+
+def test_fit_is_not_traced():
+    with pytest.raises(TypeError, match="`fit` must be called outside of jit"):
+        jax.jit(lambda data: fit(SHORT, data).params)(DATA)
+
+
+def test_a_beginning_that_is_not_used_is_told(tmp_path):
+    def resume(rate=0.1, **options):
+        optimizer = optax.inject_hyperparams(optax.sgd)(rate)
+        return fit(SHORT, folder=tmp_path, optimizer=optimizer, **options)
+
+    done = resume()
+    resume()  # without a word
+    with pytest.warns(UserWarning, match="`params` should be as when"):
+        other = resume(params={"kernel": jnp.ones((16, 2)), "bias": jnp.zeros(2)})
+    with pytest.warns(UserWarning, match="`optimizer`, whose state holds its hyper-parameters"):
+        resume(0.5)
+    assert bits(other.params) == bits(done.params)
