@@ -5,6 +5,8 @@ from collections.abc import Collection
 from numbers import Integral, Real
 from typing import TypeGuard
 
+_SHOWN = 200  # characters of a value
+
 
 def is_number(value: object) -> TypeGuard[float]:
     """Tell a plain number from an array, a schedule or a mistake."""
@@ -76,4 +78,6 @@ def _known_number(name: str, value: object, schedule: bool) -> float | None:
 
 
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
-    return f"`{name}` must be {demand}, got {value!r}{'; ' + remedy if remedy else ''}."
+    got = repr(value)
+    got = got if len(got) <= _SHOWN else got[:_SHOWN] + "…"
+    return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."

@@ -142,13 +142,13 @@ def _answer(args: argparse.Namespace) -> None:
         run = SampledGaussian(noise, **settings)
     except ValueError as error:
         args.command.error(in_options(str(error)))
+    if args.plot:
+        _plot(run, delta, args.plot)
     others = _others(run, batch, size, delta)
     if args.json:
         print(json.dumps(_record(run, batch, delta, others), indent=1))
     else:
         print(_words(run, delta, others, calibrated=hasattr(args, "epsilon")))
-    if args.plot:
-        _plot(run, delta, args.plot)
 
 
 def _rate(sampling: str, batch: int, size: int) -> float:

@@ -156,6 +156,11 @@ CASES = {
         "`batch` .* got 5 at 'b' and 3 at 'y'",
     ),
     "loss of a batch": (lambda: grad(loss_fn=lambda p, x: p["b"]), r"`loss_fn` .* shape \(3,\)"),
+    "text in a batch": (lambda: grad(batch={"w": np.array(["a"])}), "numbers or keys, got <U1"),
+    "batch to explain": (
+        lambda: lsdp.explain_clipping(lambda p, x: x["b"] @ p["b"], PARAMS, STACK),
+        "`example` must be one example, without batch axis",
+    ),
     "loss of nothing": (lambda: grad(loss_fn=lambda p, x: None), "`loss_fn` .* got NoneType"),
     "loss of whole numbers": (lambda: grad(loss_fn=lambda p, x: 1), "`loss_fn` .* got int"),
     "loss in a dict": (lambda: grad(loss_fn=lambda p, x: {"loss": 1.0}), "`loss_fn` .* got dict"),

@@ -51,16 +51,18 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     bounded = run.sampling in ("without_replacement", "shuffled") or run.max_batch_size is not None
     if run.max_batch_size is not None:
         batches += f"; of more than {run.max_batch_size:,} that many are kept at random"
-    grows = show_epsilon(math.exp(epsilon)) if epsilon < 700 else "e^" + show_epsilon(epsilon)
+    is_huge = epsilon > _HARDLY_ANY
+    grows = "e^" + show_epsilon(epsilon) if is_huge else show_epsilon(math.exp(epsilon))
     meaning = (
         "Whoever sees all that training releases, the model after every step and all settings, "
         f"cannot tell {difference}: nothing that they could conclude becomes more than "
         f"{grows} times as probable, but for a probability of {delta:g}."
     )
-    if epsilon > _HARDLY_ANY:
+    if is_huge:
         meaning += " So large an ε protects hardly anybody; more noise or fewer steps make it less."
+    steps = sum(one.steps for one in mechanism.runs)
     assumed = [
-        f"{sum(one.steps for one in mechanism.runs):,} steps; {batches};",
+        f"{steps:,} step{'s' if steps > 1 else ''}; {batches};",
         "the contribution of each example to a step's sum is clipped to a norm of C;",
         f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every step;",
         "a mean divides by the expected batch size, not by the realised one;",

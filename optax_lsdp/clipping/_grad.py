@@ -205,7 +205,8 @@ def _what_was_given(example: Any) -> str:
     shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
     return (
         f"`loss_fn(params, example)` was given one example without batch axis, {shapes}; several "
-        "arrays come as one tuple, and keep_batch_axis=True gives an axis of length 1."
+        "arrays come as one tuple, and keep_batch_axis=True, or `training.keep_batch_axis` for "
+        "`fit`, gives an axis of length 1."
     )
 
 
@@ -226,7 +227,8 @@ def _check_output(output: Any, has_aux: bool) -> None:
     if jnp.shape(value) != ():
         raise ValueError(
             f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; it "
-            "sees one example without batch axis (with an axis of 1 under keep_batch_axis=True)."
+            "sees one example without batch axis, or with one of length 1 (keep_batch_axis=True; "
+            "for `fit`, `training.keep_batch_axis(loss_fn)`)."
         )
 
 
@@ -236,6 +238,11 @@ def _batch_size(batch: Any) -> int:
     if not leaves:
         raise ValueError("`batch` must hold at least one array, got none.")
     for path, leaf in leaves:
+        if not _is_numeric(leaf):
+            raise TypeError(
+                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
+                "encode text and dates first."
+            )
         if getattr(leaf, "shape", ()) == ():
             raise ValueError(
                 "`batch` must be a tree of arrays with a leading axis of examples, got one "
@@ -248,6 +255,12 @@ def _batch_size(batch: Any) -> int:
                 f"{path_name(leaves[0][0])!r} and {len(leaf)} at {path_name(path)!r}."
             )
     return len(leaves[0][1])
+
+
+def _is_numeric(leaf: Any) -> bool:
+    dtype = getattr(leaf, "dtype", jnp.dtype("int32"))  # Python's numbers are told from arrays next
+    kinds = (jnp.number, jnp.bool, jax.dtypes.prng_key)
+    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _check_mask(mask: Any, size: int) -> None:
