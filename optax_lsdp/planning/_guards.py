@@ -13,10 +13,12 @@ from optax_lsdp._marked import is_marked
 from optax_lsdp.optimizers import steps_taken
 
 
-def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..., Any]:
+def with_mask(
+    value_and_grad: Callable[..., Any], sampling: str, room: int
+) -> Callable[..., tuple[Any, Any]]:
     """Refuse batches that hold padding, for all that is known, and come without a mask."""
 
-    def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> Any:
+    def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
         if mask is None:
             size = max((len(x) for x in jax.tree.leaves(batch) if jnp.shape(x)), default=0)
             if sampling == "poisson" or size > room:
@@ -25,13 +27,13 @@ def with_mask(grad: Callable[..., Any], sampling: str, room: int) -> Callable[..
                     "pass that of `sampler.batch(step)`, or padding counts as examples."
                 )
             mask = jnp.ones(size, bool)  # there is no padding in so few
-        result = grad(params, batch, mask, **options)
-        return result if len(mask) <= room else _within_room(result, mask, room)
+        private, total = value_and_grad(params, batch, mask, **options)
+        return private, total if len(mask) <= room else _within_room(total, mask, room)
 
     return checked
 
 
-def _within_room(result: Any, mask: Any, room: int) -> Any:
+def _within_room(total: Any, mask: Any, room: int) -> Any:
     """Refuse batches of more examples than the plan's sampler has room for: they are not its own.
 
     Inside of jit nothing can be raised, and the sum becomes NaN.
@@ -42,9 +44,7 @@ def _within_room(result: Any, mask: Any, room: int) -> Any:
             f"`mask` must count {room} examples at most, for which the plan has room, got {count}; "
             "take batches and masks from `plan.sampler(key)`."
         )
-    *private, total = result if isinstance(result, tuple) else (result,)
-    total = jax.tree.map(lambda x: jnp.where(count <= room, x, jnp.nan), total)
-    return (*private, total) if private else total
+    return jax.tree.map(lambda x: jnp.where(count <= room, x, jnp.nan), total)
 
 
 def guarded(

@@ -18,7 +18,7 @@ import optax
 from optax_lsdp._checks import is_number
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp.accounting import show_epsilon, statement
-from optax_lsdp.clipping import clipped_grad, value_and_clipped_grad
+from optax_lsdp.clipping import value_and_clipped_grad
 from optax_lsdp.optimizers import Smoothing, privatize
 from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, steps_of
 from optax_lsdp.planning._check import check_settings
@@ -160,9 +160,12 @@ class PrivacyPlan(Spending):
 
         Poisson batches are padded: the mask of `sampler.batch(step)` must be given with them.
         """
-        _check_options(options)
-        grad = clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
-        return with_mask(grad, self.sampling, self.room)
+        value_and_grad = self.value_and_clipped_grad(loss_fn, **options)
+
+        def grad(params: Any, batch: Any, mask: Any = None, **step: Any) -> Any:
+            return value_and_grad(params, batch, mask, **step)[1]
+
+        return grad
 
     def value_and_clipped_grad(
         self, loss_fn: Callable[..., Any], **options: Any

@@ -94,7 +94,8 @@ def takes_key(loss_fn: Loss) -> bool:
 
 
 def _names_key(loss_fn: Loss) -> bool:
-    return "key" in list(inspect.signature(loss_fn).parameters)[2:]
+    parameters = list(inspect.signature(loss_fn).parameters.values())[2:]
+    return any(p.name == "key" and p.kind != p.POSITIONAL_ONLY for p in parameters)
 
 
 def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> jax.Array:
