@@ -64,6 +64,7 @@ class Run:
         self.curve: np.ndarray | None = None
         self.ledger, self.step, self.nonce = Ledger(), 0, FIRST
         self.begins = self.is_between = True
+        self.is_wide = bool(jax.config.read("jax_enable_x64"))
 
     def start(
         self, loss_fn: Loss, params: optax.Params, key: jax.Array, folder: Path | str | None
@@ -194,7 +195,7 @@ class Run:
     def _look_ahead(self) -> None:
         """Begin to read, and find out how far the budget reaches."""
         self.stream = self.batches.stream(self.step)
-        self.upcoming = self.workers.submit(next, self.stream, None)
+        self.upcoming = self.workers.submit(self._read)
         self.until = self.step + self.plan.remaining_steps(self.ledger, self.step)
         self.first, self.before, self.curve = self.step, Ledger(self.ledger.runs), None
 
@@ -265,6 +266,10 @@ class Run:
         self._wait(loss)
         return True
 
+    def _read(self) -> Read | None:
+        with jax.enable_x64(self.is_wide):  # which this thread would not know
+            return next(self.stream, None)
+
     def _next_chunk(self) -> Read:
         error: BaseException | None = None
         read: Any = None
@@ -273,7 +278,7 @@ class Run:
         except Exception as found:
             error = found
         raise_together(error)
-        self.upcoming = self.workers.submit(next, self.stream, None)
+        self.upcoming = self.workers.submit(self._read)
         return read
 
     def _wait(self, token: jax.Array) -> None:
