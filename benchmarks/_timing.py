@@ -75,13 +75,14 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
     """Run what is not in the record yet, and write each result as soon as it is there."""
     record = load_record(path)
+    is_whole = bool(record.pop("is_whole", False))  # which is written behind all parts
     for part, runs in work.items():
         known = record.setdefault(part, {})
         for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):
             if name not in known:
-                known[name], record["is_whole"] = run(), False
-                write(path, record)
-    if not record.get("is_whole"):
+                known[name], is_whole = run(), False
+                write(path, {**record, "is_whole": False})
+    if not is_whole:
         write(path, {**record, "is_whole": True})
 
 
