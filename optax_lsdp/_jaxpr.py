@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -118,6 +119,8 @@ def whereabouts(equation: Equation) -> str:
     if scopes:
         return scopes
     frames = getattr(equation.source_info.traceback, "frames", ())
+    here = os.path.dirname(__file__)  # what called us is outside of the loss
+    frames = takewhile(lambda frame: not frame.file_name.startswith(here), frames)
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]
     for frame in (layers or own)[:1]:
