@@ -24,6 +24,8 @@ def may_be_split(leaf: jax.Array, spec: jax.P) -> bool:
     mesh = jax.typeof(leaf).sharding.mesh
     if mesh.explicit_axes:
         return any(jax.typeof(leaf).sharding.spec)
+    if jax.sharding.get_abstract_mesh().explicit_axes:  # before jax 0.10: on one device, as it
+        return False  # does not state this mesh
     return jax.device_count() > 1
 
 
