@@ -119,7 +119,7 @@ def whereabouts(equation: Equation) -> str:
     if scopes:
         return scopes
     frames = getattr(equation.source_info.traceback, "frames", ())
-    here = os.path.dirname(__file__)  # what called us is outside of the loss
+    here = os.path.join(os.path.dirname(__file__), "")  # what called us is outside of the loss
     frames = takewhile(lambda frame: not frame.file_name.startswith(here), frames)
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]

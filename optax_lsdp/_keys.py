@@ -29,13 +29,14 @@ def fresh_key() -> jax.Array:
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 
 
+def is_key(array: Any) -> bool:
+    """Tell an array of typed keys from one of numbers."""
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
 def check_key(name: str, key: Any) -> None:
     """Raise unless `key` is one typed key."""
-    if not (
-        isinstance(key, jax.Array)
-        and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        and key.ndim == 0
-    ):
+    if not (isinstance(key, jax.Array) and is_key(key) and key.ndim == 0):
         got = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
         raise TypeError(
             f"`{name}` must be one typed key, got {got}; make it with `fresh_key()`, or with "

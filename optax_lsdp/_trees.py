@@ -1,7 +1,7 @@
 """Trees of arrays: names of leaves, wide dtypes, and norms of rows that are never too small."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,18 @@ def kind_of(leaf: Any) -> str:
 def is_floating(leaf: Any) -> bool:
     """Tell a real floating-point array from one of whole numbers, a key, or no array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def is_numeric(array: Any) -> bool:
+    """Tell an array of numbers, of any kind that JAX has, from one of text, dates or objects."""
+    return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
+
+
+def beside(tree: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Return the name of each leaf, the leaf, and that of another tree of the same structure."""
+    others = jax.tree.leaves(other)
+    for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
+        yield path_name(path), leaf, its_other
 
 
 def check_floating(name: str, tree: Any) -> None:

@@ -23,7 +23,7 @@ from optax_lsdp._shards import (
     with_automatic_axes,
 )
 from optax_lsdp._threefry import is_threefry, random_words
-from optax_lsdp._trees import check_floating, path_name, wide_dtype
+from optax_lsdp._trees import beside, check_floating, path_name, wide_dtype
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
@@ -217,14 +217,12 @@ def _check_sum(updates: Any, params: Any) -> None:
     structure: Any = jax.tree.structure(updates)
     if structure != jax.tree.structure(params):
         return
-    for (path, leaf), param in zip(
-        jax.tree.leaves_with_path(updates), jax.tree.leaves(params), strict=True
-    ):
+    for name, leaf, param in beside(updates, params):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must be a sum of clipped gradients, got shape {leaf.shape} for a "
-                f"parameter of {jnp.shape(param)} at {path_name(path)!r}; put `clip_per_example` "
-                "before `add_gaussian_noise`."
+                f"parameter of {jnp.shape(param)} at {name!r}; put `clip_per_example` before "
+                "`add_gaussian_noise`."
             )
 
 

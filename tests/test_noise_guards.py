@@ -52,7 +52,17 @@ def test_stacked_gradients_are_not_noised():
 
 
 @pytest.mark.parametrize(
-    "step", [lambda p, g: p - 0.1 * g, lambda p, g: p + -g, lambda p, g: g - p]
+    "step",
+    [
+        lambda p, g: p - g,
+        lambda p, g: p + g,
+        lambda p, g: g - p,
+        lambda p, g: g + p,
+        lambda p, g: 0.1 * g,
+        lambda p, g: g * 0.1,
+        lambda p, g: g / 10,
+        lambda p, g: -g,
+    ],
 )
 def test_a_sum_without_noise_is_not_reckoned_with(step):
     total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(jnp.zeros(3), jnp.ones((4, 3)))

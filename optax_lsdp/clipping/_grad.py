@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
+from optax_lsdp._keys import is_key
 from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
 from optax_lsdp._trees import (
     check_floating,
     check_not_empty,
     is_floating,
+    is_numeric,
     kind_of,
     path_name,
 )
@@ -238,7 +240,7 @@ def _batch_size(batch: Any) -> int:
     if not leaves:
         raise ValueError("`batch` must hold at least one array, got none.")
     for path, leaf in leaves:
-        if not _is_numeric(leaf):
+        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
                 f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
                 "encode text and dates first."
@@ -255,12 +257,6 @@ def _batch_size(batch: Any) -> int:
                 f"{path_name(leaves[0][0])!r} and {len(leaf)} at {path_name(path)!r}."
             )
     return len(leaves[0][1])
-
-
-def _is_numeric(leaf: Any) -> bool:
-    dtype = getattr(leaf, "dtype", jnp.dtype("int32"))  # Python's numbers are told from arrays next
-    kinds = (jnp.number, jnp.bool, jax.dtypes.prng_key)
-    return any(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
 def _check_mask(mask: Any, size: int) -> None:

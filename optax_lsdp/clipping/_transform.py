@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._marked import is_marked
-from optax_lsdp._trees import check_floating, check_not_empty, path_name
+from optax_lsdp._trees import beside, check_floating, check_not_empty
 from optax_lsdp.clipping._factors import (
     ClipNorm,
     check_clip_norm,
@@ -91,12 +91,11 @@ def _check_structure(updates: optax.Updates, params: optax.Params) -> None:
 def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
     """Raise unless every leaf of a sum has its parameter's shape."""
     _check_structure(total, params)
-    leaves = jax.tree.leaves_with_path(total)
-    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
+    for name, leaf, param in beside(total, params):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must have the shapes of `params`, got {leaf.shape} for "
-                f"{jnp.shape(param)} at {path_name(path)!r}; `clipped_grad` sums over the examples."
+                f"{jnp.shape(param)} at {name!r}; `clipped_grad` sums over the examples."
             )
 
 
@@ -110,10 +109,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
             "stacked and summed gradients cannot be told apart."
         )
     _check_structure(updates, params)
-    leaves = jax.tree.leaves_with_path(updates)
-    height = jnp.shape(leaves[0][1])[:1]
-    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
-        name, got, shape = path_name(path), jnp.shape(leaf), jnp.shape(param)
+    height = jnp.shape(jax.tree.leaves(updates)[0])[:1]
+    for name, leaf, param in beside(updates, params):
+        got, shape = jnp.shape(leaf), jnp.shape(param)
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "

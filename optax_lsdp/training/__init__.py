@@ -10,8 +10,8 @@ except ModuleNotFoundError as error:
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
 from optax_lsdp.training._export import export_params, load_params
+from optax_lsdp.training._given import DataError
 from optax_lsdp.training._losses import average_views, keep_batch_axis, mixed_precision
-from optax_lsdp.training._readable import DataError
 
 __all__ = [
     "DataError",

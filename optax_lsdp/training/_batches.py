@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._checks import check_whole
+from optax_lsdp._keys import is_key
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._data import Examples, update_digest
 from optax_lsdp.training._step import Chunk
@@ -124,7 +125,7 @@ def replicate(x: jax.Array, everywhere: Any) -> jax.Array:
     """Put the same array on all devices, those of other processes included."""
     if everywhere is None:
         return x
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_key(x):
         data = replicate(jax.random.key_data(x), everywhere)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     known = np.asarray(x)

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._jaxpr import constants
+from optax_lsdp._keys import is_key
 from optax_lsdp.training._data import Examples, update_digest
 
 
 class Program:
-    """Functions that were compiled, and a hash of what they compute; of no `private` data alone."""
+    """Functions that were compiled, and a hash of what they compute; none closes over `private`."""
 
     def __init__(self, private: Examples | None = None) -> None:
         self.digest, self.private = hashlib.blake2b(), private
@@ -29,7 +30,7 @@ class Program:
         traced = function.trace(*arguments)
         for constant in constants(traced.jaxpr):  # which JAX may leave out of the text
             constant = jnp.asarray(constant)
-            if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+            if is_key(constant):
                 constant = jax.random.key_data(constant)
             known = np.asarray(constant)
             if self.private is not None and self.private.holds(known):
@@ -75,9 +76,7 @@ def beginning(params: Any, optimizer_state: Any) -> dict[str, str]:
     found = {}
     for name, tree in (("params", params), ("optimizer", optimizer_state)):
         digest = hashlib.blake2b(digest_size=16)
-        leaves = jax.tree.leaves(tree)
-        is_key = [jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in leaves]
-        update_digest(digest, [x for x, is_one in zip(leaves, is_key, strict=True) if not is_one])
+        update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
         found[name] = digest.hexdigest()
     return found
 

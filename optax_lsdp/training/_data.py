@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from optax_lsdp.training._readable import (
+from optax_lsdp.training._given import (
     DataError,
     as_array,
     check_example,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from optax_lsdp._keys import is_key
 from optax_lsdp._trees import path_name
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
@@ -187,7 +187,7 @@ def _unwrapped(tree: Any, *, abstract: bool = False) -> Any:
     """Return a tree without typed keys, which checkpoints do not hold."""
 
     def unwrap(leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if is_key(leaf):
             leaf = jax.random.key_data(leaf)
         if abstract:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
@@ -206,7 +206,7 @@ def _arrays(tree: Any) -> dict[str, str]:
 
 def _wrapped(tree: Any, template: Any) -> Any:
     def wrap(leaf: jax.Array, like: jax.Array) -> jax.Array:
-        if jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+        if is_key(like):
             return jax.random.wrap_key_data(leaf, impl=jax.random.key_impl(like))
         return leaf
 

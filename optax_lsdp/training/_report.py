@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,3 +64,15 @@ class Shown:
             return
         self.due, self.bar.n = now + 0.1, step
         self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon())}")
+
+
+def warn_of_beginning(given: dict[str, str], began: dict[str, str]) -> None:
+    """Warn of parameters or an optimizer that a run which goes on has of its own, by their hash."""
+    for name, found in given.items():
+        if began.get(name, found) != found:
+            what = "" if name == "params" else ", whose state holds its hyper-parameters,"
+            warnings.warn(
+                f"`{name}`{what} should be as when this folder's run began, got another, which is "
+                "not used: the run goes on with its own; take another folder to train anew.",
+                stacklevel=4,
+            )

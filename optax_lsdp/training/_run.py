@@ -24,14 +24,14 @@ from optax_lsdp.training._batches import Batches, Read, abstract, replicate
 from optax_lsdp.training._circumstances import Program, beginning, circumstances
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._folder import RunFolder, Saved
+from optax_lsdp.training._given import check_params
 from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
 from optax_lsdp.training._journal import FIRST
 from optax_lsdp.training._losses import Loss
-from optax_lsdp.training._report import Report, Shown, Trained
+from optax_lsdp.training._report import Report, Shown, Trained, warn_of_beginning
 from optax_lsdp.training._step import (
     Average,
     State,
-    check_start,
     first_average,
     make_steps,
     with_noise_key,
@@ -77,7 +77,7 @@ class Run:
             self.folder = RunFolder(folder, self.plan)
             saved = self.folder.restore(self.state)
         if saved is not None:
-            self._tell_what_is_not_used(saved.began)
+            warn_of_beginning(self.began, saved.began)
             self.state, self.step, self.ledger, self.nonce, self.began = saved
         self._place(self.nonce)
         program = self._compile(loss_fn)
@@ -105,7 +105,7 @@ class Run:
                 return x
             return replicate(x, self.everywhere)
 
-        check_start(params)
+        check_params(params)
         params = jax.tree.map(lambda x: place(jnp.array(x)), params)
         inner = jax.tree.map(jnp.array, self.private(key).init(params))  # no array twice
         mean = first_average(self.average, params)
@@ -170,17 +170,6 @@ class Run:
             f"{begin}it goes on from step {self.step} with other noise, has to count {again} steps "
             f"more than it has, and ends at step {self.until} of {self.plan.steps}."
         )
-
-    def _tell_what_is_not_used(self, began: dict[str, str]) -> None:
-        """Warn of a beginning that is not the run's own: it goes on with what it has."""
-        for name, found in self.began.items():
-            if began.get(name, found) != found:
-                what = "" if name == "params" else ", whose state holds its hyper-parameters,"
-                warnings.warn(
-                    f"`{name}`{what} should be as when this folder's run began, got another, which "
-                    "is not used: the run goes on with its own; take another folder to train anew.",
-                    stacklevel=4,
-                )
 
     def _count(self, step: int) -> None:
         """Record a step; where a shuffled order begins, all of its epoch counts as taken."""

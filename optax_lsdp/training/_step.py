@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._trees import check_floating, check_not_empty, path_name, widen
+from optax_lsdp._trees import widen
 from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
 from optax_lsdp.training._losses import Loss, called, takes_key
@@ -95,24 +94,6 @@ def _average(kind: Average, mean: Any, params: Any, step: Any) -> Any:
         return mean + rate.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
 
     return jax.tree.map(mix, mean, params)
-
-
-def check_start(params: Any) -> None:
-    """Raise unless these are parameters with which training can begin."""
-    if isinstance(params, Mapping) and "batch_stats" in params:
-        raise ValueError(
-            "`params` must be what is trained, got 'batch_stats' among it, which would get noise; "
-            "pass variables['params'], and let the loss close over the rest."
-        )
-    arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
-    check_not_empty("params", arrays)
-    check_floating("params", arrays)
-    for path, leaf in jax.tree.leaves_with_path(arrays):
-        if not (hasattr(leaf, "__array__") and jnp.isfinite(leaf).all()):
-            raise ValueError(
-                "`params` must hold arrays of finite numbers, got something else at "
-                f"{path_name(path)!r}."
-            )
 
 
 def first_average(kind: Average, params: Any) -> Any:

@@ -77,16 +77,14 @@ def test_a_batch_that_no_sampler_of_the_plan_makes_is_refused():
     def loss(params, x):
         return jnp.vdot(params[0], x) + params[1]
 
-    for grad in (plan.clipped_grad(loss), plan.value_and_clipped_grad(loss)):
+    value_and_grad = plan.value_and_clipped_grad(loss)
+    for grad in (plan.clipped_grad(loss), lambda *given: value_and_grad(*given)[1]):
         batch = jnp.ones((2 * most, 3))
         few, many = (jnp.arange(2 * most) < count for count in (most, most + 1))
         with pytest.raises(ValueError, match=f"`mask` must count {most} examples at most"):
             grad(params, batch, many)
         for mask, is_good in ((few, True), (many, False)):
-            result = jax.jit(grad)(params, batch, mask)
-            total = (
-                result[1] if len(result) == 2 and isinstance(result[0], lsdp.PerExample) else result
-            )
+            total = jax.jit(grad)(params, batch, mask)
             assert jax.tree.structure(total, is_leaf=lambda x: isinstance(x, lsdp.Clipped)) == tree
             for leaf in jax.tree.leaves(total):
                 assert np.isfinite(leaf).all() == is_good

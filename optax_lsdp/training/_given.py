@@ -1,7 +1,8 @@
-"""Data at the door: what was given goes in, plain arrays of numbers come out, or one sentence."""
+"""At the door: data and parameters go in as they were given, plain arrays or words come out."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._checks import is_number
+from optax_lsdp._keys import is_key
+from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 
 
 class DataError(ValueError):
@@ -48,13 +51,13 @@ def as_array(leaf: Any) -> np.ndarray:
             "`data` must hold plain arrays, got a masked one, whose mask would be lost; fill in "
             "what is masked, and let the loss leave it out."
         )
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
             "`data` must hold numbers, got keys; `fit` makes one for each example of every step "
             "for a loss with a third argument, `loss_fn(params, example, key)`."
         )
     array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
-    if not (jnp.issubdtype(array.dtype, np.number) or array.dtype == bool):  # bfloat16 is one
+    if not is_numeric(array):
         raise TypeError(
             f"`data` must hold numbers, got {array.dtype}; encode text and dates, and let no "
             "column be of mixed kinds."
@@ -82,3 +85,21 @@ def check_values(rows: np.ndarray, indices: np.ndarray) -> None:
         raise DataError(
             f"`data` must be {what} in example {index}; mend it, or plan for data without it."
         )
+
+
+def check_params(params: Any) -> None:
+    """Raise unless these are parameters with which training can begin."""
+    if isinstance(params, Mapping) and "batch_stats" in params:
+        raise ValueError(
+            "`params` must be what is trained, got 'batch_stats' among it, which would get noise; "
+            "pass variables['params'], and let the loss close over the rest."
+        )
+    arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
+    check_not_empty("params", arrays)
+    check_floating("params", arrays)
+    for path, leaf in jax.tree.leaves_with_path(arrays):
+        if not (hasattr(leaf, "__array__") and jnp.isfinite(leaf).all()):
+            raise ValueError(
+                "`params` must hold arrays of finite numbers, got something else at "
+                f"{path_name(path)!r}."
+            )
