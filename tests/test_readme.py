@@ -1,6 +1,8 @@
 """README: every block of code runs as printed, and every number comes from a results file."""
 
+import dataclasses
 import json
+import math
 import re
 from importlib import import_module
 from operator import attrgetter
@@ -68,6 +70,22 @@ def test_the_numbers_are_those_of_the_results():
         assert report.fill(text, tables) == text, f"{path}: run `python -m benchmarks.report`"
     numbers = json.loads((RESULTS / "summary.json").read_text())
     assert numbers == _report.numbers(), "run `python -m benchmarks.report`"
+
+
+def test_the_epsilons_of_shuffled_and_poisson_batches_are_those_of_the_accountant():
+    said = re.search(
+        r"at z = (\S+), batches of (\d+) and (\d+) epochs of ([\d,]+)\s+examples, ε at δ = 10⁻⁵ is "
+        r"(\S+) for Poisson batches, and (\d+) is all that can be certified for shuffled",
+        README.read_text(),
+    )
+    z, batch, epochs, size, poisson, shuffled = (float(x.replace(",", "")) for x in said.groups())
+    steps = int(epochs) * math.ceil(size / batch)
+    run = lsdp.accounting.SampledGaussian(z, batch / size, steps)
+    assert round(run.epsilon(1e-5), 1) == poisson
+    run = dataclasses.replace(
+        run, sampling_rate=epochs / steps, sampling="shuffled", neighbouring="zero_out"
+    )
+    assert round(run.epsilon(1e-5)) == shuffled
 
 
 def test_the_advice_in_words_follows_from_the_records():
