@@ -1,7 +1,7 @@
 """Every test runs on eight CPU devices, and no dtype is promoted by accident.
 
 Most of a test's time is compiling, so LLVM optimizes nothing (XLA's own passes all run). With
-FULL=1 it does, as for users, and each law is tried on twenty times the examples; FUZZ=1 is the same
+FULL=1 it does, as for users, and each law is tried on forty times the examples; FUZZ=1 is the same
 for tests/fuzz.
 """
 
