@@ -75,7 +75,7 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
     """Run what is not in the record yet, and write each result as soon as it is there."""
     record = load_record(path)
-    is_whole = bool(record.pop("is_whole", False))  # which is written behind all parts
+    is_whole = record.pop("is_whole", bool(record))  # written behind all parts, and at first not
     for part, runs in work.items():
         known = record.setdefault(part, {})
         for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):

@@ -32,6 +32,9 @@ def test_a_record_is_whole_once_all_is_measured(tmp_path):
         _timing.measure_missing(path, {"part": runs})
         return _timing.load_record(path)
 
+    path.write_text('{"part": {"zero": 0}}')  # as records once were: nothing to add or to date
+    assert "is_whole" not in measure(zero=lambda: 0)
+    path.unlink()
     assert measure(zero=lambda: 0)["is_whole"]
     assert measure(zero=lambda: 0, one=lambda: 1)["is_whole"]
     with pytest.raises(ZeroDivisionError):
