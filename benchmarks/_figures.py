@@ -116,7 +116,7 @@ def draw_scaling() -> None:
     labels = {
         "batches": "logical batch (MNIST CNN)",
         "parameters": "parameters (linear model)",
-        "devices": "devices of one host",
+        "devices": "simulated devices (batch 1,024)",
         "datasets": "examples to choose 256 from",
     }
     for axes, (part, label) in zip(figure.subplots(1, 4, sharey=True), labels.items(), strict=True):

@@ -133,19 +133,20 @@ def draw_step_sizes() -> None:
 def draw_denoising() -> None:
     """Draw the paper's illustration: a noisy sine and a noisy product of sines, smoothed."""
     record = load("paper/denoising")["errors"]["planes"]["found"]
-    figure = Figure(figsize=(13, 3), layout="constrained")
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
     first, *rest = figure.subplots(1, 6)
     for (name, line), look in zip(lines().items(), (":", "-", "-"), strict=True):
         color = {"signal": "black", "noisy": "#9a8c98"}.get(name, "#c1121f")
         first.plot(line, look, color=color, lw=0.9, label=name)
-    first.legend(frameon=False, fontsize=7)
-    first.set_xlabel("entry of the vector (one draw of the noise)")
+    first.legend(frameon=False, fontsize=9)
+    first.set_xlabel("entry (one draw of the noise)")
     first.set_ylabel("value")
     for axes, (title, picture) in zip(rest, planes().items(), strict=True):
         axes.imshow(picture, vmin=-1.2, vmax=1.2, cmap="RdBu")
         error = record[title]
-        axes.set_title(f"{title}\nerror {error:.3f}" if error else title, fontsize=9)
+        axes.set_title(f"{title}\nerror {error:.3f}" if error else title, fontsize=10)
         axes.axis("off")
+    figure.get_layout_engine().set(h_pad=0.1)
     tidy(first)
     save(figure, "denoising")
 
@@ -204,7 +205,7 @@ def draw_errors() -> None:
         axes.set_xlabel(
             f"share of the noise that is left, σ = {smoothings}\n"
             f"(step {row['step'] + 1}, signal / noise = {row['signal'] / row['noise']:.2g})",
-            fontsize=8,
+            fontsize=9,
         )
         tidy(axes)
     trades[0].set_ylabel("share of the signal that is lost")
@@ -222,13 +223,13 @@ def draw_errors() -> None:
     }
     for name, (color, style, values) in parts.items():
         along.semilogy(steps, values, style, color=color, label=name)
-    along.set_ylim(bottom=1e-8)
+    along.set_ylim(bottom=1e-5)
     along.set_xlabel("step (ε = 0.1)")
     along.set_ylabel("squared norm")
-    along.legend(frameon=False, fontsize=7)
     tidy(along)
-    handles, labels = trades[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside lower left", ncols=3)
+    for axes, place in ((trades[0], "left"), (along, "right")):
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, frameon=False, loc=f"outside lower {place}", ncols=3)
     save(figure, "errors")
 
 

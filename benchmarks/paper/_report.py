@@ -38,7 +38,7 @@ def times() -> str:
             for row in part.values()
             if isinstance(row, dict) and "seconds" in row
         )
-        device = f"{where['device']} {where['machine']}, {where['cores']} cores"
+        device = f"{where['device']} {where['machine']}, cores: {where['cores']}"
         state = "" if record["is_whole"] else "not finished"
         command = f"`{where['command']}`"
         rows.append([command, device, f"{seconds / 60:.1f}", where["date"], state])
