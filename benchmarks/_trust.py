@@ -58,7 +58,7 @@ def in_short() -> str:
             ],
             [
                 f"attacks on {len(record['levels'])} claims, ε = 0.1 to 10",
-                f"prove {min(shares):.2f} to {max(shares):.2f} of the claim, as noise is Gaussian",
+                f"prove {min(shares):.2f} to {max(shares):.2f} of ε, given that noise is Gaussian",
             ],
         ]
     fuzzed = FUZZED.read_text(encoding="utf-8").splitlines() if FUZZED.exists() else []

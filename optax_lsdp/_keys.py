@@ -14,7 +14,8 @@ def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy of the operating system.
 
     An integer seed keeps at most 32 bits of itself (`jax.random.key(2**40 + 5)` is `key(5)`), which
-    can be guessed. The key is a secret: whoever has it can subtract the noise.
+    can be guessed. The key is a secret: whoever has it can subtract the noise. Inside of `jax.vmap`
+    one key would be that of all: make keys outside, and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
