@@ -67,7 +67,8 @@ def add_commands(commands: Any) -> None:
             "--epochs",
             type=number("epochs", check_positive),
             metavar="X",
-            help="passes over the data, of dataset size/batch size steps each",
+            help="passes over the data, of dataset size/batch size steps each (shuffled: "
+            "rounded down)",
         )
         meanings = {
             "noise_multiplier": "z: the noise's standard deviation on the clipped sum, over C",
@@ -85,7 +86,7 @@ def add_commands(commands: Any) -> None:
             type=number("delta", check_delta),
             metavar="X",
             help="probability with which ε may fail (default: a power of ten, 1e-5 or "
-            "less, and below a tenth of an example)",
+            "less, and at most a tenth of 1/dataset size)",
         )
         command.add_argument(
             "--sampling",
@@ -118,14 +119,14 @@ def _answer(args: argparse.Namespace) -> None:
     if batch > size:
         args.command.error(f"--batch-size {batch} must be at most --dataset-size {size}")
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
-    epoch = math.ceil(size / batch) if args.sampling == "shuffled" else size / batch
+    epoch = size // batch if args.sampling == "shuffled" else size / batch  # its rest is dropped
     steps = args.steps or math.ceil(args.epochs * epoch * (1 - 1e-12))
     if delta * size >= 1:
         print(
             f"--delta should be far below 1/n = {1 / size:.2g}: {delta:g} is not", file=sys.stderr
         )
     settings = {
-        "sampling_rate": _rate(args.sampling, batch, size),
+        "sampling_rate": batch / size,
         "steps": steps,
         "sampling": args.sampling,
         "neighbouring": args.neighbouring,
@@ -151,11 +152,6 @@ def _answer(args: argparse.Namespace) -> None:
         print(_words(run, delta, others, calibrated=hasattr(args, "epsilon")))
 
 
-def _rate(sampling: str, batch: int, size: int) -> float:
-    """Return the sampling rate; a shuffled epoch has one step for every batch, full or not."""
-    return 1 / math.ceil(size / batch) if sampling == "shuffled" else batch / size
-
-
 def _others(
     run: SampledGaussian, batch: int, size: int, delta: float
 ) -> list[tuple[str, str, str, float]]:
@@ -168,7 +164,7 @@ def _others(
             relation,
             SampledGaussian(
                 run.noise_multiplier,
-                _rate(sampling, batch, size),
+                batch / size,
                 run.steps,
                 sampling=sampling,
                 neighbouring=relation,

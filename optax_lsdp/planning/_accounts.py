@@ -34,8 +34,9 @@ def steps_of(plan: PrivacyPlan) -> int:
         check_whole("steps", plan.steps)
         return plan.steps
     check_positive("epochs", plan.epochs)
-    steps = plan.epochs * plan.dataset_size / plan.expected_batch_size
-    return math.ceil(steps * (1 - 1e-12))
+    whole, rest = divmod(plan.dataset_size, plan.expected_batch_size)
+    epoch = whole if plan.sampling == "shuffled" else whole + rest / plan.expected_batch_size
+    return math.ceil(plan.epochs * epoch * (1 - 1e-12))
 
 
 def noise_and_epsilon(plan: PrivacyPlan) -> tuple[float, float]:

@@ -43,7 +43,8 @@ class PrivacyPlan(Spending):
     """One private training run, and all its parts, which agree because they come from here.
 
     Say how many `steps`, or `epochs`; and either the budget `epsilon`, for which the smallest
-    sufficient noise is found, or the `noise_multiplier`, whose ε is computed. To change a setting,
+    sufficient noise is found, or the `noise_multiplier`, whose ε is computed; or both: what the
+    budget has beyond that ε covers steps that an interrupted run counts twice. To change a setting,
     make another plan: `dataclasses.replace` would keep the noise that was found.
 
     Attributes:
@@ -52,7 +53,7 @@ class PrivacyPlan(Spending):
         delta: δ, which should be well below 1/n.
         epsilon: ε, the budget.
         steps: how many noisy sums are released.
-        epochs: n/b steps each; they are turned into `steps`.
+        epochs: n/b steps each, ⌊n/b⌋ if shuffled; they are turned into `steps`.
         noise_multiplier: z, the noise on the clipped sum in units of its sensitivity.
         noise_schedule: factors by which z is multiplied from some steps on; the accountant
             composes them.
