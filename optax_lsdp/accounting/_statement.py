@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from optax_lsdp.accounting._queries import Mechanism
 
-_HARDLY_ANY = 20.0  # half a billion to one
+_LITTLE = 8.0  # ε from which on the words say that it promises little
 _DIFFERENCE = {
     "add_remove": "whether any one example was in the data",
     "zero_out": "whether any one example was used or a blank in its place",
@@ -26,8 +26,11 @@ _BATCHES = {
 def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
     """Return what a run guarantees at δ, and everything that was assumed.
 
-    Runs that follow each other, such as those of a schedule, must sample alike. A part of δ may be
-    `reserved` for what the mechanism does not describe, and is not spent on it.
+    Args:
+        mechanism: a `SampledGaussian`, a sum of them or a `Ledger`. Runs that follow each other,
+            such as those of a schedule, must sample alike, or a ValueError is raised.
+        delta: δ.
+        reserved: the part of δ that is kept for what the mechanism does not describe.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> run = SampledGaussian(1.1, 256 / 60_000, 14_100)
@@ -39,27 +42,26 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.runs}
     if len(alike) > 1:
         raise ValueError(f"`mechanism` must sample alike in all its runs, got {alike!r}.")
-    noise = f"{min(noises):.6g}·C"
-    if max(noises) > min(noises):
-        noise += f" to {max(noises):.6g}·C, as scheduled,"
+    least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
+    noise = least if least == most else f"{least} to {most}, as scheduled,"
     difference = _DIFFERENCE[run.neighbouring]
     if run.group_size > 1:
-        difference += f", nor any {run.group_size} examples that change together"
+        difference += f", or any {run.group_size} examples that change together"
     batches = _BATCHES[run.sampling].format(
         rate=f"{run.sampling_rate:.4g}", epoch=math.floor(1 / run.sampling_rate * (1 + 1e-12))
     )
     bounded = run.sampling in ("without_replacement", "shuffled") or run.max_batch_size is not None
     if run.max_batch_size is not None:
         batches += f"; of more than {run.max_batch_size:,} that many are kept at random"
-    is_huge = epsilon > _HARDLY_ANY
+    is_huge = epsilon > _LITTLE
     grows = "e^" + show_epsilon(epsilon) if is_huge else show_epsilon(math.exp(epsilon))
     meaning = (
         "Whoever sees all that training releases, the model after every step and all settings, "
-        f"cannot tell {difference}: nothing that they could conclude becomes more than "
+        f"can tell only so far {difference}: nothing that they could conclude becomes more than "
         f"{grows} times as probable, but for a probability of {delta:g}."
     )
     if is_huge:
-        meaning += " So large an ε protects hardly anybody; more noise or fewer steps make it less."
+        meaning += " So large an ε promises little; more noise or fewer steps make it less."
     steps = sum(one.steps for one in mechanism.runs)
     assumed = [
         f"{steps:,} step{'s' if steps > 1 else ''}; {batches};",
@@ -81,14 +83,18 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     return "\n".join(lines)
 
 
-def show_epsilon(epsilon: float, digits: int = 4) -> str:
-    """Return a few digits of a number, rounded up.
+def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
+    """Return a few digits of a number, rounded up, or down if it bounds ε from below.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')
+    >>> show_epsilon(2.38587, is_lower_bound=True)
+    '2.385'
     """
     if not 0 < epsilon < math.inf:
         return f"{epsilon:g}"
     digits = digits - 1 - math.floor(math.log10(epsilon))
-    rounded = math.ceil(epsilon * 10.0**digits * (1 - 1e-12)) / 10.0**digits
+    scaled = epsilon * 10.0**digits
+    whole = math.floor(scaled * (1 + 1e-12)) if is_lower_bound else math.ceil(scaled * (1 - 1e-12))
+    rounded = whole / 10.0**digits
     return f"{rounded:.{max(digits, 0)}f}"

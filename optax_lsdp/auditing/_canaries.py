@@ -30,9 +30,9 @@ class EpsilonReport(Report):
     """How much privacy an attack has disproved.
 
     Attributes:
-        claimed: the ε that is claimed, or None.
+        claimed: the ε that is claimed, or None, which passes whatever is found.
         epsilon: no smaller ε can be true, but for `failure`.
-        gaussian_epsilon: the same if the mechanism is Gaussian, as all of this library's are for
+        gaussian_epsilon: the same if the mechanism is Gaussian, as `add_gaussian_noise` is for
             full batches; None where it does not apply.
         delta: δ.
         trials: how many trainings, or canaries in one of them.
@@ -53,11 +53,12 @@ class EpsilonReport(Report):
 
     def lines(self) -> dict[str, str]:
         """Return what is printed."""
-        found = {"ε is at least": show_epsilon(self.epsilon)}
+        found = {"ε is at least": show_epsilon(self.epsilon, is_lower_bound=True)}
         if self.gaussian_epsilon is not None:
-            found["if it is Gaussian"] = show_epsilon(self.gaussian_epsilon)
+            bound = show_epsilon(self.gaussian_epsilon, is_lower_bound=True)
+            found["if it is Gaussian"] = bound
         if self.claimed is not None:
-            found["claimed"] = show_epsilon(self.claimed)
+            found["claimed"] = f"{self.claimed:g}"
         found["at δ"] = f"{self.delta:g}"
         found["trials"] = f"{self.trials:,}, wrong with probability {self.failure:g}"
         return found
@@ -199,7 +200,7 @@ def audit_one_run(
         train: `train(is_in)`: trains once, with those canaries for which the array says so, and
             returns a score for each of them, larger when it is in.
         canaries: how many there are. They must be examples of their own, at most one per person.
-        delta: δ. Nothing is proved unless δ times `canaries` is far below `failure`.
+        delta: δ. The larger δ times `canaries` is, the less is proved.
         claimed: the ε that is to be disproved.
         guesses: how many are made, of the largest and the smallest scores; by default a fifth.
         failure: the probability that the bound is wrong.

@@ -54,4 +54,5 @@ class StatisticsReport(Report):
     def lines(self) -> dict[str, str]:
         """Return what is printed."""
         measured = {self.quantity: f"{self.seen:.6g}, should be {self.expected:.6g}"}
-        return measured | {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
+        tests = {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
+        return measured | tests | {"if all is well": f"rejected with probability {self.failure:g}"}

@@ -6,8 +6,10 @@ import warnings
 import mpmath
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from optax_lsdp.accounting import Composition, SampledGaussian, _queries, statement
+from optax_lsdp.accounting import Composition, SampledGaussian, _queries, show_epsilon, statement
 from tests.cases import slow
 
 # Values of an independent accountant, to the digits given.
@@ -256,7 +258,17 @@ def test_bad_input_is_named(call, message):
 
 
 def test_a_statement_of_a_huge_epsilon_does_not_reassure():
-    little = SampledGaussian(0.3, 0.1, 100)
-    assert little.epsilon(1e-5) > 20
-    assert "protects hardly anybody" in " ".join(statement(little, 1e-5).split())
-    assert "hardly" not in statement(SampledGaussian(1.1, 0.01, 100), 1e-5)
+    little = SampledGaussian(1.0, 1.0, 10, sampling="full")
+    assert little.advantage() > 0.85  # nine of ten guesses are right
+    said = " ".join(statement(little, 1e-5).split())
+    assert "promises little" in said and "cannot" not in said
+    assert "promises" not in statement(SampledGaussian(1.1, 0.01, 100), 1e-5)
+
+
+@given(st.floats(1e-9, 1e9), st.integers(1, 8))
+def test_bounds_are_rounded_to_their_safe_side(epsilon, digits):
+    upper = float(show_epsilon(epsilon, digits))
+    lower = float(show_epsilon(epsilon, digits, is_lower_bound=True))
+    close = 1 + 1e-9
+    assert lower <= epsilon * close and epsilon <= upper * close
+    assert upper - lower <= 10.0 ** (1 - digits) * epsilon * close

@@ -10,7 +10,13 @@ from scipy.stats import binom
 
 import optax_lsdp as lsdp
 from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
-from optax_lsdp.auditing import audit_epsilon, audit_one_run, audit_scores
+from optax_lsdp.auditing import (
+    EpsilonReport,
+    StatisticsReport,
+    audit_epsilon,
+    audit_one_run,
+    audit_scores,
+)
 from optax_lsdp.auditing._bounds import Rates, epsilon_of_rates, one_run_p_value, rates
 
 DELTA = 1e-5
@@ -26,6 +32,14 @@ def test_rates_are_covered(share):
     too_high = sum(w for w, r in zip(weights, found, strict=True) if r.true_positive > share)
     too_low = sum(w for w, r in zip(weights, found, strict=True) if r.false_positive < share)
     assert too_high <= failure / 2 and too_low <= failure / 2
+
+
+def test_what_is_printed_claims_no_more_than_was_proved():
+    report = EpsilonReport(0.99951, 0.99959, 1.00009, DELTA, 1000, 1e-5)
+    assert not report
+    said = str(report)
+    assert "0.9995\n" in said and "1.000\n" in said and "0.99951" in said
+    assert "1e-05" in str(StatisticsReport("scale", 1.0, 1.1, {"shape": 0.5}, 1e-5))
 
 
 def test_the_best_test_of_pure_privacy_gives_its_epsilon():
