@@ -67,7 +67,7 @@ def parser() -> Parser:
         help="attack this installation: clipping, noise, samplers and a whole step",
         description="Search for neighbouring batches that clipping does not hold together, test "
         "noise and samplers, and try to tell steps with a canary from steps without. What is good "
-        "is rejected with a probability of 1e-5 each. About a minute.",
+        "is rejected with a probability of 1e-5 at most by each test of noise, samplers and steps.",
     )
     whole = number("seed", lambda name, value: check_whole(name, value, 0), int)
     command.add_argument(

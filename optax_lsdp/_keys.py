@@ -13,9 +13,9 @@ import numpy as np
 def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy of the operating system.
 
-    An integer seed keeps at most 32 bits of itself (`jax.random.key(2**40 + 5)` is `key(5)`), which
-    can be guessed. The key is a secret: whoever has it can subtract the noise. Inside of `jax.vmap`
-    one key would be that of all: make keys outside, and map over them.
+    An integer seed keeps 32 bits of itself (`jax.random.key(2**40 + 5)` is `key(5)`, unless
+    `jax_enable_x64` is set), which can be guessed. The key is a secret: whoever has it can subtract
+    the noise. Inside of `jax.vmap` one key would be that of all: map over keys made outside.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64

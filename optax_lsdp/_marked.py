@@ -23,8 +23,8 @@ class Clipped:
     A pytree node with one child: `jax.tree.leaves` gives the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if they were clipped alike.
     The mark catches accidents, not adversaries: it tells who made the sum, not what was
-    done to it since. `optax.apply_if_finite` cannot carry it, and is not needed, as examples that
-    are not finite contribute nothing.
+    done to it since. `optax.apply_if_finite` cannot carry it, and is not needed, as examples
+    whose gradient is not finite contribute nothing.
 
     Attributes:
         value: the sum of clipped gradients, float32 at least; under a schedule of

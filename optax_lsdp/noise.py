@@ -61,9 +61,9 @@ def add_gaussian_noise(
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put it right after `clip_per_example`: nothing may touch the sum between the two. The noise
-    of a leaf is a function of the key, the step and the leaf's path alone, so that a resumed run
-    draws what it would have drawn, on any mesh. It is drawn and added in float32 at least,
-    with tails to 9.1 standard deviations (`jax.random.normal` in float32 ends at 5.4).
+    of a leaf is a function of the key, the step and the leaf's path alone, up to rounding, so that
+    a resumed run draws what it would have drawn, on any mesh. It is drawn and added in float32 at
+    least, with tails to 9.1 standard deviations (`jax.random.normal` in float32 ends at 5.4).
 
     Args:
         stddev: the noise multiplier times `sensitivity(clip_norm)`; a number, or a function

@@ -133,7 +133,7 @@ def dp_lssgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSSGD: `privatize(optax.sgd(learning_rate, momentum), smoothing=σ, ...)`.
 
-    The arguments are those of `privatize` and of `optax.sgd`.
+    The arguments are those of `privatize` and of `optax.sgd`; here σ is 1 by default.
 
     References:
         Wang et al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in
@@ -191,7 +191,7 @@ def dp_lsadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    The arguments are those of `privatize`.
+    The arguments are those of `privatize`; here σ is 1 by default.
 
     >>> tx = dp_lsadam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)

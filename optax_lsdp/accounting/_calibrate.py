@@ -34,8 +34,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier z whose run is (ε, δ)-differentially private.
 
-    The arguments are those of `SampledGaussian`. The budget is never exceeded, and with 1e-4 less
-    noise it would be.
+    The arguments are those of `SampledGaussian`, and the budget (ε, δ). It is never exceeded, and
+    with 1e-4 less noise it would be. Where no noise does, a ValueError says why.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -123,7 +123,8 @@ def calibrate_steps(
 ) -> int:
     """Return the largest number of steps that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`.
+    `options` are further arguments of `SampledGaussian`. A ValueError says so if a single step is
+    too many, or if steps cost next to nothing.
 
     >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
     2432
@@ -159,7 +160,8 @@ def calibrate_batch_size(
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Batches are a share of `dataset_size`.
+    `options` are further arguments of `SampledGaussian`. Batches are a share of `dataset_size`. A
+    ValueError says so if batches of one example are too large.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100

@@ -21,7 +21,7 @@ class Ledger(Mechanism):
     """What was really spent: steps are appended, never changed, and a question changes nothing.
 
     It answers what a `SampledGaussian` answers. Steps that equal the last ones are merged, so that
-    a ledger of 10⁵ steps is as small, and as fast, as one of a single step. Parts of epochs of
+    a ledger of 10⁵ steps is as small as one of a single step. Parts of epochs of
     shuffled batches may be parts of different ones, and count as whole unless they `continue`.
 
     >>> ledger = Ledger()
@@ -77,12 +77,15 @@ class Ledger(Mechanism):
         return sum(self._steps)
 
     def epsilons(self, delta: float) -> np.ndarray:
-        """Return ε after each step, from above, for little more than the price of the last."""
+        """Return ε after each step, from above, computed at some steps and bounded between."""
         check_delta("delta", delta)
         return epsilon_curve(self.runs, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps like the last one the budget (ε, δ) allows."""
+        """Return how many more steps like the last one the budget (ε, δ) allows.
+
+        A ledger without steps has none to repeat, and raises a ValueError.
+        """
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:

@@ -44,7 +44,7 @@ class SampledGaussian(Mechanism):
     >>> round(run.epsilon(delta=1e-5), 3)
     2.385
 
-    The same noise, if batches are made by shuffling:
+    The same noise, if 60 epochs of 235 batches, the last one smaller, are made by shuffling:
 
     >>> shuffled = SampledGaussian(
     ...     1.1, 1 / 235, 14_100, sampling="shuffled", neighbouring="zero_out"

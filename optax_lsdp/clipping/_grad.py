@@ -75,7 +75,7 @@ def clipped_grad(
         clip_norm: C, as in `clip_per_example`. Under a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales down gradients longer than C; "automatic" scales every
             gradient to C·‖g‖/(‖g‖ + 0.01), so that only the learning rate is left to tune.
-        engine: how norms and sums are computed. "bookkeeping", the default, takes one backward
+        engine: how norms and sums are computed. "bookkeeping", which "auto" is, takes one backward
             pass and forms no gradient of a single example where there is a cheaper way
             (`explain_clipping` tells); "vmap" forms all of them, and is the reference.
         microbatch_size: how many examples are differentiated at a time, to bound memory.
@@ -84,8 +84,8 @@ def clipped_grad(
     Returns:
         f. `batch` is a tree of arrays with a leading axis of examples, typed keys (for dropout)
         included; `mask` is (n,), bool, False for padding, which contributes zero. The
-        result has the structure of `params`, each leaf a `Clipped`. Examples that are not finite
-        contribute zero. Arrays that `loss_fn` closes over count as public.
+        result has the structure of `params`, each leaf a `Clipped`. Examples whose gradient is
+        not finite contribute zero. Arrays that `loss_fn` closes over count as public.
 
     >>> import numpy as np
     >>> def loss(w, x):

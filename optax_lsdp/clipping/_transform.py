@@ -32,7 +32,7 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     It takes stacked gradients (leaves with a leading axis of examples, from `jax.vmap` of
     `jax.grad`; `update` then needs `params`), or the marked sum of `clipped_grad`, which it checks
     and unwraps. The result is a *sum*, float32 at least, never divided by the number of
-    examples; an example that is not finite contributes zero. It must be the first link of a chain.
+    examples; a gradient that is not finite contributes zero. It must be the first link of a chain.
 
     Args:
         clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per

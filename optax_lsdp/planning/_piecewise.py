@@ -17,6 +17,10 @@ from optax_lsdp._checks import check_positive, check_whole
 class Piecewise:
     """A schedule of constant pieces: `values[i]` from step `starts[i]` on.
 
+    Args:
+        starts: the step at which each piece begins; the first is 0, and they rise.
+        values: a positive number for each of them.
+
     >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
     >>> float(halved(99)), float(halved(100))
     (1.0, 0.5)
@@ -40,7 +44,11 @@ class Piecewise:
 
     @classmethod
     def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Piecewise:
-        """Return a schedule of so many pieces that follows another, such as one of Optax."""
+        """Return a schedule of so many pieces that follows another, such as one of Optax.
+
+        Each piece has the other's value at its first step. There are `pieces` of equal length up to
+        `steps`, or fewer if there are not so many steps.
+        """
         check_whole("steps", steps)
         starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
         return cls(tuple(starts.tolist()), tuple(float(schedule(int(s))) for s in starts))

@@ -41,7 +41,7 @@ class PoissonSampler:
         sampling_rate: q = b/n, with b the expected batch size.
         key: one typed key, used for nothing else. Whoever has it knows who was in which batch, and
             the guarantee counts on nobody knowing: it is as secret as the data.
-        max_batch_size: the room for a batch; by default about b + 8√b.
+        max_batch_size: the room for a batch; by default exceeded with probability 1e-15 or less.
         multiple_of: the length of the arrays is a multiple of this: the number of devices, say, or
             the size of a microbatch.
 
@@ -96,8 +96,12 @@ class PoissonSampler:
 class FixedSizeSampler:
     """Every batch is a fresh uniform subset of `batch_size` examples, without replacement.
 
-    For the accountant this is `sampling="without_replacement"`. The arguments are those of
-    `PoissonSampler`.
+    For the accountant this is `sampling="without_replacement"`.
+
+    Args:
+        dataset_size: n, at most 2³¹ − 1.
+        batch_size: how many examples each batch has.
+        key, multiple_of: as in `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -123,10 +127,15 @@ class FixedSizeSampler:
 class UnamplifiedShuffle:
     """Every epoch is one pass over the shuffled data, in ⌊n/b⌋ batches; the rest of it is left out.
 
-    What most data loaders do. The accountant claims no amplification by sampling for it
-    (`sampling="shuffled"`), and the noise for a given ε is many times larger: take it
-    for comparison, or where data cannot be read in any other way. An epoch costs one sort of n
-    numbers, which is kept for its other steps.
+    Data loaders that drop the last batch do the same. The accountant claims no amplification by
+    sampling for it (`sampling="shuffled"`), and the noise for a given ε is many times larger: take
+    it for comparison, or where data cannot be read in any other way. An epoch costs one sort of n
+    numbers, which is kept for its other steps; inside `jit`, every step sorts.
+
+    Args:
+        dataset_size: n, at most 2³¹ − 1.
+        batch_size: b, how many examples each batch has.
+        key, multiple_of: as in `PoissonSampler`.
 
     >>> sampler = UnamplifiedShuffle(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())

@@ -24,7 +24,9 @@ def ring_decay(smoothing: Any) -> Any:
 
 
 def ring_gamma(smoothing: Any, size: int) -> Any:
-    """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹; Proposition 2 of the paper.
+    """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹ for a ring of d = `size` entries.
+
+    It is Proposition 2 of the paper, with λₖ = 1 + 4σ sin²(πk/d).
 
     γ = (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ), which tends to 1/r, not to 0, as d grows.
 
@@ -36,7 +38,9 @@ def ring_gamma(smoothing: Any, size: int) -> Any:
 
 
 def ring_beta(smoothing: Any, size: int) -> Any:
-    """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise; Proposition 3.
+    """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise, as in `ring_gamma`.
+
+    It is Proposition 3 of the paper.
 
     β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²), free of the printed form's 0/0 at σ = 0.
 
@@ -82,7 +86,7 @@ def grid_gamma(
 ) -> float:
     """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
 
-    Ends that reflect have E = 4 sin²(πk/2d) instead. See `grid_beta`.
+    Ends that reflect have E = 4 sin²(πk/2d) instead. The arguments are those of `grid_beta`.
 
     >>> round(grid_gamma(1.0, (28, 28)), 3)
     0.254
@@ -98,6 +102,12 @@ def grid_beta(
     order: int = 1,
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
+
+    Args:
+        smoothing: σ ≥ 0.
+        sizes: the length d of each axis that is smoothed along; one number is a ring.
+        boundary: as in `laplacian_smooth`.
+        order: as there.
 
     The last axis is summed in closed form: 1/λ falls into n partial fractions, one for each root
     of λ, and each of them is a ring with a complex σ. The other axes are summed wave by wave.

@@ -64,7 +64,7 @@ def laplacian_smooth(
 
     Args:
         smoothing: 0 ≤ σ ≤ 1e30; a number or a function of the step. Zero is the identity, to
-            the bit. A scheduled or injected value beyond these gives NaN.
+            the bit. A scheduled or injected value beyond these raises, or gives NaN in `jit`.
         scope: "leaf" smooths every array by itself; "tree" all of them in one ring, in
             the order of `jax.tree.leaves`.
         layout: "inputs" walks the inputs of each output unit, space innermost: a Dense kernel

@@ -19,7 +19,12 @@ def export_params(path: Path | str, params: Any) -> None:
     """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
 
     What the guarantee covers is what a run returns: its parameters and their average. Half
-    precision is written as float32, which NumPy can read.
+    precision is written as float32, which NumPy can read. A clipped sum, a key, or anything but
+    floating-point numbers raises a ValueError.
+
+    Args:
+        path: the file; ".npz" is added if it has no such end.
+        params: a tree of arrays.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -56,7 +61,10 @@ def export_params(path: Path | str, params: Any) -> None:
 def load_params(path: Path | str, like: Any) -> Any:
     """Read what `export_params` has written, as a tree like the given one, and of its dtypes.
 
-    Shapes will do for it, such as `jax.eval_shape(model.init, key, x)`.
+    Args:
+        path: the file, as given to `export_params`.
+        like: a tree of the same names and shapes, or a ValueError tells which differs. Shapes will
+            do for it, such as `jax.eval_shape(model.init, key, x)`.
 
     >>> import tempfile
     >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}

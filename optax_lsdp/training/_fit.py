@@ -57,9 +57,10 @@ def fit(
         smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
         average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
             one that forgets exponentially; in float32.
-        microbatch_size: how many examples are on the devices at a time, to bound memory. What
-            would hold padding alone is left out, which saves the time that the room for large
-            Poisson batches costs; how long a step takes then tells how large its batch was.
+        microbatch_size: how many examples are differentiated at a time, to bound memory; a multiple
+            of the number of devices. What would hold padding alone is left out, which saves the
+            time that the room for large Poisson batches costs; how long a step takes then tells
+            how large its batch was.
         mesh: devices over which examples are spread.
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
             and are as secret as the data. `export_params` writes what may be released.
@@ -72,7 +73,8 @@ def fit(
     A killed run that is started again in the same folder, with nothing changed, takes the very same
     steps and ends with the same parameters to the bit. Whatever has changed (data, code,
     versions, devices), it then draws other noise, and steps that may have been seen are counted
-    twice. SIGTERM and Ctrl-C finish the step, save and stop; a second Ctrl-C stops at once.
+    twice. SIGTERM and Ctrl-C finish the step and save; then the one returns, and the other raises
+    KeyboardInterrupt. A second Ctrl-C stops at once.
 
     Raises:
         DataError: an example cannot be read; its index is named, and the run can go on.

@@ -21,8 +21,8 @@ class Report(NamedTuple):
         params: the parameters; the next step takes their memory, so copy what is to be kept.
         average: their average, or an empty tuple.
         epsilon: ε so far, at the plan's δ.
-        private_loss: the mean training loss. It is computed without noise: look at it
-            if you may look at the data, and release nothing that depends on it.
+        private_loss: the sum of the batch's losses over the expected batch size. It has no noise:
+            look at it if you may look at the data, and release nothing that depends on it.
     """
 
     step: int
