@@ -75,7 +75,7 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
     """Run what is not in the record yet, and write each result as soon as it is there."""
     record = load_record(path)
-    is_whole = record.pop("is_whole", bool(record))  # written behind all parts, and at first not
+    is_whole = record.pop("is_whole", bool(record))  # older records say nothing, and are
     for part, runs in work.items():
         known = record.setdefault(part, {})
         for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):

@@ -2,14 +2,19 @@
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from optax_lsdp._arguments import in_options, number, picture
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-from optax_lsdp.accounting import Ledger, SampledGaussian, calibrate_noise_multiplier, statement
+from optax_lsdp.accounting import (
+    Ledger,
+    SampledGaussian,
+    calibrate_noise_multiplier,
+    statement,
+    steps_of_epochs,
+)
 from optax_lsdp.accounting import show_epsilon as show
 
 _KINDS: tuple[tuple[str, Any, Any], ...] = (
@@ -119,8 +124,9 @@ def _answer(args: argparse.Namespace) -> None:
     if batch > size:
         args.command.error(f"--batch-size {batch} must be at most --dataset-size {size}")
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
-    epoch = size // batch if args.sampling == "shuffled" else size / batch  # its rest is dropped
-    steps = args.steps or math.ceil(args.epochs * epoch * (1 - 1e-12))
+    steps = args.steps or steps_of_epochs(
+        args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
+    )
     if delta * size >= 1:
         print(
             f"--delta should be far below 1/n = {1 / size:.2g}: {delta:g} is not", file=sys.stderr

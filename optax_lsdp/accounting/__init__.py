@@ -7,7 +7,7 @@ from optax_lsdp.accounting._calibrate import (
 )
 from optax_lsdp.accounting._discrete import DiscreteGaussian
 from optax_lsdp.accounting._ledger import Ledger
-from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._mechanism import SampledGaussian, steps_of_epochs
 from optax_lsdp.accounting._paper import PaperNoise, paper_noise
 from optax_lsdp.accounting._queries import Composition
 from optax_lsdp.accounting._statement import show_epsilon, statement
@@ -24,4 +24,5 @@ __all__ = [
     "paper_noise",
     "show_epsilon",
     "statement",
+    "steps_of_epochs",
 ]

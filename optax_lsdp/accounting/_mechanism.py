@@ -1,7 +1,8 @@
 """SampledGaussian: the description of a private training run, and what it guarantees."""
 
+import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from optax_lsdp._checks import check_choice, check_positive, check_rate, check_whole
 from optax_lsdp.accounting._dominate import ANALYSED, reveal
@@ -112,3 +113,32 @@ class SampledGaussian(Mechanism):
         """Return the same run for groups of `size` examples; see `Mechanism.group`."""
         check_whole("size", size)
         return replace(self, group_size=self.group_size * size)
+
+
+def steps_of_epochs(
+    epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
+) -> int:
+    """Return how many steps so many epochs take, rounded up.
+
+    Args:
+        epochs: passes over the data; a part of one counts too.
+        dataset_size: n.
+        batch_size: b, which is expected, or fixed.
+        sampling: as in `SampledGaussian`. An epoch is n/b steps, but ⌊n/b⌋ of shuffled batches, as
+            the rest of their order is left out.
+
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
+    14063
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256, sampling="shuffled")
+    14040
+    """
+    check_positive("epochs", epochs)
+    check_whole("dataset_size", dataset_size)
+    check_whole("batch_size", batch_size)
+    check_choice("sampling", sampling, get_args(Sampling))
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"`batch_size` must be at most `dataset_size`, got {batch_size} of {dataset_size}."
+        )
+    epoch = dataset_size // batch_size if sampling == "shuffled" else dataset_size / batch_size
+    return math.ceil(epochs * epoch * (1 - 1e-12))  # 3 epochs of 100/30 are 10, not 11

@@ -4,6 +4,7 @@ import math
 import textwrap
 from dataclasses import replace
 
+from optax_lsdp.accounting._dominate import steps_per_epoch
 from optax_lsdp.accounting._queries import Mechanism
 
 _LITTLE = 8.0  # ε from which on the words say that it promises little
@@ -48,19 +49,19 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     if run.group_size > 1:
         difference += f", or any {run.group_size} examples that change together"
     batches = _BATCHES[run.sampling].format(
-        rate=f"{run.sampling_rate:.4g}", epoch=math.floor(1 / run.sampling_rate * (1 + 1e-12))
+        rate=f"{run.sampling_rate:.4g}", epoch=steps_per_epoch(run)
     )
     bounded = run.sampling in ("without_replacement", "shuffled") or run.max_batch_size is not None
     if run.max_batch_size is not None:
         batches += f"; of more than {run.max_batch_size:,} that many are kept at random"
-    is_huge = epsilon > _LITTLE
-    grows = "e^" + show_epsilon(epsilon) if is_huge else show_epsilon(math.exp(epsilon))
+    is_large = epsilon > _LITTLE
+    grows = "e^" + show_epsilon(epsilon) if is_large else show_epsilon(math.exp(epsilon))
     meaning = (
         "Whoever sees all that training releases, the model after every step and all settings, "
         f"can tell only so far {difference}: nothing that they could conclude becomes more than "
         f"{grows} times as probable, but for a probability of {delta:g}."
     )
-    if is_huge:
+    if is_large:
         meaning += " So large an ε promises little; more noise or fewer steps make it less."
     steps = sum(one.steps for one in mechanism.runs)
     assumed = [

@@ -14,6 +14,7 @@ from optax_lsdp.accounting import (
     Ledger,
     SampledGaussian,
     calibrate_noise_multiplier,
+    steps_of_epochs,
 )
 from optax_lsdp.planning._piecewise import Piecewise
 
@@ -33,10 +34,12 @@ def steps_of(plan: PrivacyPlan) -> int:
     if plan.epochs is None:
         check_whole("steps", plan.steps)
         return plan.steps
-    check_positive("epochs", plan.epochs)
-    whole, rest = divmod(plan.dataset_size, plan.expected_batch_size)
-    epoch = whole if plan.sampling == "shuffled" else whole + rest / plan.expected_batch_size
-    return math.ceil(plan.epochs * epoch * (1 - 1e-12))
+    return steps_of_epochs(
+        plan.epochs,
+        dataset_size=plan.dataset_size,
+        batch_size=plan.expected_batch_size,
+        sampling=plan.sampling,
+    )
 
 
 def noise_and_epsilon(plan: PrivacyPlan) -> tuple[float, float]:

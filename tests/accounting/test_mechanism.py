@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optax_lsdp.accounting import Composition, SampledGaussian, _queries, show_epsilon, statement
+from optax_lsdp.accounting import (
+    Composition,
+    SampledGaussian,
+    _queries,
+    show_epsilon,
+    statement,
+    steps_of_epochs,
+)
 from tests.cases import slow
 
 # Values of an independent accountant, to the digits given.
@@ -244,6 +251,18 @@ BAD = {
     ),
     "group of none": (lambda: SampledGaussian(1.0, 0.1, 1).group(0), "`size` .* got 0"),
     "α above one": (lambda: SampledGaussian(1.0, 0.1, 1).trade_off(1.5), "`alpha` .* got 1.5"),
+    "no epochs": (
+        lambda: steps_of_epochs(0, dataset_size=9, batch_size=3),
+        "`epochs` must be positive and finite, got 0",
+    ),
+    "more than there is": (
+        lambda: steps_of_epochs(1, dataset_size=3, batch_size=9),
+        "`batch_size` must be at most `dataset_size`, got 9 of 3",
+    ),
+    "epochs of something else": (
+        lambda: steps_of_epochs(1, dataset_size=9, batch_size=3, sampling="sorted"),
+        "`sampling` must be .* got 'sorted'",
+    ),
     "two relations": (
         lambda: build(1.0, 0.1, 1) + build(1.0, 0.1, 1, ("poisson", "zero_out")),
         "`neighbouring` must be the same in all runs",
