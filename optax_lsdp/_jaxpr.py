@@ -19,6 +19,7 @@ ClosedJaxpr = core.ClosedJaxpr
 Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
 _OUTWARD = ("debug_print", "custom_vmap_call")  # and all callbacks
+_BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "custom_transpose_call")
 _LOOPS = ("scan", "while", "cond")
 _HARMLESS = ("axis_index", "pvary", "pcast", "pbroadcast")
 
@@ -64,12 +65,23 @@ def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
     for equation in jaxpr.eqns:
         yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(inner, core.ClosedJaxpr):
-                    yield from _equations(inner.jaxpr)
-                elif isinstance(inner, core.Jaxpr):
-                    yield from _equations(inner)
+        yield from _equations_of(equation)
+
+
+def _equations_of(equation: Equation) -> Iterator[Equation]:
+    """Walk all equations of the programs that an equation calls."""
+    for value in equation.params.values():
+        for inner in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(inner, core.ClosedJaxpr):
+                yield from _equations(inner.jaxpr)
+            elif isinstance(inner, core.Jaxpr):
+                yield from _equations(inner)
+
+
+def has_custom_backward(equation: Equation) -> bool:
+    """Tell whether a user wrote the backward pass of an equation, or of one inside of it."""
+    inside = (inner.primitive.name for inner in _equations_of(equation))
+    return any(name in _BY_HAND for name in (equation.primitive.name, *inside))
 
 
 def constants(program: core.ClosedJaxpr) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from optax_lsdp.clipping.bookkeeping._sites import (
     Path,
     Site,
     carried_unchanged,
+    is_derived,
     is_transparent,
     scan_parts,
 )
@@ -70,7 +71,7 @@ def _replay_equation(
             return _replay_scan(equation, operands, sites, taps, path)
         return _replay_cond(equation, operands, sites, taps, path)
     outputs = evaluate(equation, [operand.active for operand in operands])
-    if not equation.effects and all(weight is not None for weight in weights):
+    if is_derived(equation, weights):
         known = all(operand.active is operand.weight for operand in operands)
         return list(map(Value, outputs, outputs if known else evaluate(equation, weights))), {}
     results = list(map(Value, outputs))

@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, is_literal, shape_of
+from optax_lsdp._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    body,
+    has_custom_backward,
+    is_literal,
+    shape_of,
+)
 from optax_lsdp.clipping.bookkeeping._conv import convolution
 from optax_lsdp.clipping.bookkeeping._gather import gather
 from optax_lsdp.clipping.bookkeeping._matmul import matmul
@@ -126,7 +133,7 @@ def _walk_equation(
     name = equation.primitive.name
     if is_transparent(equation, weights):
         return _walk(body(equation), weights, path, loops, uses)
-    if None not in weights and not equation.effects:
+    if is_derived(equation, weights):
         return [*derived(equation, [weight for weight in weights if weight is not None])]
     if not any(weight and weight.leaves for weight in weights):
         return _data(equation)
@@ -154,6 +161,17 @@ def is_transparent(equation: Equation, known: Sequence[Any]) -> bool:
     """Tell whether to look inside of a call: if it may hand out what does not depend on data."""
     inlined = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
     return inlined and (not known or any(item is not None for item in known))
+
+
+def is_derived(equation: Equation, known: Sequence[Any]) -> bool:
+    """Tell whether the outputs are weights: made of weights alone, by a linear backward pass.
+
+    A `custom_vjp` need not be linear in its cotangent. Then the gradient of a weight that is used
+    twice is not the sum of the gradients of its uses, and automatic differentiation has to add
+    the cotangents first.
+    """
+    by_hand = has_custom_backward(equation)
+    return all(item is not None for item in known) and not equation.effects and not by_hand
 
 
 def _data(equation: Equation) -> list[Weight | None]:
@@ -228,17 +246,20 @@ def _walk_scan(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Find the uses in the body of a scan: taken whole, sliced, or carried along unchanged."""
+    """Find the uses in the body of a scan: taken whole, sliced, or carried along unchanged.
+
+    A carry that changes is data, even where an iteration puts a weight into it: both the weight
+    that it begins with and those that iterations hand on escape.
+    """
     loop = Loop(len(loops), equation.params["length"])
     consts, carry, slices = scan_parts(equation, weights)
-    inside: list[Weight | None] = []
-    for weight, unchanged in zip(carry, carried_unchanged(equation), strict=True):
-        if not unchanged:
-            _escape(weight, "scan", uses)
-        inside.append(weight if unchanged else None)
-    sliced = [None if weight is None else slice_of(weight, loop) for weight in slices]
-    results = _walk(body(equation), [*consts, *inside, *sliced], path, (*loops, loop), uses)
-    outputs: list[Weight | None] = list(inside)
-    for weight in results[len(inside) :]:
-        _escape(weight, "scan", uses)
-    return [*outputs, *[None] * (len(results) - len(inside))]
+    unchanged = carried_unchanged(equation)
+    inside = [w if same else None for w, same in zip(carry, unchanged, strict=True)]
+    changed = [w for w, same in zip(carry, unchanged, strict=True) if not same]
+    if loop.length:  # else the body is never run
+        sliced = [None if weight is None else slice_of(weight, loop) for weight in slices]
+        results = _walk(body(equation), [*consts, *inside, *sliced], path, (*loops, loop), uses)
+        changed += [w for w, same in zip(results, unchanged, strict=False) if not same]
+        changed += results[len(inside) :]
+    _as_data(changed, "scan", uses)
+    return [*inside, *_data(equation)[len(inside) :]]
