@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 _SHOWN = 200  # characters of a value
 
@@ -60,6 +60,12 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if value not in choices:
         raise ValueError(_sentence(name, "one of " + ", ".join(map(repr, choices)), value))
+
+
+def frozen_number(value: Any) -> Any:
+    """Return a number in place of an array of one, whose owner may write another into it."""
+    is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
+    return value.item() if is_writable else value
 
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:

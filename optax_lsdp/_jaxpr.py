@@ -37,51 +37,95 @@ class Program(NamedTuple):
 def trace(loss_fn: Loss, params: optax.Params, example: Any) -> Program:
     """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
     closed, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
-    axes = varying_axes(example) if are_shards_tracked() else set(manual_axes())
+    whole = _axes_of_whole_examples(example)
     backward = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True))(params, example)
-    for equation in (*_equations(closed.jaxpr), *_equations(backward.jaxpr)):
-        _check_apart(equation, axes)  # custom derivatives are only seen in the backward pass
+    for jaxpr in (closed.jaxpr, backward.jaxpr):  # which alone has the custom derivatives
+        for equation, bound in _scoped(jaxpr, whole):
+            _check_apart(equation, bound)
     return Program(closed, jax.tree.structure(shapes))
 
 
-def _check_apart(equation: Equation, axes: set[str]) -> None:
-    """Raise if an equation can see other examples, or hand this one out."""
+def _axes_of_whole_examples(example: Any) -> frozenset[str]:
+    """Return the manual mesh axes on whose shards the same example is known to be."""
+    return frozenset(manual_axes()) - varying_axes(example) if are_shards_tracked() else frozenset()
+
+
+def is_split(loss_fn: Loss, params: optax.Params, example: Any) -> bool:
+    """Tell whether shards that have the same example compute different parts of its loss.
+
+    That is so if parameters are split over them, or if the loss asks for the shard's index. The
+    gradient of one example is then the sum over shards, or is spread over them.
+    """
+    whole = _axes_of_whole_examples(example)
+    if not whole:
+        return False
+    closed = jax.make_jaxpr(loss_fn)(params, example)
+    atoms: list[Any] = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
+    for equation, bound in _scoped(closed.jaxpr, frozenset()):
+        atoms += [] if bound else equation.outvars
+    return bool(varying_axes([atom.aval for atom in atoms]) & whole)
+
+
+def _check_apart(equation: Equation, bound: frozenset[Any]) -> None:
+    """Raise if an equation can see other examples, or hand this one out.
+
+    Collectives are over `bound` axes: those that the loss itself maps over, and those of
+    shards that all have the same example.
+    """
     name = equation.primitive.name
     if name in _OUTWARD or "callback" in name:
         raise ValueError(
             f"`loss_fn` must keep each example to itself, got the primitive {name}, which may mix "
             "examples or hand them out; remove jax.debug.print, callbacks and custom_vmap from it."
         )
-    named = equation.params.get("axis_name", equation.params.get("axes", ()))
-    shared = axes & set([named] if isinstance(named, str) else named)
-    if shared and name not in _HARMLESS:
+    outside = _axis_names(equation) - bound
+    if outside and name not in _HARMLESS:
         raise ValueError(
-            f"`loss_fn` must not look across the shards of a batch, got {name} over the mesh axis "
-            f"{sorted(shared)[0]!r}; add up the clipped sums instead."
+            f"`loss_fn` must not look across the shards of a batch, got {name} over the axis "
+            f"{sorted(map(str, outside))[0]!r}; add up the clipped sums instead."
         )
+
+
+def _axis_names(equation: Equation) -> set[Any]:
+    """Return the mesh axes and axes of vmap that a collective is over; numbers are no names."""
+    named: Any = equation.params.get("axis_name", equation.params.get("axes"))
+    each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
+    return {axis for axis in each if axis is not None and not isinstance(axis, int)}
+
+
+def _scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation, frozenset[Any]]]:
+    """Walk all equations, with the axes that a shard_map or pmap around each of them maps over."""
+    for equation in jaxpr.eqns:
+        yield equation, bound
+        axes: Any = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
+        if equation.primitive.name == "xla_pmap":
+            axes = (equation.params["axis_name"],)
+        for inner in _programs(equation):
+            yield from _scoped(inner, bound | frozenset(axes))
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        yield from _equations_of(equation)
+    return (equation for equation, _ in _scoped(jaxpr, frozenset()))
 
 
-def _equations_of(equation: Equation) -> Iterator[Equation]:
-    """Walk all equations of the programs that an equation calls."""
+def _programs(equation: Equation) -> Iterator[core.Jaxpr]:
+    """Return the programs that an equation calls, loops over or chooses from."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, core.ClosedJaxpr):
-                yield from _equations(inner.jaxpr)
+                yield inner.jaxpr
             elif isinstance(inner, core.Jaxpr):
-                yield from _equations(inner)
+                yield inner
 
 
 def has_custom_backward(equation: Equation) -> bool:
     """Tell whether a user wrote the backward pass of an equation, or of one inside of it."""
-    inside = (inner.primitive.name for inner in _equations_of(equation))
-    return any(name in _BY_HAND for name in (equation.primitive.name, *inside))
+    if equation.primitive.name in _BY_HAND:
+        return True
+    return any(
+        has_custom_backward(inner) for called in _programs(equation) for inner in called.eqns
+    )
 
 
 def constants(program: core.ClosedJaxpr) -> Iterator[Any]:

@@ -24,10 +24,23 @@ def are_shards_tracked() -> bool:
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 
+def check_batch_axes(named: tuple[str, ...]) -> None:
+    """Raise if a manual axis may split parameters, for all that JAX and the caller say."""
+    unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
+    if unknown and not are_shards_tracked():
+        raise ValueError(
+            "`batch_axes` must name the mesh axes over which the batch is split where JAX does not "
+            f"track what varies (check_vma=False, pmap), got none for {', '.join(sorted(unknown))};"
+            " use shard_map with check_vma=True where parameters are split."
+        )
+
+
 def varying_axes(tree: Any) -> set[str]:
-    """Return the manual axes over which any leaf varies, as far as JAX tracks them."""
-    kinds = map(jax.typeof, jax.tree.leaves(tree))
-    return {axis for kind in kinds for axis in _varying(kind)}
+    """Return the manual axes over which any leaf varies, as far as JAX tracks them.
+
+    Leaves are arrays, or shapes with dtypes as `jax.eval_shape` returns them.
+    """
+    return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
 def vary(tree: Any, axes: Iterable[str]) -> Any:
@@ -38,7 +51,7 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
     """
 
     def vary_leaf(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(set(axes) - _varying(jax.typeof(leaf))))
+        missing = tuple(sorted(set(axes) - _varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary_leaf, tree)
@@ -67,7 +80,10 @@ def stated_sharding(array: Any, axes: int | None = None) -> jax.P:
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 
 
-def _varying(kind: Any) -> frozenset[str]:
+def _varying(leaf: Any) -> frozenset[str]:
+    is_described = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.AbstractValue)
+    kind: Any = leaf if is_described else jax.typeof(leaf)
     if hasattr(kind, "vma"):  # before jax 0.10
-        return kind.vma
-    return kind.manual_axis_type.varying
+        return kind.vma or frozenset()
+    manual = getattr(kind, "manual_axis_type", None)
+    return manual.varying if manual else frozenset()

@@ -1,6 +1,7 @@
 """Trees of arrays: names of leaves, wide dtypes, and norms of rows that are never too small."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,43 @@ _BLOCK = 128  # terms added at a time: fewer tighten `norm_rounding`, more are f
 def path_name(path: tuple[Any, ...]) -> str:
     """Return a leaf's path as a person would write it, such as `params/Dense_0/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def leaf_addresses(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[str]:
+    """Return a text for each leaf; two leaves of a tree never have the same.
+
+    It is the leaf's `keystr`, in which plain keys of dicts, lists and attributes can be told apart.
+    Any other key may be written like another one, or like two of them. Then its text has
+    its length in front, and a number if the node has had that text before. Whether other leaves
+    are there or masked out makes no difference.
+    """
+
+    def walk(node: Any, prefix: str) -> list[str]:
+        if is_leaf is not None and is_leaf(node):
+            return [prefix]
+        children = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
+        if children and not children[0][0]:  # the node is an array, not a container
+            return [prefix]
+        seen: Counter[str] = Counter()
+        found: list[str] = []
+        for (entry,), child in children:
+            text = jax.tree_util.keystr((entry,))
+            count, seen[text] = seen[text], seen[text] + 1
+            if count or not _is_plain(entry):
+                text = f"\0{len(text)}:{text}#{count}"
+            found += walk(child, prefix + text)
+        return found
+
+    return walk(tree, "")
+
+
+def _is_plain(entry: Any) -> bool:
+    """Tell a key whose text no other key has, alone or together with those behind it."""
+    if isinstance(entry, jax.tree_util.DictKey):
+        return type(entry.key) in (str, int)
+    if isinstance(entry, jax.tree_util.GetAttrKey):
+        return entry.name.isidentifier()
+    return isinstance(entry, jax.tree_util.SequenceKey | jax.tree_util.FlattenedIndexKey)
 
 
 def check_not_empty(name: str, tree: Any) -> None:
@@ -52,6 +90,18 @@ def check_floating(name: str, tree: Any) -> None:
                 f"{path_name(path)!r}; split off what is not trained, as nnx.split, "
                 "eqx.partition or variables['params'] do."
             )
+
+
+def check_mask(mask: Any, size: int) -> None:
+    """Raise unless a mask, if there is one, says of each of so many examples whether it counts."""
+    if mask is None:
+        return
+    dtype, shape = kind_of(mask), getattr(mask, "shape", "none")
+    if dtype != "bool" or shape != (size,):
+        raise ValueError(
+            f"`mask` must be a bool array of shape ({size},), True where an example counts, got "
+            f"{dtype} of shape {shape}; several arrays are one batch, such as (images, labels)."
+        )
 
 
 def count_examples(batch: Any, remedy: str = "") -> int:

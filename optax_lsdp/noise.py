@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._checks import check_positive
+from optax_lsdp._checks import check_positive, frozen_number
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, fresh_key
 from optax_lsdp._mapped import holds_for_all
 from optax_lsdp._marked import check_unmarked
@@ -23,7 +23,7 @@ from optax_lsdp._shards import (
     with_automatic_axes,
 )
 from optax_lsdp._threefry import is_threefry, random_words
-from optax_lsdp._trees import beside, check_floating, path_name, wide_dtype
+from optax_lsdp._trees import beside, check_floating, leaf_addresses, path_name, wide_dtype
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
@@ -91,6 +91,7 @@ def add_gaussian_noise(
     """
     remedy = "leave the link out for a chain without privacy"
     check_positive("stddev", stddev, remedy, schedule=True)
+    stddev = frozen_number(stddev)
     _check_precision(stddev)
     check_key("key", key)
     if not isinstance(axis_name, str | tuple | list):
@@ -123,7 +124,7 @@ def add_gaussian_noise(
             _check_shards(path, leaf, step_key, axes)
         if not leaves:
             return updates, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
-        keys = fold_in_texts(step_key, [jax.tree_util.keystr(path) for path, _ in paths])
+        keys = fold_in_texts(step_key, leaf_addresses(updates))
 
         def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
             wide = jnp.asarray(scale, noise.dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import check_non_negative, check_positive, is_number
+from optax_lsdp._checks import check_non_negative, check_positive, frozen_number, is_number
 from optax_lsdp.clipping import clip_per_example, sensitivity
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
@@ -28,9 +28,9 @@ def privatize(
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
     u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b is what `optimizer` is fed with. Updates
-    are the marked sum of `clipped_grad`, or stacked per-example gradients (then `params` is needed
-    in `update`). It must be the first link of a chain; momentum, weight decay and the like
-    belong into `optimizer`, behind the noise.
+    are the marked sum of `clipped_grad`, or stacked per-example gradients (then `update` needs
+    `params`, and `mask=` if the batch is padded). It must be the first link of a chain; momentum,
+    weight decay and the like belong into `optimizer`, behind the noise.
 
     Not with `optax.MultiSteps` or `optax.apply_if_finite`, which cannot carry a marked
     sum: for large batches use `microbatch_size` of `clipped_grad`, or add the marked sums of
@@ -73,6 +73,7 @@ def privatize(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
         )
     check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
+    noise_multiplier = frozen_number(noise_multiplier)
     if not is_number(expected_batch_size):
         raise TypeError(
             "`expected_batch_size` must be a plain number, which is public, got "
@@ -80,7 +81,7 @@ def privatize(
             "and static for optax.inject_hyperparams."
         )
     check_positive("expected_batch_size", expected_batch_size)
-    return optax.chain(
+    chain = optax.chain(
         clip_per_example(clip_norm),
         add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key),
         optax.scale(1 / expected_batch_size),
@@ -88,6 +89,21 @@ def privatize(
         optax.stateless(_cast_like),
         optimizer,
     )
+    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        dropped = set() if takes_more else set(extra_args) - {"mask"}
+        if dropped:
+            raise TypeError(
+                "`update` must be called with what the optimizer takes, got "
+                f"{', '.join(sorted(dropped))}, which nothing in this chain looks at; the mask of "
+                "a padded batch is called `mask`."
+            )
+        return chain.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 def dp_sgd(

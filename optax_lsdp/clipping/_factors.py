@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +11,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._trees import norm_rounding, one_value, row_norms, widen
+from optax_lsdp._shards import axis_size
+from optax_lsdp._trees import (
+    leaf_addresses,
+    norm_rounding,
+    one_value,
+    row_norms,
+    usable_scale,
+    widen,
+)
 
 ClipNorm = Any  # a number, a prefix tree of numbers, or an optax.Schedule
 ClipStyle = Literal["threshold", "automatic"]
@@ -19,7 +28,7 @@ STABILITY = 0.01  # γ of automatic clipping, as Bu et al. chose it
 
 
 class Group(NamedTuple):
-    """One leaf's place in the prefix tree of clip norms: the group's path and clip norm."""
+    """One leaf's place in the prefix tree of clip norms: the group's address and clip norm."""
 
     path: str
     clip_norm: Any
@@ -49,6 +58,15 @@ def check_clip_norm(clip_norm: ClipNorm) -> None:
             )
 
 
+def frozen_clip_norm(clip_norm: ClipNorm) -> ClipNorm:
+    """Check a clip norm, and return a copy that later changes of its dicts and lists do not reach.
+
+    What is clipped and what is noised must not come to differ.
+    """
+    check_clip_norm(clip_norm)
+    return jax.tree.map(lambda norm: norm, clip_norm)
+
+
 def sensitivity(clip_norm: ClipNorm) -> Any:
     """Return how far one example can move the clipped sum: √ΣC² over the groups.
 
@@ -69,13 +87,14 @@ def sensitivity(clip_norm: ClipNorm) -> Any:
 def clip_groups(clip_norm: ClipNorm, tree: Any) -> list[Group]:
     """Return the group of each leaf of `tree`, in the order of its leaves."""
     groups: list[Group] = []
+    addresses = iter(leaf_addresses(clip_norm))
 
-    def extend(path: tuple[Any, ...], norm: Any, subtree: Any) -> None:
-        group = Group(jax.tree_util.keystr(path), norm)
+    def extend(norm: Any, subtree: Any) -> None:
+        group = Group(next(addresses), norm)
         groups.extend([group] * len(jax.tree.leaves(subtree)))
 
     try:
-        jax.tree.map_with_path(extend, clip_norm, tree)
+        jax.tree.map(extend, clip_norm, tree)
     except ValueError as error:
         raise ValueError(
             "`clip_norm` must be a number or a prefix of the parameters' tree, got "
@@ -112,17 +131,24 @@ def clip_and_sum(
     *,
     style: ClipStyle = "threshold",
     mask: jax.Array | None = None,
+    split: Sequence[frozenset[str]] | None = None,
 ) -> tuple[dict[str, jax.Array], optax.Updates]:
     """Return every group's norms and Σᵢ cᵢgᵢ, float32 at least, from leaves gᵢ: (n, …).
 
-    An example that is masked, or not finite in any group, contributes exactly zero.
+    An example that is masked, or not finite in any group, contributes exactly zero. Inside
+    shard_map, `split` has the mesh axes over which each leaf's gradient is split.
     """
-    leaves, structure = jax.tree.flatten(one_value(rows))
+    leaves, structure = jax.tree.flatten(rows)
+    # A barrier around leaves that are split and others would make all of them vary.
+    leaves = list(map(one_value, leaves)) if any(split or ()) else one_value(leaves)
+    split = split or [frozenset()] * len(leaves)
     norms, factors = {}, {}
     for path, clip_norm in dict(groups).items():
-        members = [leaf for leaf, group in zip(leaves, groups, strict=True) if group.path == path]
-        norms[path] = row_norms(members)
-        rounding = norm_rounding(members)
+        members = dict[frozenset[str], list[jax.Array]]()
+        for leaf, group, axes in zip(leaves, groups, split, strict=True):
+            if group.path == path:
+                members.setdefault(axes, []).append(leaf)
+        norms[path], rounding = _joint_norms(members)
         factors[path] = clip_factors(norms[path], clip_norm, style=style, rounding=rounding)
     alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0)
     if mask is not None:
@@ -132,6 +158,30 @@ def clip_and_sum(
         for leaf, group in zip(leaves, groups, strict=True)
     ]
     return norms, jax.tree.unflatten(structure, sums)
+
+
+def _joint_norms(
+    members: Mapping[frozenset[str], Sequence[jax.Array]],
+) -> tuple[jax.Array, float]:
+    """Return ‖row i of all leaves‖₂ over all shards: (n,), and r as in `norm_rounding`.
+
+    Args:
+        members: leaves of shape (n, …), by the mesh axes over which they are split.
+    """
+    parts, rounding = [], 0.0
+    for axes, leaves in members.items():
+        norms, rounded = row_norms(leaves), norm_rounding(leaves)
+        if axes:
+            names, eps = tuple(sorted(axes)), float(jnp.finfo(norms.dtype).eps)
+            scale = usable_scale(jax.lax.pmax(norms, names))
+            norms = scale * jnp.sqrt(jax.lax.psum(jnp.square(norms / scale), names))
+            rounded += (axis_size(names) + 4) * eps
+        parts.append(norms)
+        rounding = max(rounding, rounded)
+    if len(parts) == 1:
+        return parts[0], rounding
+    together = [part[:, None] for part in parts]
+    return row_norms(together), rounding + norm_rounding(together)
 
 
 def _weighted_sum(rows: jax.Array, factors: jax.Array) -> jax.Array:

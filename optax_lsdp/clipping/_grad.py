@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -11,22 +11,33 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
+from optax_lsdp._jaxpr import Loss, is_split
 from optax_lsdp._keys import is_key
-from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
+from optax_lsdp._shards import (
+    axis_names,
+    check_batch_axes,
+    manual_axes,
+    stated_sharding,
+    vary,
+    varying_axes,
+    with_automatic_axes,
+)
 from optax_lsdp._trees import (
     check_floating,
+    check_mask,
     check_not_empty,
     is_floating,
     is_numeric,
     kind_of,
+    leaf_addresses,
     path_name,
 )
 from optax_lsdp.clipping._factors import (
     STYLES,
     ClipNorm,
     ClipStyle,
-    check_clip_norm,
     clip_groups,
+    frozen_clip_norm,
     is_schedule,
 )
 from optax_lsdp.clipping._mark import mark
@@ -34,7 +45,8 @@ from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._vmap import clip_by_vmap
 from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
-_ENGINES = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
+Engine = Callable[..., tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]]
+_ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
 _DEFAULT_ENGINE = "bookkeeping"
 
 
@@ -63,6 +75,7 @@ def clipped_grad(
     engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
+    batch_axes: str | Sequence[str] = (),
 ) -> Callable[..., optax.Updates]:
     """Return `f(params, batch, mask=None)`, the sum of clipped per-example gradients.
 
@@ -80,6 +93,13 @@ def clipped_grad(
             (`explain_clipping` tells); "vmap" forms all of them, and is the reference.
         microbatch_size: how many examples are differentiated at a time, to bound memory.
         keep_batch_axis: give `loss_fn` its example with a leading axis of length 1.
+        batch_axes: inside `pmap`, or `shard_map` with check_vma=False, where JAX does not tell
+            what varies: the mesh axes over which the batch is split. Parameters must be the same on
+            all shards there. Elsewhere it is not needed.
+
+    Inside `shard_map`, parameters that vary over a mesh axis over which the batch does not are
+    parts of one model. An example's norm is that of its whole gradient, and the vmap engine
+    computes it. Outside, with arrays that `jit` shards, nothing needs to be said.
 
     Returns:
         f. `batch` is a tree of arrays with a leading axis of examples, typed keys (for dropout)
@@ -102,6 +122,7 @@ def clipped_grad(
         engine=engine,
         microbatch_size=microbatch_size,
         keep_batch_axis=keep_batch_axis,
+        batch_axes=batch_axes,
     )
 
     def grad(
@@ -120,6 +141,7 @@ def value_and_clipped_grad(
     engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
+    batch_axes: str | Sequence[str] = (),
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return `f(params, batch, mask=None)`, giving `(PerExample, clipped sum)`.
@@ -134,6 +156,7 @@ def value_and_clipped_grad(
         engine: as in `clipped_grad`.
         microbatch_size: as in `clipped_grad`.
         keep_batch_axis: as in `clipped_grad`; aux comes back as `loss_fn` made it.
+        batch_axes: as in `clipped_grad`.
         has_aux: whether `loss_fn` returns a pair.
 
     >>> def loss(w, x):
@@ -144,12 +167,12 @@ def value_and_clipped_grad(
     [7.  0.5] [5.  0.5]
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
-    check_clip_norm(clip_norm)
+    clip_norm = frozen_clip_norm(clip_norm)
     check_choice("clip_style", clip_style, STYLES)
     check_choice("engine", engine, ("auto", *_ENGINES))
     if microbatch_size is not None:
         check_whole("microbatch_size", microbatch_size)
-    clip = _ENGINES[_DEFAULT_ENGINE if engine == "auto" else engine]
+    named_axes = axis_names(batch_axes)
 
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
@@ -168,14 +191,16 @@ def value_and_clipped_grad(
         check_not_empty("params", params)
         check_floating("params", params)
         size = _batch_size(batch)
-        _check_mask(mask, size)
+        check_mask(mask, size)
+        check_batch_axes(named_axes)
         params = vary(params, varying_axes((batch, mask)))
         now = _clip_norm_at(clip_norm, step)
+        clip = _choose_engine(engine, value_and_aux, params, batch)
 
         def run(params: optax.Params, batch: Any, mask: Any, now: ClipNorm) -> Any:
             groups = clip_groups(now, params)
-            engine = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
-            return in_microbatches(engine, batch, mask, microbatch_size or size)
+            clip_some = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
+            return in_microbatches(clip_some, batch, mask, microbatch_size or size)
 
         by_example = stated_sharding(jax.tree.leaves(batch)[0], 1)
         shardings = (by_example, by_example, jax.tree.map(stated_sharding, params))
@@ -185,11 +210,27 @@ def value_and_clipped_grad(
             total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
-        norms = jax.tree.map_with_path(lambda path, _: norms[jax.tree_util.keystr(path)], clip_norm)
+        by_group = [norms[address] for address in leaf_addresses(clip_norm)]
+        norms = jax.tree.unflatten(jax.tree.structure(clip_norm), by_group)
         marked = mark(total, clip_groups(clip_norm, params), mask is not None)
         return PerExample(values, norms, aux), marked
 
     return value_and_grad
+
+
+def _choose_engine(engine: str, loss_fn: Loss, params: optax.Params, batch: Any) -> Engine:
+    """Return the engine that was asked for, or vmap where shards split the work on an example."""
+    name = _DEFAULT_ENGINE if engine == "auto" else engine
+    if name == "vmap" or not manual_axes():
+        return _ENGINES[name]
+    if not is_split(loss_fn, params, jax.tree.map(lambda x: x[0], batch)):
+        return _ENGINES[name]
+    if engine == "auto":
+        return _ENGINES["vmap"]
+    raise ValueError(
+        f"`engine` must be 'auto' or 'vmap' where shards of a shard_map split the work on an "
+        f"example, got {engine!r}; outside of shard_map, with arrays that `jit` shards, it works."
+    )
 
 
 def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
@@ -257,14 +298,3 @@ def _batch_size(batch: Any) -> int:
                 f"{path_name(leaves[0][0])!r} and {len(leaf)} at {path_name(path)!r}."
             )
     return len(leaves[0][1])
-
-
-def _check_mask(mask: Any, size: int) -> None:
-    if mask is None:
-        return
-    dtype, shape = kind_of(mask), getattr(mask, "shape", "none")
-    if dtype != "bool" or shape != (size,):
-        raise ValueError(
-            f"`mask` must be a bool array of shape ({size},), True where an example counts, got "
-            f"{dtype} of shape {shape}; several arrays are one batch, such as (images, labels)."
-        )

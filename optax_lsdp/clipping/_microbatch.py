@@ -45,7 +45,10 @@ def in_microbatches(
         return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, overlap:]])
 
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    zeros = vary(zeros, varying_axes((batch, known)))  # inside shard_map, like the sums
+
+    def zeros_like(x: Any) -> jax.Array:  # which vary over mesh axes as the sums do
+        return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x))
+
+    zeros = jax.tree.map(zeros_like, shapes)
     sums, stacked = jax.lax.scan(accumulate, zeros, jnp.arange(count, dtype=jnp.int32))
     return *jax.tree.map(unstack, stacked), sums

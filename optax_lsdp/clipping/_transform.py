@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._marked import is_marked
-from optax_lsdp._trees import beside, check_floating, check_not_empty
+from optax_lsdp._shards import axis_names, check_batch_axes, varying_axes
+from optax_lsdp._trees import beside, check_floating, check_mask, check_not_empty
 from optax_lsdp.clipping._factors import (
     ClipNorm,
-    check_clip_norm,
     clip_and_sum,
     clip_groups,
+    frozen_clip_norm,
     is_schedule,
 )
 from optax_lsdp.clipping._mark import unmark
@@ -26,7 +28,9 @@ class ClipPerExampleState(NamedTuple):
     step: jax.Array
 
 
-def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraArgs:
+def clip_per_example(
+    clip_norm: ClipNorm, *, batch_axes: str | Sequence[str] = ()
+) -> optax.GradientTransformationExtraArgs:
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 
     It takes stacked gradients (leaves with a leading axis of examples, from `jax.vmap` of
@@ -34,13 +38,20 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     and unwraps. The result is a *sum*, float32 at least, never divided by the number of
     examples; a gradient that is not finite contributes zero. It must be the first link of a chain.
 
+    A padded batch has a mask, (n,), bool, False for padding. `clipped_grad` takes it; for stacked
+    gradients it is an argument of `update`, of this link and of every chain that begins with it:
+    `update(stacked, state, params, mask=mask)`. Without it, padding counts as examples.
+
     Args:
         clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per
             group (`sensitivity` then gives √ΣC²); or a schedule, a function of the step.
             With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
+        batch_axes: as in `clipped_grad`, for stacked gradients.
 
     Raises:
-        ValueError: if updates are neither stacked nor marked, or were clipped otherwise.
+        ValueError: if updates are neither stacked nor marked, or were clipped otherwise; if a mask
+            comes with a marked sum; or if parameters are split inside `shard_map`, where the norm
+            of a stacked gradient is only that of a part.
 
     >>> import numpy as np
     >>> params = {"w": jnp.zeros(2)}
@@ -50,7 +61,8 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
     >>> print(np.asarray(total["w"]).round(3))
     [0.6 1.3]
     """
-    check_clip_norm(clip_norm)
+    clip_norm = frozen_clip_norm(clip_norm)
+    named_axes = axis_names(batch_axes)
 
     def init(params: optax.Params) -> ClipPerExampleState:
         del params
@@ -60,19 +72,29 @@ def clip_per_example(clip_norm: ClipNorm) -> optax.GradientTransformationExtraAr
         updates: optax.Updates,
         state: ClipPerExampleState,
         params: optax.Params | None = None,
+        *,
+        mask: jax.Array | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, ClipPerExampleState]:
         del extra_args
         now = clip_norm(state.step) if is_schedule(clip_norm) else clip_norm
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total = unmark(updates, clip_groups(clip_norm, updates))
+            if mask is not None:
+                raise ValueError(
+                    "`mask` must be given to `clipped_grad`, got one beside its sum, which it can "
+                    "no longer change; call `clipped_grad(loss_fn, ...)(params, batch, mask)`."
+                )
             if params is not None:
                 _check_shapes(total, params)
             if is_schedule(clip_norm):  # the marked sum is in units of the clip norm
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
         else:
-            _check_stacked(updates, params)
-            _, total = clip_and_sum(updates, clip_groups(now, updates))
+            height = _check_stacked(updates, params)
+            check_mask(mask, height)
+            check_batch_axes(named_axes)
+            _check_whole(params)
+            _, total = clip_and_sum(updates, clip_groups(now, updates), mask=mask)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -99,8 +121,19 @@ def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
             )
 
 
-def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
-    """Raise unless every leaf of `updates` is a stack, of one height, of its parameter's shape."""
+def _check_whole(params: Any) -> None:
+    """Raise if parameters are split over shards: a norm would be that of a part."""
+    split = varying_axes(params)
+    if split:
+        raise ValueError(
+            "`params` must be the same on all shards inside shard_map with stacked gradients, got "
+            f"some that vary over {', '.join(sorted(split))}; use `clipped_grad`, which takes the "
+            "norm of all parts together."
+        )
+
+
+def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
+    """Return how many gradients are stacked, or raise unless all leaves agree on that."""
     check_not_empty("updates", updates)
     check_floating("updates", updates)
     if params is None:
@@ -124,3 +157,4 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> None:
                 f"`updates` must stack one gradient per example, got shape {got} at {name!r}; "
                 f"expected {(*(height or ('n',)), *shape)}."
             )
+    return height[0]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import check_positive, check_whole
+from optax_lsdp._checks import check_positive, check_whole, frozen_number
 from optax_lsdp._jaxpr import trace
 from optax_lsdp._shards import manual_axes
 from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
@@ -97,6 +97,7 @@ def grid_grad(
     [ 60 130] 0.01 102
     """
     check_positive("clip_norm", clip_norm)
+    clip_norm = frozen_number(clip_norm)
     check_whole("resolution", resolution)
     check_whole("microbatch_size", microbatch_size)
 

@@ -14,7 +14,7 @@ import optax
 from optax_lsdp._checks import check_positive, is_number
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts
 from optax_lsdp._threefry import is_threefry
-from optax_lsdp._trees import check_not_empty, path_name
+from optax_lsdp._trees import check_not_empty, leaf_addresses, path_name
 from optax_lsdp.discrete._grid import OnGrid, check_outside_shard_map
 from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
 
@@ -85,7 +85,7 @@ def add_discrete_gaussian_noise(
                 f"{noise_multiplier} times {leaves[0].sensitivity}; take a coarser `resolution`."
             )
         step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
-        keys = fold_in_texts(step_key, [jax.tree_util.keystr(path) for path, _ in paths])
+        keys = fold_in_texts(step_key, leaf_addresses(updates, is_on_grid))
         in_cells = [_add(x.value, key, scale) for x, key in zip(leaves, keys, strict=True)]
         fresh = state.step < LAST_STEP  # at which it stops counting, and noise would repeat
         noisy = [

@@ -61,10 +61,17 @@ def guarded(
                 f"`state` must be of less than {steps} steps, which is all that was planned, got "
                 f"one of {taken}; plan for more steps, and begin anew."
             )
-        moves, state = optimizer.update(updates, state, params, **options)
-        # Inside of jit nothing can be raised: what was not planned does not move the parameters.
+        moves, after = optimizer.update(updates, state, params, **options)
+        if not isinstance(is_planned, jax.core.Tracer):
+            return moves, after
+
+        def keep(new: Any, old: Any) -> Any:
+            return new if new is old else jnp.where(is_planned, new, old)
+
+        # Nothing can be raised inside of jit. Steps beyond the plan move neither the parameters nor
+        # the state, from which some optimizers read an average of the parameters.
         moves = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
-        return moves, state
+        return moves, jax.tree.map(keep, after, state)
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 

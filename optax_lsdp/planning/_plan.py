@@ -6,7 +6,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
 from typing import Any
@@ -91,12 +91,14 @@ class PrivacyPlan(Spending):
     neighbouring: Any = None
     group_size: int = 1
     max_batch_size: int | None = None
+    digest: str = field(init=False, repr=False, compare=False)  # a hash of all settings
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if getattr(value, "shape", None) == () and not isinstance(value, jax.core.Tracer):
                 self._set(name, value.item())  # an array of one number, of NumPy or JAX
         check_settings(self)
+        self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # not the caller's
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
@@ -113,7 +115,7 @@ class PrivacyPlan(Spending):
         noise_multiplier, epsilon = noise_and_epsilon(self)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
-        self.to_json()  # raises if it cannot be written
+        self._set("digest", self._hash())  # raises if the plan cannot be written
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -173,6 +175,7 @@ class PrivacyPlan(Spending):
     ) -> Callable[..., Any]:
         """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
         _check_options(options)
+        self._check_unchanged()
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
         return with_mask(grad, self.sampling, self.room)
 
@@ -207,6 +210,7 @@ class PrivacyPlan(Spending):
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return a key for one purpose in one plan: no two plans or purposes share randomness."""
         check_key("key", key)
+        self._check_unchanged()
         return fold_in_text(fold_in_text(key, self.digest), label)
 
     def statement(self) -> str:
@@ -236,19 +240,30 @@ class PrivacyPlan(Spending):
             )
         return text
 
-    @cached_property
-    def digest(self) -> str:
-        """A hash of all settings."""
+    def _hash(self) -> str:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def _check_unchanged(self) -> None:
+        """Raise if someone has written into a dict of clip norms: ε is that of the first ones."""
+        if self._hash() != self.digest:
+            raise ValueError(
+                f"`clip_norm` must be as it was when the plan was made, got {self.clip_norm!r}; "
+                "make another plan."
+            )
 
     def to_json(self) -> str:
         """Return the plan as text; it holds no key."""
-        return write_plan({field.name: getattr(self, field.name) for field in fields(self)})
+        return write_plan({name: getattr(self, name) for name in _settings()})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyPlan:
         """Return the plan that `to_json` wrote; its ε is computed again, and not believed."""
-        return cls(**read_plan(text, {field.name for field in fields(cls)}))
+        return cls(**read_plan(text, set(_settings())))
+
+
+def _settings() -> list[str]:
+    """Return the names of what is given to a plan."""
+    return [field.name for field in fields(PrivacyPlan) if field.init]
 
 
 def _check_options(options: dict[str, Any]) -> None:

@@ -160,8 +160,8 @@ class UnamplifiedShuffle:
         xp: Any = jnp if isinstance(step, jax.Array) else np
         within = xp.arange(self.size, dtype=np.int32)
         mask = within < self.batch_size
-        found = order[place * self.batch_size + xp.where(mask, within, np.int32(0))]
-        return Batch(xp.where(mask, found, np.int32(0)), mask)
+        start = place * self.batch_size
+        return Batch(order[(start + within) % np.int32(self.dataset_size)], mask)
 
     def _order(self, epoch: Any) -> Any:
         words = Words(self.key, epoch)
@@ -192,8 +192,7 @@ class FullBatch:
         """Return all examples, whatever the step."""
         xp: Any = jnp if isinstance(step, jax.Array) else np
         place = xp.arange(self.size, dtype=np.int32)
-        mask = place < self.dataset_size
-        return Batch(xp.where(mask, place, np.int32(0)), mask)
+        return Batch(place % np.int32(self.dataset_size), place < self.dataset_size)
 
 
 Sampler = PoissonSampler | FixedSizeSampler | UnamplifiedShuffle | FullBatch

@@ -19,10 +19,14 @@ _DENSE = 4  # a subset with room for more than n/4 is cut out of a permutation
 
 
 class Batch(NamedTuple):
-    """Which examples a step uses.
+    """Which examples a step uses: `indices[mask]`, and padding behind them.
+
+    Give both to the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
+    the mask, padding counts as examples, and ε is larger than the accountant says.
 
     Attributes:
-        indices: (size,) int32; different from each other where `mask` is true, and 0 elsewhere.
+        indices: (size,) int32. Where `mask` is false they are padding: examples that the step did
+            not draw, each once. Only where there are not so many, examples come again.
         mask: (size,) bool; which entries count. Their number is private in a Poisson sample.
     """
 
@@ -64,6 +68,19 @@ class Words:
             np.int32
         )
 
+    def different(self, bound: int, size: int) -> Any:
+        """Return an array whose first `size` entries are different indices below `bound`.
+
+        It takes `size` of at most bound/4: then more than that many differ among those drawn, or
+        chance would be twenty standard deviations off.
+        """
+        repeated = self.indices(bound, size + size // 2 + 64)
+        order = self.xp.argsort(repeated, stable=True)
+        is_new = repeated[order][1:] != repeated[order][:-1]
+        first = self.xp.concatenate([self.xp.ones(1, bool), is_new])
+        first = first[self.xp.argsort(order, stable=True)]
+        return repeated[self.xp.argsort(~first, stable=True)]
+
     def permutation(self, size: int) -> Any:
         """Return all indices in a random order: sorted by 64 random bits each."""
         return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
@@ -72,20 +89,29 @@ class Words:
 def subset(words: Words, dataset_size: int, count: Any, room: int, size: int) -> Batch:
     """Return the first `count` different indices of a random sequence, at most `room`.
 
-    The arrays have `size` entries, on which nothing else depends.
+    The arrays have `size` entries, on which the first `count` do not depend. The others are
+    padding: examples that were not drawn, each once, as long as there are any.
     """
     xp = words.xp
     if _DENSE * room > dataset_size:
-        drawn = words.permutation(dataset_size)
-    else:  # of so many, more than `room` differ: fewer would be twenty standard deviations off
-        repeated = words.indices(dataset_size, room + room // 2 + 64)
-        order = xp.argsort(repeated, stable=True)
-        is_new = repeated[order][1:] != repeated[order][:-1]
-        first = xp.concatenate([xp.ones(1, bool), is_new])[xp.argsort(order, stable=True)]
-        drawn = repeated[xp.argsort(~first, stable=True)]
+        order = words.permutation(dataset_size)
+    else:
+        order = words.different(dataset_size, size if _DENSE * size <= dataset_size else room)
+        if _DENSE * size > dataset_size:
+            order = _and_all_others(order[:room], dataset_size, xp)
     place = xp.arange(size, dtype=np.int32)
-    mask = place < count
-    return Batch(xp.where(mask, drawn[xp.minimum(place, len(drawn) - 1)], np.int32(0)), mask)
+    return Batch(order[place % np.int32(len(order))], place < count)
+
+
+def _and_all_others(drawn: Any, dataset_size: int, xp: Any) -> Any:
+    """Return different indices, and all others behind them."""
+    rank = xp.full(dataset_size, len(drawn), np.int32)
+    rise = xp.arange(len(drawn), dtype=np.int32)
+    if xp is np:
+        rank[drawn] = rise
+    else:
+        rank = rank.at[drawn].set(rise)
+    return xp.argsort(rank, stable=True).astype(np.int32)
 
 
 def _high_product(one: Any, other: Any) -> Any:

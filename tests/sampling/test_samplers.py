@@ -16,6 +16,7 @@ SAMPLERS = {
     "poisson": PoissonSampler(1000, 0.05, KEY),
     "dense": PoissonSampler(100, 0.5, KEY),
     "padded": PoissonSampler(1000, 0.05, KEY, multiple_of=64),
+    "padded much": FixedSizeSampler(1000, 200, KEY, multiple_of=300),
     "fixed": FixedSizeSampler(1000, 50, KEY),
     "all but one": FixedSizeSampler(12, 11, KEY, multiple_of=8),
     "shuffle": UnamplifiedShuffle(103, 10, KEY, multiple_of=4),
@@ -43,7 +44,24 @@ def test_a_batch_holds_different_valid_indices_and_has_a_fixed_shape(name):
         kept = indices[mask]
         assert len(set(kept.tolist())) == len(kept)
         assert (indices >= 0).all() and (indices < sampler.dataset_size).all()
-        assert (indices[~mask] == 0).all()
+        often = np.bincount(indices, minlength=sampler.dataset_size)
+        assert often.max() == -(-sampler.size // sampler.dataset_size)  # padding repeats nobody
+
+
+@pytest.mark.parametrize("multiple_of", [1, 64, 300, 999, 1000, 2500])
+def test_no_example_comes_twice_even_if_the_mask_is_forgotten(multiple_of):
+    """But for full batches and arrays longer than the data, in which there is nobody else."""
+    samplers = [
+        PoissonSampler(1000, 0.05, KEY, multiple_of=multiple_of),
+        FixedSizeSampler(1000, 200, KEY, multiple_of=multiple_of),
+        UnamplifiedShuffle(1000, 300, KEY, multiple_of=multiple_of),
+    ]
+    for sampler in samplers:
+        indices, mask = sampler.batch(3)
+        assert 0 < mask.sum() <= len(mask) == sampler.size
+        once = indices[: min(sampler.size, 1000)]
+        assert len(set(once.tolist())) == len(once)
+        assert set(once.tolist()) >= set(indices.tolist())
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -1,0 +1,235 @@
+"""However a model is spread over devices, an example's whole contribution is what is clipped."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lsdp as lsdp
+
+CLIP = 0.5
+PARAMS = {
+    "w": jax.random.normal(jax.random.key(0), (4, 16)),
+    "v": jax.random.normal(jax.random.key(1), (16,)),
+    "b": jnp.array([0.5, -1.0, 2.0, 0.1]),
+}
+BATCH = jax.random.normal(jax.random.key(2), (8, 4)).at[3].set(jnp.nan)
+SPECS = {"w": jax.P(None, "model"), "v": jax.P("model"), "b": jax.P()}
+
+
+def mesh_of(kind, shape=(2, 4)):
+    types = (getattr(jax.sharding.AxisType, kind),) * 2
+    return jax.make_mesh(shape, ("data", "model"), axis_types=types)
+
+
+def part(params, x):
+    """Return what the units of a hidden layer add to the loss."""
+    return jnp.sum(jnp.tanh((x + params["b"]) @ params["w"]) * params["v"])
+
+
+def with_psum(params, x):
+    return jnp.square(jax.lax.psum(part(params, x), "model"))
+
+
+def alone(params, x):
+    """Return a loss for each shard: the whole model's is their sum."""
+    return part(params, x)
+
+
+def by_tokens(params, x):
+    """Return a loss to which each shard adds some entries of the example: nothing is split."""
+    mine = jax.lax.axis_index("model") == jnp.arange(4)
+    return jnp.square(jax.lax.psum(part(params, jnp.where(mine, x, 0)), "model"))
+
+
+def by_tokens_at_once(params, x):
+    rows = jnp.where(jnp.eye(4, dtype=bool), x, 0)
+    return jnp.square(sum(part(params, row) for row in rows))
+
+
+LOSSES = {
+    "with psum": (with_psum, lambda p, x: jnp.square(part(p, x)), SPECS),
+    "without psum": (alone, part, SPECS),
+    "by tokens": (by_tokens, by_tokens_at_once, dict.fromkeys(SPECS, jax.P())),
+}
+
+
+def expected(loss, clip_norm):
+    """Return Σᵢ gᵢ·min(1, C/‖gᵢ‖) in float64, of the whole model on one device."""
+    grads = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, BATCH)
+    rows = {name: np.asarray(g, np.float64).reshape(8, -1) for name, g in grads.items()}
+    norms = {name: np.linalg.norm(row, axis=1) for name, row in rows.items()}
+    if not isinstance(clip_norm, dict):
+        norms = dict.fromkeys(norms, np.sqrt(sum(norm**2 for norm in norms.values())))
+        clip_norm = dict.fromkeys(norms, clip_norm)
+    counts = np.isfinite(np.sum([*norms.values()], axis=0))
+    sums = {}
+    for name, row in rows.items():
+        factors = np.minimum(1, clip_norm[name] / norms[name])
+        sums[name] = (factors[counts, None] * row[counts]).sum(axis=0).reshape(PARAMS[name].shape)
+    return sums
+
+
+def clipped_in_shard_map(loss, specs, **options):
+    """Return the clipped sum, each device having its part of the model and of the batch."""
+    grad = lsdp.clipped_grad(loss, **options)
+
+    def run(params, batch):
+        return jax.lax.psum(grad(params, batch), "data")
+
+    return jax.jit(
+        jax.shard_map(run, mesh=mesh_of("Auto"), in_specs=(specs, jax.P("data")), out_specs=specs)
+    )(PARAMS, BATCH)
+
+
+def assert_same(total, sums):
+    for name, leaf in sums.items():
+        np.testing.assert_allclose(total[name].value, leaf, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": CLIP},
+        {"clip_norm": CLIP, "microbatch_size": 3},
+        {"clip_norm": {"w": 0.5, "v": 0.3, "b": 0.1}},
+    ],
+    ids=["one norm", "microbatches", "groups"],
+)
+def test_norms_are_those_of_all_parts_together(name, options):
+    in_shard_map, whole, specs = LOSSES[name]
+    total = clipped_in_shard_map(in_shard_map, specs, **options)
+    assert_same(total, expected(whole, options["clip_norm"]))
+
+
+def test_bookkeeping_is_refused_where_shards_split_an_example():
+    for loss, _, specs in LOSSES.values():
+        with pytest.raises(ValueError, match="`engine` must be 'auto' or 'vmap'"):
+            clipped_in_shard_map(loss, specs, clip_norm=CLIP, engine="bookkeeping")
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_under_jit_the_compiler_takes_the_norm_of_the_whole(kind):
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(x, jax.NamedSharding(mesh, SPECS[name]))
+            for name, x in PARAMS.items()
+        }
+        batch = jax.device_put(BATCH, jax.NamedSharding(mesh, jax.P("data")))
+        total = jax.jit(lsdp.clipped_grad(part, clip_norm=CLIP))(params, batch)
+    assert_same(total, expected(part, CLIP))
+
+
+@pytest.mark.parametrize("loss", [with_psum, alone])
+def test_where_nothing_is_tracked_splitting_is_refused(loss):
+    def run(**options):
+        grad = lsdp.clipped_grad(loss, clip_norm=CLIP, **options)
+        mapped = jax.shard_map(
+            grad,
+            mesh=mesh_of("Auto"),
+            in_specs=(SPECS, jax.P("data")),
+            out_specs=SPECS,
+            check_vma=False,
+        )
+        jax.eval_shape(mapped, PARAMS, BATCH)
+
+    with pytest.raises(ValueError, match=r"`batch_axes` must name .* got none for data, model"):
+        run()
+    with pytest.raises(ValueError, match=r"`batch_axes` must name .* got none for model"):
+        run(batch_axes="data")
+
+
+def test_pmap_needs_the_axis_of_its_batch():
+    grads = [lsdp.clipped_grad(part, clip_norm=CLIP, batch_axes=axes) for axes in ((), "data")]
+    split = BATCH.reshape(8, 1, 4)
+    with pytest.raises(ValueError, match="`batch_axes` must name"):
+        jax.pmap(grads[0], axis_name="data", in_axes=(None, 0))(PARAMS, split)
+    sums = jax.pmap(grads[1], axis_name="data", in_axes=(None, 0))(PARAMS, split)
+    assert_same(jax.tree.map(lambda x: x.sum(axis=0), sums), expected(part, CLIP))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("loss", [with_psum, alone])
+def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
+    link = lsdp.clip_per_example(CLIP, batch_axes="data")
+
+    def run(params, batch):
+        stacked = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
+        return link.update(stacked, link.init(params), params)[0]
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh_of("Auto"),
+        in_specs=(SPECS, jax.P()),
+        out_specs=SPECS,
+        check_vma=check_vma,
+    )
+    reason = "`params` must be the same on all shards" if check_vma else "`batch_axes` must name"
+    with pytest.raises(ValueError, match=reason):
+        jax.eval_shape(mapped, PARAMS, BATCH)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_stacked_gradients_of_split_batches_are_clipped_as_ever(check_vma):
+    link = lsdp.clip_per_example(CLIP, batch_axes=("data", "model"))
+    axes = ("data", "model")
+
+    def run(params, batch):
+        vary = partial(jax.lax.pcast, axis_name=axes, to="varying") if check_vma else lambda x: x
+        moving = jax.tree.map(vary, params)
+        stacked = jax.vmap(jax.grad(part), (None, 0))(moving, batch)
+        return jax.lax.psum(link.update(stacked, link.init(params), params)[0], axes)
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh_of("Auto"),
+        in_specs=(jax.P(), jax.P(axes)),
+        out_specs=jax.P(),
+        check_vma=check_vma,
+    )
+    for name, leaf in expected(part, CLIP).items():
+        np.testing.assert_allclose(jax.jit(mapped)(PARAMS, BATCH)[name], leaf, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize(
+    "collective",
+    [
+        lambda x: x - jax.lax.pmean(x, "shards"),
+        lambda x: jax.lax.all_gather(x, "shards").sum(axis=0),
+        lambda x: jax.lax.ppermute(x, "shards", [(0, 1), (1, 0)]),
+        lambda x: jax.lax.pmax(x, ("shards",)),
+        lambda x: jax.lax.scan(lambda c, _: (c + jax.lax.psum(x, "shards"), None), x, None, 2)[0],
+    ],
+    ids=["pmean", "all_gather", "ppermute", "pmax", "in a scan"],
+)
+def test_collectives_over_an_axis_of_vmap_are_refused(collective, engine):
+    grad = lsdp.clipped_grad(lambda w, x: jnp.vdot(w, collective(x)), clip_norm=CLIP, engine=engine)
+    mapped = jax.vmap(grad, (None, 0), axis_name="shards")
+    with pytest.raises(ValueError, match=r"must not look across the shards .* axis 'shards'"):
+        jax.eval_shape(mapped, jnp.ones(4), jnp.ones((2, 3, 4)))
+
+
+def test_a_loss_may_map_over_axes_of_its_own():
+    """The axis of an inner vmap, or of an inner shard_map, is within one example."""
+
+    def heads(w, x):
+        return jnp.sum(jax.vmap(lambda y: y * jax.lax.psum(y, "heads"), axis_name="heads")(w * x))
+
+    inner = jax.shard_map(
+        lambda w, x: jax.lax.psum(jnp.vdot(w, x), "model"),
+        mesh=mesh_of("Auto"),
+        in_specs=(jax.P("model"), jax.P("model")),
+        out_specs=jax.P(),
+        axis_names={"model"},
+    )
+    for loss, plain in ((heads, lambda w, x: jnp.square(jnp.vdot(w, x))), (inner, jnp.vdot)):
+        found, wanted = (
+            jax.jit(lsdp.clipped_grad(f, clip_norm=CLIP))(jnp.ones(4), BATCH[:3]).value
+            for f in (loss, plain)
+        )
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
