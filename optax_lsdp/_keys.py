@@ -52,7 +52,10 @@ def fold_in_text(key: jax.Array, text: str) -> jax.Array:
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """Return a key for each text: (len(texts),). Different texts must have different hashes."""
-    digests = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
+    digests = [
+        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+        for text in texts
+    ]
     if len(set(digests)) < len(digests):
         raise ValueError("`texts` must all be different, got some that would share a key.")
     words = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)

@@ -81,7 +81,7 @@ def privatize(
             "and static for optax.inject_hyperparams."
         )
     check_positive("expected_batch_size", expected_batch_size)
-    chain = optax.chain(
+    return optax.chain(
         clip_per_example(clip_norm),
         add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key),
         optax.scale(1 / expected_batch_size),
@@ -89,21 +89,6 @@ def privatize(
         optax.stateless(_cast_like),
         optimizer,
     )
-    takes_more = isinstance(optimizer, optax.GradientTransformationExtraArgs)
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: Any = None, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        dropped = set() if takes_more else set(extra_args) - {"mask"}
-        if dropped:
-            raise TypeError(
-                "`update` must be called with what the optimizer takes, got "
-                f"{', '.join(sorted(dropped))}, which nothing in this chain looks at; the mask of "
-                "a padded batch is called `mask`."
-            )
-        return chain.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(chain.init, update)
 
 
 def dp_sgd(

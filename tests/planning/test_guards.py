@@ -63,6 +63,69 @@ def test_what_was_not_planned_moves_nothing():
         run(tx.update, 4)
 
 
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "schedule_free": optax.contrib.schedule_free_sgd(0.1),
+    "averages": optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "draws noise": optax.noisy_sgd(0.1, key=jax.random.key(1)),
+    "injected": optax.inject_hyperparams(optax.sgd)(optax.linear_schedule(0.1, 0.0, 9)),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_steps_beyond_the_plan_move_no_part_of_the_state(name):
+    plan, params = make(steps=2), jnp.ones(3)
+    tx = plan.optimizer(OPTIMIZERS[name], KEY)
+    grad = plan.clipped_grad(jnp.vdot)
+
+    @jax.jit
+    def step(params, state):
+        total = grad(params, jnp.ones((4, 3)), jnp.ones(4, bool))
+        updates, state = tx.update(total, state, params)
+        return optax.apply_updates(params, updates), state
+
+    run = [(params, tx.init(params))]
+    with jax.numpy_dtype_promotion("standard"):
+        for _ in range(4):
+            run.append(step(*run[-1]))
+    data = [
+        [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in xs]
+        for xs in map(jax.tree.leaves, run)
+    ]
+    assert any((a != b).any() for a, b in zip(data[1], data[2], strict=True))
+    for later in data[3:]:
+        for one, other in zip(data[2], later, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_a_plan_keeps_no_dict_that_its_owner_can_write_into():
+    norms = {"w": 1.0, "b": 2.0}
+    plan = make(clip_norm=norms)
+    params, batch = {"w": jnp.zeros(3), "b": jnp.zeros(())}, 1e6 * jnp.ones((2, 3))
+
+    def loss(params, x):
+        return jnp.vdot(params["w"], x) + 1e6 * params["b"]
+
+    def norm_of_sum(grad):
+        total = grad(params, batch, jnp.array([True, False]))
+        return float(optax.tree.norm(jax.tree.map(lambda x: x, total)))
+
+    early = plan.clipped_grad(loss)
+    norms["w"] = 1000.0
+    assert plan.clip_norm == {"w": 1.0, "b": 2.0}
+    assert norm_of_sum(plan.clipped_grad(loss)) == pytest.approx(5**0.5, rel=1e-4)
+    plan.clip_norm["w"] = 1000.0
+    assert norm_of_sum(early) == pytest.approx(5**0.5, rel=1e-4)
+    for use in (
+        lambda: plan.clipped_grad(loss),
+        lambda: plan.value_and_clipped_grad(loss),
+        lambda: plan.optimizer(optax.sgd(0.1), KEY),
+        lambda: plan.sampler(KEY),
+    ):
+        with pytest.raises(ValueError, match="`clip_norm` must be as it was when the plan was"):
+            use()
+
+
 def test_what_a_plan_has_is_not_given_twice():
     plan = make()
     for grad in (plan.clipped_grad, plan.value_and_clipped_grad):
