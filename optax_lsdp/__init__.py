@@ -35,6 +35,7 @@ _HOME = {
     "sensitivity": "clipping",
     "training": "training",
     "value_and_clipped_grad": "clipping",
+    "vouch_for_callbacks": "clipping",
 }
 __all__ = sorted(_HOME)
 

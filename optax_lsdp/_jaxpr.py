@@ -1,99 +1,23 @@
-"""The only door to jax.extend: a loss goes in, a program of equations to be walked comes out."""
+"""The only door to jax.extend: programs of equations, and how to walk and evaluate them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
-import optax
 from jax.extend import core
-
-from optax_lsdp._shards import are_shards_tracked, manual_axes, varying_axes
 
 Equation = core.JaxprEqn
 ClosedJaxpr = core.ClosedJaxpr
 
-Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
-
-_OUTWARD = ("debug_print", "custom_vmap_call")  # and all callbacks
 _BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "custom_transpose_call")
 _LOOPS = ("scan", "while", "cond")
-_HARMLESS = ("axis_index", "pvary", "pcast", "pbroadcast")
 
 
-class Program(NamedTuple):
-    """The loss of one example as equations, and how its outputs are put together again.
-
-    The first inputs of `closed` are the leaves of the parameters, the others those of the example.
-    """
-
-    closed: ClosedJaxpr
-    outputs: Any  # the structure of (value, aux)
-
-
-def trace(loss_fn: Loss, params: optax.Params, example: Any) -> Program:
-    """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
-    closed, shapes = jax.make_jaxpr(loss_fn, return_shape=True)(params, example)
-    whole = _axes_of_whole_examples(example)
-    backward = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True))(params, example)
-    for jaxpr in (closed.jaxpr, backward.jaxpr):  # which alone has the custom derivatives
-        for equation, bound in _scoped(jaxpr, whole):
-            _check_apart(equation, bound)
-    return Program(closed, jax.tree.structure(shapes))
-
-
-def _axes_of_whole_examples(example: Any) -> frozenset[str]:
-    """Return the manual mesh axes on whose shards the same example is known to be."""
-    return frozenset(manual_axes()) - varying_axes(example) if are_shards_tracked() else frozenset()
-
-
-def is_split(loss_fn: Loss, params: optax.Params, example: Any) -> bool:
-    """Tell whether shards that have the same example compute different parts of its loss.
-
-    That is so if parameters are split over them, or if the loss asks for the shard's index. The
-    gradient of one example is then the sum over shards, or is spread over them.
-    """
-    whole = _axes_of_whole_examples(example)
-    if not whole:
-        return False
-    closed = jax.make_jaxpr(loss_fn)(params, example)
-    atoms: list[Any] = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
-    for equation, bound in _scoped(closed.jaxpr, frozenset()):
-        atoms += [] if bound else equation.outvars
-    return bool(varying_axes([atom.aval for atom in atoms]) & whole)
-
-
-def _check_apart(equation: Equation, bound: frozenset[Any]) -> None:
-    """Raise if an equation can see other examples, or hand this one out.
-
-    Collectives are over `bound` axes: those that the loss itself maps over, and those of
-    shards that all have the same example.
-    """
-    name = equation.primitive.name
-    if name in _OUTWARD or "callback" in name:
-        raise ValueError(
-            f"`loss_fn` must keep each example to itself, got the primitive {name}, which may mix "
-            "examples or hand them out; remove jax.debug.print, callbacks and custom_vmap from it."
-        )
-    outside = _axis_names(equation) - bound
-    if outside and name not in _HARMLESS:
-        raise ValueError(
-            f"`loss_fn` must not look across the shards of a batch, got {name} over the axis "
-            f"{sorted(map(str, outside))[0]!r}; add up the clipped sums instead."
-        )
-
-
-def _axis_names(equation: Equation) -> set[Any]:
-    """Return the mesh axes and axes of vmap that a collective is over; numbers are no names."""
-    named: Any = equation.params.get("axis_name", equation.params.get("axes"))
-    each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
-    return {axis for axis in each if axis is not None and not isinstance(axis, int)}
-
-
-def _scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation, frozenset[Any]]]:
+def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation, frozenset[Any]]]:
     """Walk all equations, with the axes that a shard_map or pmap around each of them maps over."""
     for equation in jaxpr.eqns:
         yield equation, bound
@@ -101,12 +25,12 @@ def _scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation
         if equation.primitive.name == "xla_pmap":
             axes = (equation.params["axis_name"],)
         for inner in _programs(equation):
-            yield from _scoped(inner, bound | frozenset(axes))
+            yield from scoped(inner, bound | frozenset(axes))
 
 
 def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
-    return (equation for equation, _ in _scoped(jaxpr, frozenset()))
+    return (equation for equation, _ in scoped(jaxpr, frozenset()))
 
 
 def _programs(equation: Equation) -> Iterator[core.Jaxpr]:

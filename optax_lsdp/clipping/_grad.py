@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
-from optax_lsdp._jaxpr import Loss, is_split
+from optax_lsdp._isolation import Loss, is_split
 from optax_lsdp._keys import is_key
 from optax_lsdp._shards import (
     axis_names,

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lsdp._jaxpr import Loss, trace
+from optax_lsdp._isolation import Loss, trace
 from optax_lsdp._shards import varying_axes
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
 

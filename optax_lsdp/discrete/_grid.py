@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_positive, check_whole, frozen_number
-from optax_lsdp._jaxpr import trace
+from optax_lsdp._isolation import trace
 from optax_lsdp._shards import manual_axes
 from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
 

@@ -12,11 +12,17 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._jaxpr import Loss, Program, trace
+from optax_lsdp._isolation import Loss, Program, trace
 from optax_lsdp._shards import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
-from optax_lsdp.clipping.bookkeeping._plan import LeafPlan, Use, piece_size, plan_leaves
+from optax_lsdp.clipping.bookkeeping._plan import (
+    LeafPlan,
+    Use,
+    leave_long_loops,
+    piece_size,
+    plan_leaves,
+)
 from optax_lsdp.clipping.bookkeeping._replay import Value, replay
 from optax_lsdp.clipping.bookkeeping._rules import Matrix
 from optax_lsdp.clipping.bookkeeping._sites import Path, Piece, Site, find_uses
@@ -50,8 +56,9 @@ def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Prog
     """Trace the loss of one example and plan what to do with each leaf."""
     leaves = jax.tree.leaves(params)
     program = trace(loss_fn, params, example)
-    uses = find_uses(program.closed, len(leaves))
-    plans = plan_leaves(uses, [leaf.shape for leaf in leaves])
+    shapes = [leaf.shape for leaf in leaves]
+    uses = leave_long_loops(find_uses(program.closed, len(leaves)), shapes)
+    plans = plan_leaves(uses, shapes)
     return program, Scheme(uses.sites, plans, leaves)
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._jaxpr import Loss
+from optax_lsdp._isolation import Loss
 from optax_lsdp._mapped import holds_for_all
 from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import one_value, wide_dtype

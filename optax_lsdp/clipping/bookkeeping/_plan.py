@@ -14,6 +14,7 @@ from optax_lsdp.clipping.bookkeeping._views import View, are_disjoint, merged
 Kind = Literal["outer product", "Gram", "materialised", "fallback", "unused"]
 _FLOAT_COST = 100  # products in the time in which a float is written and read twice, on a CPU
 _FLOAT_COST_OF_PATCHES = 20  # less, because without gradients patches are made twice
+_LONG_LOOP = 8  # times its own size is what a leaf may keep in operands before it is left alone
 _BY_ENTRY = {"add", "add_any", "sub", "mul", "div"}  # biases, scales, positions
 
 
@@ -76,6 +77,34 @@ def piece_size(site: Site, piece: Piece) -> Size:
     return Size(blocks, rows, inputs, outputs)
 
 
+def leave_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> Uses:
+    """Return the uses without those of small leaves in long loops, which escape instead.
+
+    A site keeps operands and cotangents of all iterations. Automatic differentiation adds up the
+    leaf's gradient on its way back, and keeps no more than that where the loop is rematerialised.
+    """
+    held = dict.fromkeys(range(len(shapes)), 0.0)
+    leaves_at: dict[Path, frozenset[int]] = {}
+    for path, site in uses.sites.items():
+        leaves_at[path] = frozenset[int]().union(*(piece.weight.leaves for piece in site.pieces))
+        for piece in site.pieces:
+            blocks, rows, inputs, outputs = piece_size(site, piece)
+            kept = blocks * rows * (inputs + outputs) if site.loops else -math.inf
+            for leaf in piece.weight.leaves:
+                held[leaf] += kept
+    small = {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
+    while mixed := {i for found in leaves_at.values() if not found <= small for i in found & small}:
+        small -= mixed  # a site that stays keeps the operands of all its leaves
+    escaped = {leaf: set(names) for leaf, names in uses.escaped.items()}
+    sites = dict(uses.sites)
+    for path, found in leaves_at.items():
+        if found <= small:
+            name = sites.pop(path).name
+            for leaf in found:
+                escaped.setdefault(leaf, set()).add(name)
+    return Uses(sites, escaped, frozenset(small - set(uses.escaped)))
+
+
 def plan_leaves(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> list[LeafPlan]:
     """Decide for each leaf."""
     return [_plan_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
@@ -113,7 +142,7 @@ def _plan_leaf(index: int, shape: tuple[int, ...], uses: Uses) -> LeafPlan:
             blocks = [sizes[part[0]].blocks for part in bare]
             stored = sum(2 * b * t * t for b, t in zip(blocks, heights, strict=True))
             return LeafPlan("Gram", parts, False, names, products, stored)
-    has_rule = not escapes or (escapes <= _BY_ENTRY and not pieces)
+    has_rule = not escapes or (escapes <= _BY_ENTRY and not pieces) or index in uses.left
     kind: Kind = "materialised" if has_rule else "fallback"
     singles = tuple((use,) for use in pieces)
     return LeafPlan(kind, singles, bool(escapes), names, formed or floats, floats)

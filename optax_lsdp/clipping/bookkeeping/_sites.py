@@ -78,6 +78,7 @@ class Uses(NamedTuple):
 
     sites: dict[Path, Site]
     escaped: dict[int, set[str]]  # leaf → the primitives through which it escapes
+    left: frozenset[int] = frozenset()  # leaves that escape because it is cheaper, see `_plan`
 
 
 def find_uses(closed: ClosedJaxpr, leaves: int) -> Uses:

@@ -1,5 +1,6 @@
 """Linen, NNX, Equinox and Haiku: bookkeeping sees through each of them, without help."""
 
+import diffrax
 import equinox as eqx
 import haiku as hk
 import jax
@@ -125,3 +126,18 @@ def test_haiku():
     params = network.init(KEY, batch[0])
     rules = assert_agreement(lambda p, x: jnp.sum(network.apply(p, x) ** 2), params, batch)
     assert rules == {"Gram"}
+
+
+@pytest.mark.parametrize("adjoint", slow(diffrax.DirectAdjoint, diffrax.RecursiveCheckpointAdjoint))
+def test_a_neural_differential_equation_of_diffrax(adjoint):
+    """Its solver reports errors by callbacks, and loops over many small products."""
+    params = {"w": jax.random.normal(KEY, (3, 5)), "v": jax.random.normal(KEY, (5, 3)) / 5}
+
+    def loss(params, x):
+        term = diffrax.ODETerm(lambda t, y, _: jnp.tanh(y @ params["w"]) @ params["v"])
+        solution = diffrax.diffeqsolve(
+            term, diffrax.Heun(), 0.0, 1.0, 0.1, x, adjoint=adjoint(), max_steps=32
+        )
+        return jnp.sum(solution.ys**2)
+
+    assert_agreement(loss, params, jax.random.normal(KEY, (4, 3)))

@@ -1,0 +1,140 @@
+"""A loss keeps its example to itself: what could let examples meet is refused, and nothing else."""
+
+import equinox as eqx
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import optax_lsdp as lsdp
+from optax_lsdp import clipping, training
+
+PARAMS, BATCH = jnp.ones(3), jnp.arange(6.0).reshape(2, 3)
+CLIP = 1.0
+
+
+def doubled(x):
+    return 2 * np.asarray(x)
+
+
+def by_callback(method):
+    def loss(w, x):
+        return jnp.vdot(w, jax.pure_callback(doubled, x, x, vmap_method=method))
+
+    return loss
+
+
+def by_error(w, x):
+    return jnp.vdot(w, 2 * eqx.error_if(x, x > 100, "too large"))
+
+
+def by_one_of_several_errors(w, x):
+    wrong = jnp.where(x[0] > 100, 1, 0)
+    return jnp.vdot(w, 2 * eqxi.branched_error_if(x, x[0] > 100, wrong, ["large", "huge"]))
+
+
+def plain(w, x):
+    return jnp.vdot(w, 2 * x)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize(
+    "loss",
+    [by_callback("sequential"), by_error, by_one_of_several_errors],
+    ids=["one example at a time", "error", "one of several errors"],
+)
+def test_callbacks_that_see_one_example_or_only_raise_are_taken(loss, engine):
+    found, expected = (
+        jax.jit(lsdp.clipped_grad(f, clip_norm=CLIP, engine=engine))(PARAMS, BATCH).value
+        for f in (loss, plain)
+    )
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def printing(w, x):
+    jax.debug.print("{}", x)
+    return plain(w, x)
+
+
+def telling(w, x):
+    jax.debug.callback(doubled, x)
+    return plain(w, x)
+
+
+def writing(w, x):
+    return jnp.vdot(w, io_callback(doubled, x, x))
+
+
+mixing = jax.custom_batching.custom_vmap(lambda x: 2 * x)
+mixing.def_vmap(lambda size, batched, x: (2 * x, True))
+
+REFUSED = {
+    "doubled": by_callback("broadcast_all"),
+    "debug_print": printing,
+    "debug_callback": telling,
+    "io_callback": writing,
+    "custom_vmap_call": lambda w, x: jnp.vdot(w, mixing(x)),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_name_unless_someone_vouches_for_them(name):
+    vouched = clipping.vouch_for_callbacks(REFUSED[name], name)
+    plan = lsdp.PrivacyPlan(
+        dataset_size=9, expected_batch_size=3, steps=1, delta=1e-3, noise_multiplier=1.0
+    )
+    wrapped = training.keep_batch_axis(lambda w, x: vouched(w, x[0]))
+    for make in (lsdp.clipped_grad, lsdp.value_and_clipped_grad):
+        with pytest.raises(ValueError, match=f"keep each example to itself, .*{name}"):
+            jax.eval_shape(make(REFUSED[name], clip_norm=CLIP), PARAMS, BATCH)
+        others = clipping.vouch_for_callbacks(REFUSED[name], "another")
+        called = "doubled" if name == "io_callback" else name  # either name will do
+        with pytest.raises(ValueError, match=rf"vouch_for_callbacks\(loss_fn, ['\"]{called}"):
+            jax.eval_shape(make(others, clip_norm=CLIP), PARAMS, BATCH)
+    if name != "io_callback":  # which vmap does not map
+        grad = plan.clipped_grad(wrapped)
+        jax.eval_shape(grad, PARAMS, BATCH, jnp.ones(2, bool))
+        total = lsdp.clipped_grad(vouched, clip_norm=CLIP)(PARAMS, BATCH).value
+        expected = lsdp.clipped_grad(plain, clip_norm=CLIP)(PARAMS, BATCH).value
+        np.testing.assert_allclose(total, expected, rtol=1e-6)
+
+
+def test_a_number_that_equinox_takes_from_all_examples_is_refused():
+    def loss(w, x):
+        return jnp.vdot(w, x) * eqxi.unvmap_max(x)
+
+    with pytest.raises(ValueError, match="got Equinox's unvmap_max of real numbers"):
+        jax.eval_shape(lsdp.clipped_grad(loss, clip_norm=CLIP), PARAMS, BATCH)
+
+
+def test_small_weights_in_long_loops_keep_no_operands():
+    """As in the solver of a neural differential equation, whose loop is rematerialised."""
+
+    def loss(params, x):
+        @jax.checkpoint
+        def step(h, _):
+            return h + 0.01 * jnp.tanh(h @ params["w"] + params["b"]) @ params["v"], None
+
+        return jnp.sum(jax.lax.scan(step, x, None, length=200)[0] ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "w": jax.random.normal(keys[0], (3, 5)),
+        "v": jax.random.normal(keys[1], (5, 3)),
+        "b": jnp.zeros(5),
+    }
+    batch = jax.random.normal(keys[2], (4, 3))
+    rows = lsdp.explain_clipping(loss, params, batch[0]).rows
+    assert {row.rule for row in rows} == {"materialised"}
+    book, vmap = (
+        jax.jit(lsdp.clipped_grad(loss, clip_norm=CLIP, engine=engine))
+        .lower(params, batch)
+        .compile()
+        for engine in ("bookkeeping", "vmap")
+    )
+    for name, leaf in book(params, batch).items():
+        np.testing.assert_allclose(leaf.value, vmap(params, batch)[name].value, atol=1e-5)
+    held = [program.memory_analysis().temp_size_in_bytes for program in (book, vmap)]
+    assert held[0] <= 1.2 * held[1]

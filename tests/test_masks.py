@@ -1,0 +1,86 @@
+"""A mask of padding reaches the clipped sum, or somebody says that it does not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lsdp as lsdp
+
+
+def by_the_link_alone(clip_norm):
+    return lsdp.clip_per_example(clip_norm)
+
+
+def by_a_whole_chain(clip_norm):
+    return lsdp.dp_sgd(
+        1.0,
+        clip_norm=clip_norm,
+        noise_multiplier=1e-6,
+        expected_batch_size=1,
+        key=jax.random.key(0),
+    )
+
+
+def by_injected_hyperparameters(clip_norm):
+    injected = optax.inject_hyperparams(
+        lsdp.dp_sgd, static_args=("clip_norm", "expected_batch_size", "key")
+    )
+    return injected(
+        learning_rate=1.0,
+        clip_norm=clip_norm,
+        noise_multiplier=1e-6,
+        expected_batch_size=1,
+        key=jax.random.key(0),
+    )
+
+
+@pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain, by_injected_hyperparameters])
+def test_a_mask_leaves_padding_out_of_stacked_gradients(make):
+    params, stacked = jnp.zeros(2), jnp.array([[0.3, 0.4], [jnp.nan, 1.0], [7.0, 0.0]])
+    tx = make(1.0)
+    update = jax.jit(lambda mask: tx.update(stacked, tx.init(params), params, mask=mask)[0])
+    for mask, expected in (([True, True, False], [0.3, 0.4]), ([False, False, True], [1.0, 0.0])):
+        found = np.abs(update(jnp.array(mask)))
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+    for wrong in (jnp.ones(3), jnp.ones(2, bool), [True, True, False]):
+        with pytest.raises(ValueError, match=r"`mask` must be a bool array of shape \(3,\)"):
+            tx.update(stacked, tx.init(params), params, mask=wrong)
+
+
+@pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain])
+def test_a_mask_beside_a_marked_sum_comes_too_late(make):
+    params, tx = jnp.zeros(2), make(1.0)
+    for mask in (None, jnp.array([True, False])):
+        total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((2, 2)), mask)
+        with pytest.raises(ValueError, match="`mask` must be given to `clipped_grad`"):
+            tx.update(total, tx.init(params), params, mask=jnp.array([True, False]))
+
+
+@pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain])
+def test_a_mask_by_another_name_is_refused(make):
+    """As are weights, and whatever else there is one of for each example."""
+    params, tx, stacked = jnp.zeros(2), make(1.0), jnp.ones((3, 2))
+    total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, stacked)
+    for updates, extra in (
+        (stacked, {"masks": jnp.ones(3, bool)}),
+        (stacked, {"weights": np.ones(3)}),
+        (stacked, {"given": {"losses": jnp.ones(3)}}),
+        (total, {"valid": np.ones(3, bool)}),
+    ):
+        with pytest.raises(TypeError, match="must be public and no mask to be handed on"):
+            tx.update(updates, tx.init(params), params, **extra)
+
+
+def test_what_an_optimizer_takes_is_handed_on():
+    params, stacked = jnp.zeros(2), jnp.ones((3, 2))
+    tx = lsdp.privatize(
+        optax.polyak_sgd(1.0),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        expected_batch_size=1,
+        key=jax.random.key(0),
+    )
+    updates = [tx.update(stacked, tx.init(params), params, value=v)[0] for v in (1.0, 2.0)]
+    np.testing.assert_allclose(2 * updates[0], updates[1], rtol=1e-5)
