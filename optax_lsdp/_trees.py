@@ -104,6 +104,19 @@ def check_mask(mask: Any, size: int) -> None:
         )
 
 
+def check_not_per_example(extra_args: dict[str, Any], height: int | None) -> None:
+    """Raise if an argument looks like a mask, or like weights, of which nobody takes notice."""
+    for name, value in extra_args.items():
+        for leaf in jax.tree.leaves(value):
+            shape = jnp.shape(leaf)
+            if shape == (height,) or (shape and kind_of(leaf) == "bool"):
+                raise TypeError(
+                    f"`{name}` must be public and no mask to be handed on to an optimizer, got "
+                    f"{kind_of(leaf)} of shape {shape}; the mask of stacked gradients is called "
+                    "`mask`, and that of a sum belongs to `clipped_grad`."
+                )
+
+
 def count_examples(batch: Any, remedy: str = "") -> int:
     """Return the length of the leading axis, on which all leaves must agree."""
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}

@@ -11,7 +11,13 @@ import optax
 
 from optax_lsdp._marked import is_marked
 from optax_lsdp._shards import axis_names, check_batch_axes, varying_axes
-from optax_lsdp._trees import beside, check_floating, check_mask, check_not_empty, kind_of
+from optax_lsdp._trees import (
+    beside,
+    check_floating,
+    check_mask,
+    check_not_empty,
+    check_not_per_example,
+)
 from optax_lsdp.clipping._factors import (
     ClipNorm,
     clip_and_sum,
@@ -79,7 +85,7 @@ def clip_per_example(
         now = clip_norm(state.step) if is_schedule(clip_norm) else clip_norm
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total = unmark(updates, clip_groups(clip_norm, updates))
-            _check_not_per_example(extra_args, None)
+            check_not_per_example(extra_args, None)
             if mask is not None:
                 raise ValueError(
                     "`mask` must be given to `clipped_grad`, got one beside its sum, which it can "
@@ -92,7 +98,7 @@ def clip_per_example(
         else:
             height = _check_stacked(updates, params)
             check_mask(mask, height)
-            _check_not_per_example(extra_args, height)
+            check_not_per_example(extra_args, height)
             check_batch_axes(named_axes)
             _check_whole(params)
             _, total = clip_and_sum(updates, clip_groups(now, updates), mask=mask)
@@ -120,19 +126,6 @@ def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
                 f"`updates` must have the shapes of `params`, got {leaf.shape} for "
                 f"{jnp.shape(param)} at {name!r}; `clipped_grad` sums over the examples."
             )
-
-
-def _check_not_per_example(extra_args: dict[str, Any], height: int | None) -> None:
-    """Raise if an argument looks like a mask, or like weights, of which nobody takes notice."""
-    for name, value in extra_args.items():
-        for leaf in jax.tree.leaves(value):
-            shape = jnp.shape(leaf)
-            if shape == (height,) or (shape and kind_of(leaf) == "bool"):
-                raise TypeError(
-                    f"`{name}` must be public and no mask to be handed on to an optimizer, got "
-                    f"{kind_of(leaf)} of shape {shape}; the mask of stacked gradients is called "
-                    "`mask`, and that of a sum belongs to `clipped_grad`."
-                )
 
 
 def _check_whole(params: Any) -> None:

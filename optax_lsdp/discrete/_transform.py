@@ -14,7 +14,12 @@ import optax
 from optax_lsdp._checks import check_positive, is_number
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts
 from optax_lsdp._threefry import is_threefry
-from optax_lsdp._trees import check_not_empty, leaf_addresses, path_name
+from optax_lsdp._trees import (
+    check_not_empty,
+    check_not_per_example,
+    leaf_addresses,
+    path_name,
+)
 from optax_lsdp.discrete._grid import OnGrid, check_outside_shard_map
 from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
 
@@ -72,7 +77,8 @@ def add_discrete_gaussian_noise(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AddDiscreteNoiseState]:
-        del params, extra_args
+        del params
+        check_not_per_example(extra_args, None)  # a mask would be lost
         check_outside_shard_map("add_discrete_gaussian_noise")
         paths, structure = jax.tree.flatten_with_path(updates, is_leaf=is_on_grid)
         check_not_empty("updates", updates)
