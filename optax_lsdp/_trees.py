@@ -105,15 +105,15 @@ def check_mask(mask: Any, size: int) -> None:
 
 
 def check_not_per_example(extra_args: dict[str, Any], height: int | None) -> None:
-    """Raise if an argument looks like a mask, or like weights, of which nobody takes notice."""
+    """Raise if an argument of `update` looks like a mask or weights, which nobody would apply."""
     for name, value in extra_args.items():
         for leaf in jax.tree.leaves(value):
             shape = jnp.shape(leaf)
             if shape == (height,) or (shape and kind_of(leaf) == "bool"):
                 raise TypeError(
-                    f"`{name}` must be public and no mask to be handed on to an optimizer, got "
-                    f"{kind_of(leaf)} of shape {shape}; the mask of stacked gradients is called "
-                    "`mask`, and that of a sum belongs to `clipped_grad`."
+                    f"`{name}` must not hold a value for each example, got {kind_of(leaf)} of "
+                    f"shape {shape}; `mask` is the name for stacked gradients, and the function "
+                    "that makes a clipped sum takes the mask of its batch."
                 )
 
 
