@@ -46,6 +46,31 @@ def chosen(w: jax.Array, h: jax.Array) -> jax.Array:
     return lax.cond(h[0, 0] > 0, lambda h: h @ w, lambda h: h @ w.T, h)
 
 
+def handed_on(w: jax.Array, h: jax.Array) -> jax.Array:
+    """Return a loop into whose carry the weight comes after the first iteration."""
+    return lax.scan(lambda c, row: (w, jnp.tanh(c * row)), jnp.zeros(WIDTH), h)[1]
+
+
+def never_looped(w: jax.Array, h: jax.Array) -> jax.Array:
+    """Return a product beside a loop of no iterations."""
+    return lax.scan(lambda c, _: (c @ w, None), h, None, length=0)[0] @ w
+
+
+@jax.custom_vjp
+def bent(w: jax.Array) -> jax.Array:
+    """Return w, with a backward pass that is not linear."""
+    return w
+
+
+bent.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
+
+
+def bent_twice(w: jax.Array, h: jax.Array) -> jax.Array:
+    """Return two products with a weight whose gradient is not the sum of theirs."""
+    same = bent(w)
+    return jnp.tanh(h @ same) @ same
+
+
 LAYERS: dict[str, tuple[tuple[int, ...], Layer]] = {  # the shape of the weight, and its use
     "dense": ((WIDTH, WIDTH), lambda w, h: h @ w),
     "transposed": ((WIDTH, WIDTH), lambda w, h: h @ w.T),
@@ -78,6 +103,9 @@ LAYERS: dict[str, tuple[tuple[int, ...], Layer]] = {  # the shape of the weight,
         (VOCABULARY, WIDTH),
         lambda w, h: h + lax.dynamic_slice_in_dim(w, jnp.int32(h[0, 0] > 0), 1),
     ),
+    "handed on by a loop": ((WIDTH,), handed_on),
+    "empty loop": ((WIDTH, WIDTH), never_looped),
+    "custom derivative": ((WIDTH, WIDTH), bent_twice),
     "unused": ((3,), lambda w, h: h),
 }
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
