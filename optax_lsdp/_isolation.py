@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -157,4 +158,4 @@ def _axis_names(equation: Equation) -> set[Any]:
     """Return the mesh axes and axes of vmap that a collective is over; numbers are no names."""
     named: Any = equation.params.get("axis_name", equation.params.get("axes"))
     each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
-    return {axis for axis in each if axis is not None and not isinstance(axis, int)}
+    return {axis for axis in each if axis is not None and not isinstance(axis, Integral)}

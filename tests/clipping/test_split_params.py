@@ -49,6 +49,19 @@ def by_tokens_at_once(params, x):
     return jnp.square(sum(part(params, row) for row in rows))
 
 
+def can_map_psum():
+    """Tell whether JAX can map a psum inside shard_map; 0.8.2 fails with an error of its own."""
+    mapped = jax.vmap(lambda x: jax.lax.psum(x, "model"))
+    run = jax.shard_map(mapped, mesh=mesh_of("Auto"), in_specs=jax.P("model"), out_specs=jax.P())
+    try:
+        jax.eval_shape(run, jnp.zeros(8))
+    except TypeError:
+        return False
+    return True
+
+
+maps_psum = pytest.mark.skipif(not can_map_psum(), reason="JAX cannot map a psum in shard_map")
+
 LOSSES = {
     "with psum": (with_psum, lambda p, x: jnp.square(part(p, x)), SPECS),
     "without psum": (alone, part, SPECS),
@@ -89,6 +102,7 @@ def assert_same(total, sums):
         np.testing.assert_allclose(total[name].value, leaf, atol=1e-5)
 
 
+@maps_psum
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize(
     "options",
@@ -152,6 +166,7 @@ def test_pmap_needs_the_axis_of_its_batch():
     assert_same(jax.tree.map(lambda x: x.sum(axis=0), sums), expected(part, CLIP))
 
 
+@maps_psum
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("loss", [with_psum, alone])
 def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
@@ -214,6 +229,7 @@ def test_collectives_over_an_axis_of_vmap_are_refused(collective, engine):
         jax.eval_shape(mapped, jnp.ones(4), jnp.ones((2, 3, 4)))
 
 
+@maps_psum
 def test_a_loss_may_map_over_axes_of_its_own():
     """The axis of an inner vmap, or of an inner shard_map, is within one example."""
 
