@@ -72,6 +72,11 @@ def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
                     yield from _equations(inner)
 
 
+def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
+    """Walk all equations of a program, those inside of calls, loops and branches included."""
+    return _equations(jaxpr)
+
+
 def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
     """Return all arrays that a program closes over: JAX keeps them beside it or inside of it."""
     yield from program.consts

@@ -18,9 +18,11 @@ JAX = {"jax", "jaxlib", "numpy", "optax"}
 STAGE = JAX | {
     f"optax_lsdp.{name}"
     for name in (
+        "_batch_norm",
         "_checks",
         "_jaxpr",
         "_keys",
+        "_loss",
         "_mapped",
         "_marked",
         "_shards",
@@ -32,9 +34,11 @@ STAGE = JAX | {
 MAY_IMPORT = {
     "__init__": set(),
     "_arguments": set(),
+    "_batch_norm": {"jax", "optax_lsdp._jaxpr", "optax_lsdp._trees"},
     "_checks": {"numpy"},
     "_jaxpr": {"jax", "optax", "optax_lsdp._shards"},
     "_keys": {"jax", "numpy"},
+    "_loss": {"jax", "optax_lsdp._batch_norm"},
     "_mapped": {"jax"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
@@ -63,7 +67,10 @@ MAY_IMPORT = {
         *(f"optax_lsdp.{n}" for n in ("_checks", "_keys", "_threefry")),
     },
     "model_check": JAX
-    | {f"optax_lsdp.{name}" for name in ("_checks", "_jaxpr", "_trees", "clipping")},
+    | {
+        f"optax_lsdp.{name}"
+        for name in ("_batch_norm", "_checks", "_jaxpr", "_loss", "_trees", "clipping")
+    },
     "planning": STAGE
     | {"scipy"}
     | {

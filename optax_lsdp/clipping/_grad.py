@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import is_key
+from optax_lsdp._loss import reraise
 from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
 from optax_lsdp._trees import (
     check_floating,
@@ -71,7 +73,8 @@ def clipped_grad(
     of this package divide it by the expected batch size, a public number, after the noise.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis. A key
+            for dropout is part of the example: `f(params, (batch, jax.random.split(key, n)))`.
         clip_norm: C, as in `clip_per_example`. Under a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales down gradients longer than C; "automatic" scales every
             gradient to C·‖g‖/(‖g‖ + 0.01), so that only the learning rate is left to tune.
@@ -157,8 +160,7 @@ def value_and_clipped_grad(
         try:
             output = loss_fn(params, example)
         except Exception as error:
-            error.add_note(_what_was_given(example))
-            raise
+            reraise(error, loss_fn, params, example)
         _check_output(output, has_aux)
         return output if has_aux else (output, None)
 
@@ -166,6 +168,7 @@ def value_and_clipped_grad(
         params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
     ) -> tuple[PerExample, optax.Updates]:
         check_not_empty("params", params)
+        check_trained(params)
         check_floating("params", params)
         size = _batch_size(batch)
         _check_mask(mask, size)
@@ -200,16 +203,6 @@ def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
             f"step={step!r} with clip_norm={clip_norm!r}."
         )
     return clip_norm(step) if is_schedule(clip_norm) else clip_norm
-
-
-def _what_was_given(example: Any) -> str:
-    """Return what a loss that fails most often did not expect."""
-    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
-    return (
-        f"`loss_fn(params, example)` was given one example without batch axis, {shapes}; several "
-        "arrays come as one tuple, and keep_batch_axis=True, or `training.keep_batch_axis` for "
-        "`fit`, gives an axis of length 1."
-    )
 
 
 def _check_output(output: Any, has_aux: bool) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import optax
 
+from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._jaxpr import Loss, trace
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
 
@@ -21,7 +22,8 @@ def clip_by_vmap(
     """Return each example's (value, aux), the norms of each group, and the clipped sum."""
 
     def one_example(example: Any) -> Any:
-        trace(loss_fn, params, example)  # which checks it
+        program = trace(loss_fn, params, example)  # which checks it
+        warn_of_batch_norms(program.closed)
         return jax.value_and_grad(loss_fn, has_aux=True)(params, example)
 
     outputs, grads = jax.vmap(one_example)(batch)

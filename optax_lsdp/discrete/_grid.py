@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._checks import check_positive, check_whole
 from optax_lsdp._jaxpr import trace
 from optax_lsdp._shards import manual_axes
@@ -120,7 +121,8 @@ def grid_grad(
         places = places.reshape(-1, microbatch_size)
 
         def one_gradient(example: Any) -> Any:
-            trace(lambda p, x: (loss_fn(p, x), None), params, example)  # which checks it
+            loss = trace(lambda p, x: (loss_fn(p, x), None), params, example)  # which checks it
+            warn_of_batch_norms(loss.closed)
             return jax.grad(loss_fn)(params, example)
 
         def add(sums: list[jax.Array], place: jax.Array) -> tuple[list[jax.Array], None]:

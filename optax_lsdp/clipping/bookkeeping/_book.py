@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._jaxpr import Loss, Program, trace
 from optax_lsdp._shards import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
@@ -50,6 +51,7 @@ def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Prog
     """Trace the loss of one example and plan what to do with each leaf."""
     leaves = jax.tree.leaves(params)
     program = trace(loss_fn, params, example)
+    warn_of_batch_norms(program.closed)
     uses = find_uses(program.closed, len(leaves))
     plans = plan_leaves(uses, [leaf.shape for leaf in leaves])
     return program, Scheme(uses.sites, plans, leaves)
