@@ -130,10 +130,10 @@ def _refuse(what: str, remedy: str) -> None:
 
 
 def _is_state(node: Any) -> bool:
-    """Tell a variable of Flax NNX or Equinox that is counted and not trained."""
-    return any(name in _UNTRAINED for name in _kinds(node, "flax.nnx")) or "StateIndex" in _kinds(
-        node, "equinox"
-    )
+    """Tell a variable of Flax NNX or Equinox that is counted and not trained, unless it is empty."""
+    counts = any(name in _UNTRAINED for name in _kinds(node, "flax.nnx"))
+    counts = counts or "StateIndex" in _kinds(node, "equinox")
+    return counts and bool(jax.tree.leaves(node))
 
 
 def _kinds(node: Any, library: str) -> Iterator[str]:
