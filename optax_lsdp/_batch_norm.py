@@ -130,7 +130,7 @@ def _refuse(what: str, remedy: str) -> None:
 
 
 def _is_state(node: Any) -> bool:
-    """Tell a variable of Flax NNX or Equinox that is counted and not trained, unless it is empty."""
+    """Tell a variable of Flax NNX or Equinox that holds arrays which are not trained."""
     counts = any(name in _UNTRAINED for name in _kinds(node, "flax.nnx"))
     counts = counts or "StateIndex" in _kinds(node, "equinox")
     return counts and bool(jax.tree.leaves(node))

@@ -82,6 +82,14 @@ def of_pairs(loss_fn: Loss) -> Loss:
     return lambda params, pair: called(loss_fn, params, *pair)
 
 
+def tried(loss_fn: Loss, params: Any, example: Any) -> Any:
+    """Return the loss of an example, or raise one sentence that says why there is none."""
+    try:
+        return loss_fn(params, example)
+    except Exception as error:
+        reraise(error, loss_fn, params, example)
+
+
 def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoReturn:
     """Raise one sentence that says why a loss failed if that can be found out, else the error.
 

@@ -13,7 +13,7 @@ import optax
 from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import reraise
+from optax_lsdp._loss import tried
 from optax_lsdp._shards import stated_sharding, vary, varying_axes, with_automatic_axes
 from optax_lsdp._trees import (
     check_floating,
@@ -157,10 +157,7 @@ def value_and_clipped_grad(
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
             example = jax.tree.map(lambda x: x[None], example)
-        try:
-            output = loss_fn(params, example)
-        except Exception as error:
-            reraise(error, loss_fn, params, example)
+        output = tried(loss_fn, params, example)
         _check_output(output, has_aux)
         return output if has_aux else (output, None)
 

@@ -21,6 +21,7 @@ import optax
 from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._checks import check_positive, check_whole
 from optax_lsdp._jaxpr import trace
+from optax_lsdp._loss import tried
 from optax_lsdp._shards import manual_axes
 from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
 
@@ -121,7 +122,7 @@ def grid_grad(
         places = places.reshape(-1, microbatch_size)
 
         def one_gradient(example: Any) -> Any:
-            loss = trace(lambda p, x: (loss_fn(p, x), None), params, example)  # which checks it
+            loss = trace(lambda p, x: (tried(loss_fn, p, x), None), params, example)  # and check
             warn_of_batch_norms(loss.closed)
             return jax.grad(loss_fn)(params, example)
 
