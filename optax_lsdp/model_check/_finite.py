@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._trees import path_name
+from optax_lsdp._trees import path_name, widen
 
 MOST_AT_ONCE = 8  # examples whose gradients are in memory
 _REMEDY = "look at labels out of range, scales, logarithms and divisions by zero"
@@ -68,7 +68,7 @@ def another_point(params: optax.Params) -> optax.Params:
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def moved(x: jax.Array, key: jax.Array) -> jax.Array:
-        wide = jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))
+        wide = widen(x)
         size = _STEP * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(wide))), 1)
         return (wide + size * jax.random.normal(key, wide.shape, wide.dtype)).astype(x.dtype)
 
