@@ -84,6 +84,14 @@ def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
         yield from (atom.val for atom in equation.invars if is_literal(atom))
 
 
+def uses_inputs(program: core.ClosedJaxpr, count: int) -> bool:
+    """Tell whether a program uses any of its first inputs."""
+    jaxpr = program.jaxpr
+    atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+    used = {id(atom) for atom in atoms}
+    return any(id(variable) in used for variable in jaxpr.invars[:count])
+
+
 def is_literal(atom: Any) -> TypeGuard[core.Literal]:
     """Tell a constant that is written into an equation from a variable."""
     return isinstance(atom, core.Literal)

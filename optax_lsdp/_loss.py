@@ -122,6 +122,12 @@ def why_it_failed(
         remedy = _FLAX[type(error).__name__]
         demand = "`loss_fn` must be a function of its arguments alone"
         return f"{demand}, got an error of Flax, {reason}; {remedy}."
+    if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
+        return (
+            "`loss_fn` must put a model together that was filtered, got None for a part of it; "
+            "split it by `params, static = eqx.partition(model, eqx.is_inexact_array)`, and begin "
+            "the loss with `model = eqx.combine(params, static)`."
+        )
     one, rows, params = _shapes(example), _shapes(example, _ROWS), _shapes(params)
     demand = f"`loss_fn` must take parameters and {'a batch' if batched else 'one example'}"
 
@@ -182,10 +188,25 @@ def _otherwise(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
         "`lambda params, example: loss_fn(example, params)`",
     )
     yield (
+        lambda params, example: loss_fn(params, jax.random.key(0), example),
+        "and then a key, got one that takes the key before the example; write "
+        "`lambda params, example, key: loss_fn(params, key, example)`",
+    )
+    yield (
+        lambda params, example: _plainly(loss_fn, params, _squeezed(example)),
+        "got arrays of one entry in the example, and a loss that works with single numbers; give "
+        "columns as labels[:, 0]",
+    )
+    yield (
         lambda params, example: _plainly(loss_fn, {"params": params}, example),
         'got one that wants them in a dict; write `lambda params, example: loss_fn({"params": '
         "params}, example)`",
     )
+
+
+def _squeezed(example: Any) -> Any:
+    """Return an example with single numbers for arrays of one entry, as columns give them."""
+    return jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, example)
 
 
 def _parts(example: Any, kind: Any) -> Any:

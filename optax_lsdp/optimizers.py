@@ -249,6 +249,7 @@ def _by_gradients_alone(
         except TypeError as error:
             _, is_missing, names = str(error).partition("required keyword-only argument")
             if not is_missing:
+                error.add_note("This is an error of `optimizer`: look at its own arguments.")
                 raise
             raise TypeError(
                 "`optimizer` must need gradients alone, got one that asks for "

@@ -69,7 +69,7 @@ MAY_IMPORT = {
     "model_check": JAX
     | {
         f"optax_lsdp.{name}"
-        for name in ("_batch_norm", "_checks", "_jaxpr", "_loss", "_trees", "clipping")
+        for name in ("_batch_norm", "_checks", "_jaxpr", "_keys", "_loss", "_trees", "clipping")
     },
     "planning": STAGE
     | {"scipy"}

@@ -1,5 +1,6 @@
 """One notion of a loss, everywhere; and the mistakes of a first hour get one sentence each."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -164,6 +165,10 @@ def of_live_modules(params, example):
     return cross_entropy(nnx.merge(*COUNTED)(x) @ params["w"], y)
 
 
+def of_keys_first(params, rng, example):
+    return keyed(params, example, rng)
+
+
 MISTAKES = {
     "a vmap inside": (of_batches, BATCH, "got one of a whole batch: it fails on .* and works on"),
     "an axis inside": (of_batches_by_axis, BATCH, "got one of a whole batch: it fails on"),
@@ -175,6 +180,8 @@ MISTAKES = {
     ),
     "labels and a vmap": (of_labels_in_batches, BATCH, r"\*example\)`, and drop vmap"),
     "the example first": (backwards, BATCH, "got one that takes the example first"),
+    "the key first": (of_keys_first, BATCH, "got one that takes the key before the example"),
+    "a column of labels": (loss, (BATCH[0], BATCH[1][:, None]), r"as labels\[:, 0\]"),
     "Linen's collections": (undressed, BATCH, r"wants them in a dict; write .*\"params\": params"),
     "dropout without a key": (of_missing_keys, BATCH, "let it take a key, .* rngs=.*dropout"),
     "a live NNX module": (of_live_modules, BATCH, "merge a copy in it, .*copy=True"),
@@ -218,6 +225,31 @@ def test_a_loss_that_fails_for_reasons_of_its_own_says_so_itself():
 def test_labels_as_an_argument_are_told_for_whole_batches_too():
     report = lsdp.check_model(of_labels_in_batches, W, BATCH, batched=True)
     assert "`loss_fn` must take parameters and a batch, got one with the parts" in str(report)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_model_that_was_filtered_is_put_together_again(use):
+    params = eqx.filter(eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)), eqx.is_inexact_array)
+    with pytest.raises((ValueError, TypeError), match=r"got None .*eqx.partition.*eqx.combine"):
+        USES[use](lambda model, e: cross_entropy(model(e[0]), e[1]), params, BATCH)
+
+
+def test_a_loss_of_no_parameter_is_refused():
+    """Such as one that closes over its model: noise alone would move the parameters."""
+    model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="`loss_fn` must depend on `params`, got one that uses no"):
+        by_fit(lambda params, e: cross_entropy(model(e[0]), e[1]), nnx.state(model), BATCH)
+
+
+@pytest.mark.parametrize("callback", [lambda: None, lambda report, more: None])
+def test_callbacks_are_asked_for_before_a_step_is_spent(callback):
+    with pytest.raises(TypeError, match="`callbacks` must be functions of one argument, the rep"):
+        training.fit(PLAN, loss, W, BATCH, optimizer=optax.sgd(0.1), callbacks=[callback])
+
+
+def test_text_is_no_batch():
+    with pytest.raises(TypeError, match="`batch` must hold numbers or keys, got <U1 at '1'"):
+        lsdp.check_model(loss, W, (X, np.array(["a"] * 6)))
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,15 @@ import optax
 from optax_lsdp._batch_norm import batch_norm_sentence, batch_norms, check_trained
 from optax_lsdp._checks import check_function
 from optax_lsdp._jaxpr import constants
+from optax_lsdp._keys import is_key
 from optax_lsdp._loss import Loss, called, takes_key, why_it_failed
 from optax_lsdp._trees import (
     check_floating,
     check_not_empty,
     count_examples,
     is_floating,
+    is_numeric,
+    kind_of,
     path_name,
 )
 from optax_lsdp.clipping import clipped_grad
@@ -99,6 +102,12 @@ def check_model(
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
     check_floating("params", params)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
+            raise TypeError(
+                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
+                "encode text and dates first."
+            )
     size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
     batch = jax.tree.map(jnp.asarray, batch)
     if batched and size < 2:

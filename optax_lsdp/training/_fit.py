@@ -20,7 +20,7 @@ from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._hosts import agreed_key
-from optax_lsdp.training._report import Report, Trained
+from optax_lsdp.training._report import Report, Trained, check_callbacks
 from optax_lsdp.training._run import Run
 from optax_lsdp.training._step import Average
 
@@ -108,8 +108,7 @@ def fit(
             f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; "
             "dicts and tuples hold arrays, lists hold examples."
         )
-    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-        raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
+    check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
         raise TypeError(
             f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}; make one of all devices with "

@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp._batch_norm import batch_norm_sentence, batch_norms
+from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._loss import Loss, called, reraise, takes_key
 
 
-def check_loss(loss_fn: Loss, params: Any, example: Any) -> None:
-    """Raise one sentence if `fit` cannot train with this loss.
+def check_loss(loss_fn: Loss, params: Any, example: Any) -> ClosedJaxpr:
+    """Return the program of a loss, or raise one sentence if `fit` cannot train with it.
 
     Args:
         loss_fn: as `fit` takes it.
@@ -36,3 +37,13 @@ def check_loss(loss_fn: Loss, params: Any, example: Any) -> None:
     layers = batch_norms(program)
     if layers:
         raise ValueError(batch_norm_sentence(layers))
+    return program
+
+
+def check_used(program: ClosedJaxpr, params: Any) -> None:
+    """Raise if a loss uses none of its parameters: noise alone would move them."""
+    if not uses_inputs(program, len(jax.tree.leaves(params))):
+        raise ValueError(
+            "`loss_fn` must depend on `params`, got one that uses none of them, so that noise "
+            "alone would move them; let it use its first argument, and no model around it."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class Trained(NamedTuple):
     def __repr__(self) -> str:
         return (
             f"Trained(params=<{_in_short(self.params)}>, average=<{_in_short(self.average)}>, "
-            f"steps={self.steps}, ledger={self.ledger!r}, stopped={self.stopped!r})"
+            f"steps={self.steps}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
         )
 
 
@@ -78,6 +79,24 @@ class StopTraining(Exception):
     ...     if report.step == 100:
     ...         raise StopTraining
     """
+
+
+def check_callbacks(callbacks: Any) -> None:
+    """Raise unless these are functions of one report, before a step is spent to find out."""
+    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
+        raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
+    for callback in callbacks:
+        try:
+            signature = inspect.signature(callback)
+        except (TypeError, ValueError):  # some functions that are not written in Python have none
+            continue
+        try:
+            signature.bind(None)
+        except TypeError as error:
+            raise TypeError(
+                "`callbacks` must be functions of one argument, the report, got a function of "
+                f"{signature}; take what else it needs from around it."
+            ) from error
 
 
 def tell_all(callbacks: Sequence[Callable[[Report], object]], report: Report) -> bool:

@@ -28,7 +28,7 @@ from optax_lsdp.training._folder import RunFolder, Saved
 from optax_lsdp.training._given import check_params
 from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
 from optax_lsdp.training._journal import FIRST
-from optax_lsdp.training._preflight import check_loss
+from optax_lsdp.training._preflight import check_loss, check_used
 from optax_lsdp.training._report import (
     Report,
     Shown,
@@ -83,7 +83,7 @@ class Run:
         """Make or restore the state, compile, and find out whether all is as it was."""
         self.state = self._first_state(params, key)
         shapes = abstract(self.state.params, self.mesh is not None)
-        check_loss(loss_fn, shapes, self.examples.first)
+        loss = check_loss(loss_fn, shapes, self.examples.first)
         self.began = beginning(self.state.params, self.state.optimizer)
         saved = None
         if folder is not None:
@@ -94,6 +94,7 @@ class Run:
             self.state, self.step, self.ledger, self.nonce, self.began = saved
         self._place(self.nonce)
         program = self._compile(loss_fn)
+        check_used(loss, shapes)  # after the compiler's check for examples that it closes over
         here = circumstances(program, self.examples, self.mesh)
         self.circumstances = {name: joined_text(text) for name, text in here.items()}
         if self.folder is None:
