@@ -28,14 +28,19 @@ _LAYER = re.compile(
 _SUMS = ("reduce_sum", "reduce_max", "reduce_min", "psum", "psum_invariant")
 _BINDING = ("source_info_util.py", "partial_eval.py", "core.py")  # where an equation is written
 _CALLING = ("pjit.py", "traceback_util.py", "api.py")  # where JAX calls what was jitted
+_STATE_ERRORS = (  # of a layer that may not change its statistics, or finds no axis of a batch
+    "ModifyScopeVariableError",
+    "NameError",
+    "TraceContextError",
+)
 _UNTRAINED = ("BatchStat", "Cache", "Intermediate", "Perturbation", "RngState")  # of flax.nnx
 _LIBRARIES = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "haiku", "equinox"))
 
 
-def batch_norm_sentence(layers: Sequence[str]) -> str:
+def batch_norm_sentence(layers: Sequence[str], demand: str = "must") -> str:
     """Return what is wrong with a loss of one example that has such layers."""
     return (
-        "`loss_fn` should normalise within one example, got batch normalisation in "
+        f"`loss_fn` {demand} normalise within one example, got batch normalisation in "
         f"{', '.join(layers)}: it would normalise each example by itself, and its running "
         "statistics never move; replace it by GroupNorm or LayerNorm, or freeze its statistics "
         "(use_running_average=True)."
@@ -59,11 +64,13 @@ def warn_of_batch_norms(program: ClosedJaxpr) -> None:
     """
     layers = batch_norms(program)
     if layers:
-        warnings.warn(batch_norm_sentence(layers), stacklevel=2)
+        warnings.warn(batch_norm_sentence(layers, "should"), stacklevel=2)
 
 
 def batch_norm_in_traceback(error: BaseException) -> str | None:
-    """Return the layer of batch normalisation that raised an error, if one did."""
+    """Return the layer of batch normalisation that could not count or look at a batch, if any."""
+    if type(error).__name__ not in _STATE_ERRORS:
+        return None
     stack = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [(f.f_code.co_qualname, f.f_code.co_filename, f.f_lineno) for f in stack[::-1]]
     return _named(calls, "")
