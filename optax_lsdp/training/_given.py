@@ -131,7 +131,7 @@ def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     if not good.all():
         index = int(indices[np.argmin(good.all(axis=1))])
         raise DataError(
-            f"`data` must be {what}{name} in example {index}; mend it, or plan for data without it."
+            f"`data` must be {what} in example {index}{name}; mend it, or plan for data without it."
         )
 
 
