@@ -9,6 +9,7 @@ import pytest
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.training import _run
+from tests.cases import slow
 from tests.training.problem import (
     PLAN,
     assert_as_if_alone,
@@ -35,12 +36,12 @@ def stop_at(step, told=None):
 
 def test_a_callback_ends_a_run_that_is_kept_and_can_go_on(tmp_path):
     told, others = [], []
-    callbacks = [stop_at(11, told), lambda report: others.append(report.step)]
-    stopped = fit(folder=tmp_path, callbacks=callbacks)
-    assert (stopped.stopped, stopped.steps, stopped.ledger.steps) == ("callback", 11, 11)
-    assert told == others == list(range(1, 12))  # all are told of the step at which one stops
-    assert PLAN.spent(stopped.ledger) < PLAN.epsilon
-    assert_as_if_alone(tmp_path)
+    callbacks = [stop_at(3, told), lambda report: others.append(report.step)]
+    stopped = fit(SHORT, folder=tmp_path, callbacks=callbacks)
+    assert (stopped.stopped, stopped.steps, stopped.ledger.steps) == ("callback", 3, 3)
+    assert told == others == [1, 2, 3]  # all are told of the step at which one stops
+    assert SHORT.spent(stopped.ledger) < SHORT.epsilon
+    assert_as_if_alone(tmp_path, plan=SHORT)
 
 
 def test_a_run_that_is_stopped_is_the_run_so_far():
@@ -54,12 +55,8 @@ def test_a_run_that_is_stopped_is_the_run_so_far():
     assert bits((stopped.params, stopped.average)) == seen[2]
 
 
-def test_a_stop_at_the_last_step_is_the_end():
-    assert fit(SHORT, callbacks=[stop_at(5)]).stopped == "done"
-
-
-def test_what_a_callback_returns_does_not_stop_a_run():
-    assert fit(SHORT, callbacks=[lambda report: True]).stopped == "done"
+def test_a_stop_at_the_last_step_is_the_end_and_what_is_returned_is_no_stop():
+    assert fit(SHORT, callbacks=[lambda report: True, stop_at(5)]).stopped == "done"
 
 
 def test_one_process_that_stops_stops_all(monkeypatch):
@@ -91,7 +88,7 @@ def test_automatic_clipping_is_a_choice_of_fit(tmp_path):
     options = {"loss_fn": tiny, "optimizer": optax.sgd(1.0)}
     moved = {}
     for style in ("threshold", "automatic"):
-        grad = lsdp.clipped_grad(tiny, clip_norm=1.0, clip_style=style)
+        grad = jax.jit(lsdp.clipped_grad(tiny, clip_norm=1.0, clip_style=style))
         data = jax.tree.map(jnp.asarray, make_data())
         expected = -jax.tree.map(jnp.asarray, grad(make_params(), data))["kernel"].value / 400
         one = fit(plan, clip_style=style, callbacks=[stop_at(1)], **options)
@@ -149,16 +146,16 @@ def test_no_key_is_printed(held):
         assert jax.tree.structure(jax.tree.map(lambda x: x, thing)) == jax.tree.structure(thing)
 
 
-def wrong_labels(size):
+def wrong_labels():
     data = make_data()
-    data["y"][:size] = 2  # of two classes
+    data["y"][:] = 2  # of two classes
     return data
 
 
-@pytest.mark.parametrize(("size", "options"), [(400, {}), (400, {"microbatch_size": 16})])
-def test_a_loss_that_is_not_finite_is_told_once(size, options):
+@pytest.mark.parametrize("size", [None, *slow(16)])
+def test_a_loss_that_is_not_finite_is_told_once(size):
     with pytest.warns(UserWarning, match="NaN or infinity in the batch of step 1;") as caught:
-        done = fit(SHORT, wrong_labels(size), **options)
+        done = fit(SHORT, wrong_labels(), microbatch_size=size)
     assert done.stopped == "done" and len(caught) == 1
     assert "depends on private data: release no log" in str(caught[0].message)
 
