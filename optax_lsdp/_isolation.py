@@ -19,7 +19,7 @@ import optax
 from optax_lsdp._jaxpr import ClosedJaxpr, Equation, scoped
 from optax_lsdp._shards import are_shards_tracked, manual_axes, varying_axes
 
-Loss = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
+ValueAndAux = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
 _ONE_AT_A_TIME = ("sequential", "sequential_unrolled")  # ways in which vmap maps a callback
 _ONLY_RAISES = "equinox._errors"  # the module of callbacks that raise an error, or do nothing
@@ -39,7 +39,7 @@ class Program(NamedTuple):
     outputs: Any  # the structure of (value, aux)
 
 
-def trace(loss_fn: Loss, params: optax.Params, example: Any) -> Program:
+def trace(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> Program:
     """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
     whole = _axes_of_whole_examples(example)
     vouched: set[str] = set()
@@ -89,7 +89,7 @@ def _axes_of_whole_examples(example: Any) -> frozenset[str]:
     return frozenset(manual_axes()) - varying_axes(example) if are_shards_tracked() else frozenset()
 
 
-def is_split(loss_fn: Loss, params: optax.Params, example: Any) -> bool:
+def is_split(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> bool:
     """Tell whether shards that have the same example compute different parts of its loss.
 
     That is so if parameters are split over them, or if the loss asks for the shard's index. The

@@ -28,7 +28,7 @@ def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation,
             yield from scoped(inner, bound | frozenset(axes))
 
 
-def _equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
+def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
     return (equation for equation, _ in scoped(jaxpr, frozenset()))
 
@@ -55,8 +55,16 @@ def has_custom_backward(equation: Equation) -> bool:
 def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
     """Return all arrays that a program closes over: JAX keeps them beside it or inside of it."""
     yield from program.consts
-    for equation in _equations(program.jaxpr):
+    for equation in equations(program.jaxpr):
         yield from (atom.val for atom in equation.invars if is_literal(atom))
+
+
+def uses_inputs(program: core.ClosedJaxpr, count: int) -> bool:
+    """Tell whether a program uses any of its first inputs."""
+    jaxpr = program.jaxpr
+    atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
+    used = {id(atom) for atom in atoms}
+    return any(id(variable) in used for variable in jaxpr.invars[:count])
 
 
 def is_literal(atom: Any) -> TypeGuard[core.Literal]:

@@ -51,6 +51,9 @@ class AddGaussianNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
+    def __repr__(self) -> str:  # whoever has the key can subtract the noise, and states are logged
+        return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
+
 
 def add_gaussian_noise(
     stddev: optax.ScalarOrSchedule,

@@ -68,7 +68,7 @@ def privatize(
     [-0.3  -0.65]
     """
     remedy = "for training without privacy, use the optimizer itself"
-    if not hasattr(optimizer, "update"):
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
         )
@@ -87,7 +87,7 @@ def privatize(
         optax.scale(1 / expected_batch_size),
         _smoothing_link(smoothing),
         optax.stateless(_cast_like),
-        optimizer,
+        _by_gradients_alone(optimizer),
     )
 
 
@@ -236,6 +236,29 @@ def _smoothing_link(smoothing: Smoothing) -> optax.GradientTransformation:
     return (
         optax.identity() if is_number(smoothing) and smoothing == 0 else laplacian_smooth(smoothing)
     )
+
+
+def _by_gradients_alone(
+    optimizer: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer, which says in one sentence if it needs the loss, as L-BFGS does."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        try:
+            return inner.update(updates, state, params, **extra_args)
+        except TypeError as error:
+            _, is_missing, names = str(error).partition("required keyword-only argument")
+            if not is_missing:
+                error.add_note("This is an error of `optimizer`: look at its own arguments.")
+                raise
+            raise TypeError(
+                "`optimizer` must need gradients alone, got one that asks for "
+                f"{names.lstrip('s:').strip()} as well, which would be released without noise; "
+                "take one such as optax.sgd or optax.adam, without a line search."
+            ) from error
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:

@@ -18,10 +18,12 @@ JAX = {"jax", "jaxlib", "numpy", "optax"}
 STAGE = JAX | {
     f"optax_lsdp.{name}"
     for name in (
+        "_batch_norm",
         "_checks",
         "_isolation",
         "_jaxpr",
         "_keys",
+        "_loss",
         "_mapped",
         "_marked",
         "_shards",
@@ -33,10 +35,12 @@ STAGE = JAX | {
 MAY_IMPORT = {
     "__init__": set(),
     "_arguments": set(),
+    "_batch_norm": {"jax", "optax_lsdp._jaxpr", "optax_lsdp._trees"},
     "_checks": {"numpy"},
     "_isolation": {"jax", "optax", "optax_lsdp._jaxpr", "optax_lsdp._shards"},
     "_jaxpr": {"jax"},
     "_keys": {"jax", "numpy"},
+    "_loss": {"jax", "optax_lsdp._batch_norm"},
     "_mapped": {"jax"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
@@ -65,7 +69,10 @@ MAY_IMPORT = {
         *(f"optax_lsdp.{n}" for n in ("_checks", "_keys", "_threefry")),
     },
     "model_check": JAX
-    | {f"optax_lsdp.{name}" for name in ("_checks", "_jaxpr", "_trees", "clipping")},
+    | {
+        f"optax_lsdp.{name}"
+        for name in ("_batch_norm", "_checks", "_jaxpr", "_keys", "_loss", "_trees", "clipping")
+    },
     "planning": STAGE
     | {"scipy"}
     | {

@@ -2,6 +2,7 @@
 
 from optax_lsdp._isolation import vouch_for_callbacks
 from optax_lsdp._marked import Clipped
+from optax_lsdp.clipping._factors import ClipStyle as ClipStyle
 from optax_lsdp.clipping._factors import sensitivity
 from optax_lsdp.clipping._grad import PerExample, clipped_grad, value_and_clipped_grad
 from optax_lsdp.clipping._transform import clip_per_example

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_choice, check_function, check_whole
-from optax_lsdp._isolation import Loss, is_split
+from optax_lsdp._isolation import ValueAndAux, is_split
 from optax_lsdp._keys import is_key
+from optax_lsdp._loss import tried
 from optax_lsdp._shards import (
     axis_names,
     check_batch_axes,
@@ -84,7 +86,8 @@ def clipped_grad(
     of this package divide it by the expected batch size, a public number, after the noise.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis. A key
+            for dropout is part of the example: `f(params, (batch, jax.random.split(key, n)))`.
         clip_norm: C, as in `clip_per_example`. Under a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales down gradients longer than C; "automatic" scales every
             gradient to C·‖g‖/(‖g‖ + 0.01), so that only the learning rate is left to tune.
@@ -177,11 +180,7 @@ def value_and_clipped_grad(
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
             example = jax.tree.map(lambda x: x[None], example)
-        try:
-            output = loss_fn(params, example)
-        except Exception as error:
-            error.add_note(_what_was_given(example))
-            raise
+        output = tried(loss_fn, params, example)
         _check_output(output, has_aux)
         return output if has_aux else (output, None)
 
@@ -189,6 +188,7 @@ def value_and_clipped_grad(
         params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
     ) -> tuple[PerExample, optax.Updates]:
         check_not_empty("params", params)
+        check_trained(params)
         check_floating("params", params)
         size = _batch_size(batch)
         check_mask(mask, size)
@@ -218,7 +218,7 @@ def value_and_clipped_grad(
     return value_and_grad
 
 
-def _choose_engine(engine: str, loss_fn: Loss, params: optax.Params, batch: Any) -> Engine:
+def _choose_engine(engine: str, loss_fn: ValueAndAux, params: optax.Params, batch: Any) -> Engine:
     """Return the engine that was asked for, or vmap where shards split the work on an example."""
     name = _DEFAULT_ENGINE if engine == "auto" else engine
     if name == "vmap" or not manual_axes():
@@ -241,16 +241,6 @@ def _clip_norm_at(clip_norm: ClipNorm, step: Any) -> ClipNorm:
             f"step={step!r} with clip_norm={clip_norm!r}."
         )
     return clip_norm(step) if is_schedule(clip_norm) else clip_norm
-
-
-def _what_was_given(example: Any) -> str:
-    """Return what a loss that fails most often did not expect."""
-    shapes = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
-    return (
-        f"`loss_fn(params, example)` was given one example without batch axis, {shapes}; several "
-        "arrays come as one tuple, and keep_batch_axis=True, or `training.keep_batch_axis` for "
-        "`fit`, gives an axis of length 1."
-    )
 
 
 def _check_output(output: Any, has_aux: bool) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 import jax
 import optax
 
-from optax_lsdp._isolation import Loss, trace
+from optax_lsdp._batch_norm import warn_of_batch_norms
+from optax_lsdp._isolation import ValueAndAux, trace
 from optax_lsdp._shards import varying_axes
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
 
 
 def clip_by_vmap(
-    loss_fn: Loss,
+    loss_fn: ValueAndAux,
     params: optax.Params,
     batch: Any,
     mask: jax.Array | None,
@@ -28,7 +29,8 @@ def clip_by_vmap(
     split = [frozenset(varying_axes(leaf) - by_example) for leaf in jax.tree.leaves(params)]
 
     def one_example(example: Any) -> Any:
-        trace(loss_fn, params, example)  # which checks it
+        program = trace(loss_fn, params, example)  # which checks it
+        warn_of_batch_norms(program.closed)
         return jax.value_and_grad(loss_fn, has_aux=True)(params, example)
 
     outputs, grads = jax.vmap(one_example)(batch)

@@ -18,8 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._checks import check_positive, check_whole, frozen_number
 from optax_lsdp._isolation import trace
+from optax_lsdp._loss import tried
 from optax_lsdp._shards import manual_axes
 from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
 
@@ -121,7 +123,8 @@ def grid_grad(
         places = places.reshape(-1, microbatch_size)
 
         def one_gradient(example: Any) -> Any:
-            trace(lambda p, x: (loss_fn(p, x), None), params, example)  # which checks it
+            loss = trace(lambda p, x: (tried(loss_fn, p, x), None), params, example)  # and check
+            warn_of_batch_norms(loss.closed)
             return jax.grad(loss_fn)(params, example)
 
         def add(sums: list[jax.Array], place: jax.Array) -> tuple[list[jax.Array], None]:

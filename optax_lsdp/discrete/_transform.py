@@ -32,6 +32,9 @@ class AddDiscreteNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
+    def __repr__(self) -> str:  # whoever has the key can subtract the noise, and states are logged
+        return f"AddDiscreteNoiseState(key=<secret>, step={self.step!r})"
+
 
 def add_discrete_gaussian_noise(
     noise_multiplier: float, *, key: jax.Array

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,18 +11,29 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import batch_norm_sentence, batch_norms, check_trained
+from optax_lsdp._checks import check_function
 from optax_lsdp._jaxpr import constants
+from optax_lsdp._keys import is_key
+from optax_lsdp._loss import Loss, called, takes_key, why_it_failed
 from optax_lsdp._trees import (
     check_floating,
     check_not_empty,
     count_examples,
     is_floating,
+    is_numeric,
+    kind_of,
     path_name,
 )
 from optax_lsdp.clipping import clipped_grad
+from optax_lsdp.model_check._finite import (
+    MOST_AT_ONCE,
+    another_point,
+    look_at_all,
+    make_look,
+    not_finite,
+)
 from optax_lsdp.model_check._mixing import mixing
-
-_MOST_EXAMPLES = 8  # that are looked at
 
 
 @dataclass(frozen=True)
@@ -51,7 +63,7 @@ class ModelReport:
 
 
 def check_model(
-    loss_fn: Callable[[optax.Params, Any], jax.Array],
+    loss_fn: Loss,
     params: optax.Params,
     batch: Any,
     *,
@@ -60,17 +72,19 @@ def check_model(
     """Tell whether a model can be trained privately, and which layer is in the way if not.
 
     Looked for are: examples whose loss or gradient depends on another example (batch
-    normalisation, batch statistics, auxiliary losses), losses and gradients that are not finite,
-    and parameters that get no gradient. The first cannot happen with a loss for one example, unless
-    it hands examples out; it is what a loss for a whole batch is searched for.
+    normalisation, batch statistics, auxiliary losses), layers of batch normalisation in a loss of
+    one example, losses and gradients that are not finite, and parameters that get no gradient,
+    neither at `params` nor at a point near by. Mixing cannot happen with a loss for one example,
+    unless it hands examples out; it is what a loss for a whole batch is searched for.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example, as `clipped_grad` takes it;
             or with `batched`, `loss_fn(params, batch)` as ordinary training has it, which returns
-            each example's loss, their mean or their sum.
+            each example's loss, their mean or their sum. Either may take a key as a third
+            argument, as for `fit`.
         params: the parameters, as they are at the start.
-        batch: examples with a leading axis, of which eight are looked at; public ones, as the
-            report tells of them.
+        batch: examples with a leading axis; public ones, as the report tells of them. All are
+            searched for what is not finite, and eight for mixing.
         batched: which of the two `loss_fn` is.
 
     >>> def normalised(w, batch):
@@ -82,42 +96,58 @@ def check_model(
     False
     """
     check_not_empty("params", params)
+    try:
+        check_trained(params)
+        loss = _without_key(loss_fn, batched)
+    except (TypeError, ValueError) as error:
+        return ModelReport((str(error),))
     check_floating("params", params)
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
+            raise TypeError(
+                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
+                "encode text and dates first."
+            )
     size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
-    batch = jax.tree.map(lambda x: jnp.asarray(x)[:_MOST_EXAMPLES], batch)
-    size = min(size, _MOST_EXAMPLES)
+    batch = jax.tree.map(jnp.asarray, batch)
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
+    count = min(size, MOST_AT_ONCE)
+    few = jax.tree.map(lambda x: x[:count], batch)
+    given = few if batched else jax.tree.map(lambda x: x[0], batch)
     try:
-        if batched:
-            _check_loss(jax.eval_shape(loss_fn, params, batch), ((), (size,)))
-            value, grads = jax.value_and_grad(lambda p: jnp.mean(loss_fn(p, batch)))(params)
-            values, grads = value[None], jax.tree.map(lambda x: x[None], grads)
-        else:
-            first = jax.tree.map(lambda x: x[0], batch)
-            _check_loss(jax.eval_shape(loss_fn, params, first), ((),))
-            jax.eval_shape(clipped_grad(loss_fn, clip_norm=1.0), params, batch)
-            values, grads = jax.vmap(jax.value_and_grad(loss_fn), (None, 0))(params, batch)
+        program = _program(loss, params, given, ((), (count,)) if batched else ((),))
+        layers = [] if batched else batch_norms(program)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # they are among the problems
+            if not batched:
+                jax.eval_shape(clipped_grad(loss, clip_norm=1.0), params, few)
+        look = make_look(
+            _of_batch(loss) if batched else jax.vmap(jax.value_and_grad(loss), (None, 0))
+        )
+        seen = look_at_all(look, params, batch, size)
     except _Unfit as error:
         return ModelReport((str(error),))
-    except (TypeError, ValueError) as error:  # JAX says why
-        reason = str(error).splitlines()[0]
-        remedy = (
-            "a loss of whole batches needs batched=True, and keys for dropout are part of the "
-            "batch: `lambda params, example: loss_fn(params, *example)` of (examples, keys)"
-        )
-        return ModelReport((f"The loss cannot be differentiated: {reason}; {remedy}.",))
-    problems = list(_not_finite(values, grads))
-    program = jax.make_jaxpr(loss_fn)(params, batch if batched else first)
-    if any(_begins_with(constant, batch) for constant in constants(program)):
+    except Exception as error:
+        sentence = why_it_failed(error, loss_fn, params, given, batched=batched)
+        if sentence is None and not isinstance(error, TypeError | ValueError):
+            raise
+        return ModelReport((sentence or _cannot(error),))
+    problems = [batch_norm_sentence(layers)] if layers else []
+    problems += not_finite(seen, params, "batches" if batched else "examples")
+    if any(_begins_with(constant, few) for constant in constants(program)):
         problems.append(
             "The loss closes over the examples that it was given, which then count as public: it "
             "may use its own example alone."
         )
     if batched and not problems:
-        problems += mixing(loss_fn, params, batch, size)
-    silent, loud = _without_gradient(grads)
-    if silent and not loud:
+        problems += mixing(loss, params, few, count)
+    reached = seen.reached
+    if not reached.all():
+        reached = reached | look_at_all(look, another_point(params), few, count).reached
+    paths = [path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)]
+    silent = [path for path, is_reached in zip(paths, reached, strict=True) if not is_reached]
+    if len(silent) == len(paths):
         problems.append(
             "No parameter gets a gradient: the loss does not depend on them, or only through steps "
             "that cannot be differentiated, such as argmax, round or stop_gradient."
@@ -125,6 +155,48 @@ def check_model(
         silent = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in silent]
     return ModelReport(tuple(problems), tuple(notes))
+
+
+def _without_key(loss_fn: Loss, batched: bool) -> Loss:
+    """Return a loss of parameters and an example, or a batch; one that takes a key gets it here.
+
+    All examples have the same key. That is as good as any: what is looked for is not random.
+    """
+    check_function(
+        "loss_fn",
+        loss_fn,
+        "of parameters and a batch" if batched else "of parameters and one example",
+    )
+    if not takes_key(loss_fn):
+        return loss_fn
+    return lambda params, example: called(loss_fn, params, example, jax.random.key(0))
+
+
+def _program(
+    loss: Loss, params: optax.Params, given: Any, shapes: tuple[tuple[int, ...], ...]
+) -> Any:
+    """Return the loss as equations, or raise if it gives something else than a loss."""
+    program, value = jax.make_jaxpr(loss, return_shape=True)(params, given)
+    _check_loss(value, shapes)
+    return program
+
+
+def _of_batch(loss: Loss) -> Callable[..., tuple[jax.Array, Any]]:
+    """Return the mean loss of a batch and its gradient, both as of one example."""
+
+    def value_and_grads(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
+        found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
+        return jax.tree.map(lambda x: x[None], found)
+
+    return value_and_grads
+
+
+def _cannot(error: Exception) -> str:
+    reason = str(error).splitlines()[0]
+    return (
+        f"The loss cannot be differentiated: {reason}; a loss of whole batches needs batched=True, "
+        "and one for which keys are part of the batch, (examples, keys), takes them as its example."
+    )
 
 
 def _begins_with(constant: Any, batch: Any) -> bool:
@@ -156,23 +228,3 @@ def _check_loss(value: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise _Unfit(f"The loss must be a real number, got {value.dtype}, which has no gradient.")
-
-
-def _not_finite(values: jax.Array, grads: Any) -> Iterator[str]:
-    """Name what is infinite or not a number."""
-    remedy = "such examples contribute nothing to private training: look at scales and logarithms"
-    broken = int((~jnp.isfinite(values)).sum())
-    if broken:
-        yield f"The loss is not finite for {broken} of {len(values)}; {remedy}."
-    for path, leaf in jax.tree.leaves_with_path(grads):
-        if not broken and not jnp.isfinite(leaf).all():
-            yield f"The gradient of {path_name(path)!r} is not finite; {remedy}."
-
-
-def _without_gradient(grads: Any) -> tuple[list[str], list[str]]:
-    """Return the parameters whose gradient is zero for all examples, and the others."""
-    silent: list[str] = []
-    loud: list[str] = []
-    for path, leaf in jax.tree.leaves_with_path(grads):
-        (loud if jnp.any(leaf != 0) else silent).append(path_name(path) or "The parameter")
-    return silent, loud

@@ -2,7 +2,7 @@
 
 try:
     from optax_lsdp.training._fit import fit
-    from optax_lsdp.training._report import Report, Trained
+    from optax_lsdp.training._report import Report, StopTraining, Trained
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("orbax", "tqdm"):
         raise
@@ -16,6 +16,7 @@ from optax_lsdp.training._losses import average_views, keep_batch_axis, mixed_pr
 __all__ = [
     "DataError",
     "Report",
+    "StopTraining",
     "Trained",
     "average_views",
     "export_params",

@@ -91,11 +91,13 @@ class Batches:
                     update_digest(digest, (indices[start:stop], mask[start:stop], parts[start]))
 
         def spread(select: Any, like: np.ndarray) -> jax.Array:
+            held = jax.dtypes.canonicalize_dtype(like.dtype)  # without a word, as jnp.asarray does
+
             def shard(where: Any) -> np.ndarray:
-                return select(where[0].indices(self.size)[0])
+                return select(where[0].indices(self.size)[0]).astype(held, copy=False)
 
             return jax.make_array_from_callback(
-                (self.size, *like.shape), self.rows, shard, dtype=like.dtype
+                (self.size, *like.shape), self.rows, shard, dtype=held
             )
 
         leaves, structure = jax.tree.flatten(self.examples.first)

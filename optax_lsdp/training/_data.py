@@ -11,7 +11,8 @@ import numpy as np
 
 from optax_lsdp.training._given import (
     DataError,
-    as_array,
+    as_arrays,
+    at,
     check_example,
     check_kind,
     check_values,
@@ -49,29 +50,32 @@ class Examples:
             self._check_size()
             first = self._read(0)
             check_example(first)
-            self.first = jax.tree.map(as_array, first)
+            self.first = as_arrays(first)
             return
-        self.arrays = jax.tree.map(as_array, data)
-        leaves = jax.tree.leaves(self.arrays)
-        if any(leaf.ndim == 0 for leaf in leaves):
-            raise ValueError(
-                "`data` must hold arrays with a leading axis of examples, got single numbers "
-                "or a list of them; np.asarray makes an array of a list."
-            )
+        self.arrays = as_arrays(data)
+        named = [(at(path), leaf) for path, leaf in jax.tree.leaves_with_path(self.arrays)]
+        leaves = [leaf for _, leaf in named]
+        for name, leaf in named:
+            if leaf.ndim == 0:
+                raise ValueError(
+                    f"`data` must hold arrays with a leading axis of examples{name}, got single "
+                    "numbers or a list of them; np.asarray makes an array of a list."
+                )
         sizes = {len(leaf) for leaf in leaves} or {0}
         if len(sizes) != 1:
+            lengths = ", ".join(f"{len(leaf)}{name}" for name, leaf in named)
             raise ValueError(
-                f"`data` must hold arrays of one length, got lengths {sorted(sizes)}; every "
-                "array has a leading axis of examples."
+                f"`data` must hold arrays of one length, got {lengths}; every array has a leading "
+                "axis of examples."
             )
         (self.size,) = sizes
         self._check_size()
         self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
         self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
         if self.is_hashed:  # else a step would tell that it uses the example
-            for leaf, start in product(leaves, range(0, self.size, _AT_A_TIME)):
+            for (name, leaf), start in product(named, range(0, self.size, _AT_A_TIME)):
                 rows = leaf[start : start + _AT_A_TIME]
-                check_values(rows, np.arange(start, start + len(rows)))
+                check_values(name, rows, np.arange(start, start + len(rows)))
 
     def _check_size(self) -> None:
         if not self.size:
@@ -81,23 +85,23 @@ class Examples:
         """Return the examples at these places, zeros where masked."""
         if self.source is None:
 
-            def cut(leaf: Any) -> np.ndarray:
+            def cut(path: Any, leaf: Any) -> np.ndarray:
                 rows = np.asarray(leaf[indices])
                 rows[~mask] = 0
-                check_values(rows, indices)
+                check_values(at(path), rows, indices)
                 return rows
 
-            return jax.tree.map(cut, self.arrays)
+            return jax.tree.map_with_path(cut, self.arrays)
         read = [self._checked(int(index)) for index in indices[mask]]
 
-        def stack(first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
+        def stack(path: Any, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
             room = np.zeros((len(indices), *first.shape), first.dtype)
             if rows:
                 room[mask] = rows
-            check_values(room, indices)
+            check_values(at(path), room, indices)
             return room
 
-        return jax.tree.map(stack, self.first, *read)
+        return jax.tree.map_with_path(stack, self.first, *read)
 
     def holds(self, constant: np.ndarray) -> bool:
         """Tell whether an array is all of the data, or one of their arrays."""
@@ -125,7 +129,7 @@ class Examples:
             raise DataError(f"`data` must give example {index}, but raised {error!r}.") from error
 
     def _checked(self, index: int) -> Any:
-        example = jax.tree.map(as_array, self._read(index))
+        example = as_arrays(self._read(index))
 
         def describe(tree: Any) -> Any:
             return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)

@@ -7,19 +7,20 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import optax
 
-from optax_lsdp._checks import check_function, check_whole
+from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import check_key
+from optax_lsdp._loss import Loss
+from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._data import Examples
 from optax_lsdp.training._hosts import agreed_key
-from optax_lsdp.training._losses import Loss
-from optax_lsdp.training._report import Report, Trained
+from optax_lsdp.training._report import Report, Trained, check_callbacks
 from optax_lsdp.training._run import Run
 from optax_lsdp.training._step import Average
 
@@ -33,11 +34,12 @@ def fit(
     optimizer: optax.GradientTransformation,
     smoothing: Smoothing | None = None,
     average: Average = None,
+    clip_style: ClipStyle = "threshold",
     microbatch_size: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     folder: Path | str | None = None,
     save_every: int = 100,
-    callbacks: Sequence[Callable[[Report], None]] = (),
+    callbacks: Sequence[Callable[[Report], object]] = (),
     progress: bool = True,
     key: jax.Array | None = None,
 ) -> Trained:
@@ -48,8 +50,9 @@ def fit(
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis; or
             `loss_fn(params, example, key)`, with a key for each example, for dropout and
             `average_views`. See `mixed_precision` and `keep_batch_axis`. `check_model` tells
-            what is wrong with it on public examples; `fit` says nothing of the data, and
-            examples whose gradient is not finite contribute nothing, without a word.
+            what is wrong with it on public examples. `fit` refuses batch normalisation, and
+            warns once if the loss of a batch is not finite, which depends on private data: release
+            no log that holds the warning. Examples whose gradient is not finite contribute nothing.
         params: the first parameters. Placed on a mesh, they stay as they are placed.
         data: an array, or a dict or tuple of them, with a leading axis of examples, in memory or
             memory-mapped; or a list or source of examples with `len` and `[index]`, as Grain's.
@@ -57,6 +60,7 @@ def fit(
         smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
         average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
             one that forgets exponentially; in float32.
+        clip_style: as in `clipped_grad`; "automatic" leaves only the learning rate to tune.
         microbatch_size: how many examples are differentiated at a time, to bound memory; a multiple
             of the number of devices. What would hold padding alone is left out, which saves the
             time that the room for large Poisson batches costs; how long a step takes then tells
@@ -65,7 +69,8 @@ def fit(
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
             and are as secret as the data. `export_params` writes what may be released.
         save_every: steps between checkpoints.
-        callbacks: functions that are told of each step. If one raises, the run ends as by a
+        callbacks: functions that are told of each step. One that raises `StopTraining` ends the
+            run, which is saved and returned. If one raises anything else, the run ends as by a
             fall: it goes on from its last checkpoint, and tells of the steps since then again.
         progress: whether a bar is shown.
         key: the key of a new run; a run that goes on has its own. By default it is fresh.
@@ -103,17 +108,17 @@ def fit(
             f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; "
             "dicts and tuples hold arrays, lists hold examples."
         )
-    if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
-        raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
+    check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
         raise TypeError(
             f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}; make one of all devices with "
             'jax.make_mesh((jax.device_count(),), ("examples",)).'
         )
     check_function("loss_fn", loss_fn, "of parameters and one example")
+    check_choice("clip_style", clip_style, get_args(ClipStyle))
     if key is not None:
         check_key("key", key)
-    run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh)
+    run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh, clip_style)
     try:
         with nullcontext() if mesh is None else jax.set_mesh(mesh):
             run.start(loss_fn, params, agreed_key() if key is None else key, folder)

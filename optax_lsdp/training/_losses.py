@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp._checks import check_whole
-
-Loss = Callable[..., jax.Array]
+from optax_lsdp._loss import Loss, called, takes_key
 
 
 def mixed_precision(loss_fn: Loss, dtype: Any = jnp.bfloat16) -> Loss:
@@ -78,40 +76,6 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
         return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
 
     return loss
-
-
-def takes_key(loss_fn: Loss) -> bool:
-    """Tell a loss with a third argument, the key of its example, from one without."""
-    parameters = inspect.signature(loss_fn).parameters
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [n for n, p in parameters.items() if p.kind in by_place and p.default is p.empty]
-    if len(needed) > 3:
-        raise TypeError(
-            "`loss_fn` must take parameters, one example and at most a key, got a function of "
-            f"{', '.join(needed)}; several arrays of an example come as one tuple."
-        )
-    return len(needed) == 3 or _names_key(loss_fn)
-
-
-def _names_key(loss_fn: Loss) -> bool:
-    parameters = list(inspect.signature(loss_fn).parameters.values())[2:]
-    return any(p.name == "key" and p.kind != p.POSITIONAL_ONLY for p in parameters)
-
-
-def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> jax.Array:
-    """Return the loss of an example, with its key if it takes one, by whatever name."""
-    if not key:
-        return loss_fn(params, example)
-    if _names_key(loss_fn):
-        return loss_fn(params, example, key=key[0])
-    try:
-        return loss_fn(params, example, *key)
-    except Exception as error:
-        error.add_note(
-            "The third argument of `loss_fn` is a key for each example; labels and the like are "
-            "part of the example, which is a tuple if `data` is one."
-        )
-        raise
 
 
 def _like(loss: Loss, keyed: bool) -> Loss:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,9 @@ import numpy as np
 import optax
 
 from optax_lsdp._keys import fold_in_text
+from optax_lsdp._loss import Loss
 from optax_lsdp.accounting import Ledger
+from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._batches import Batches, Read, abstract, replicate
@@ -27,8 +28,16 @@ from optax_lsdp.training._folder import RunFolder, Saved
 from optax_lsdp.training._given import check_params
 from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
 from optax_lsdp.training._journal import FIRST
-from optax_lsdp.training._losses import Loss
-from optax_lsdp.training._report import Report, Shown, Trained, warn_of_beginning
+from optax_lsdp.training._preflight import check_loss, check_used
+from optax_lsdp.training._report import (
+    Report,
+    Shown,
+    Trained,
+    WatchedLoss,
+    tell_all,
+    warn_of_beginning,
+    warn_of_change,
+)
 from optax_lsdp.training._step import (
     Average,
     State,
@@ -52,8 +61,10 @@ class Run:
         average: Average,
         microbatch_size: int | None,
         mesh: jax.sharding.Mesh | None,
+        clip_style: ClipStyle = "threshold",
     ) -> None:
         self.plan, self.examples, self.average = plan, examples, average
+        self.clip_style: ClipStyle = clip_style
         self.microbatch_size, self.mesh = microbatch_size, mesh
         self.everywhere = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P())
         self.private = lambda key: plan.optimizer(optimizer, key, smoothing=smoothing)
@@ -71,6 +82,8 @@ class Run:
     ) -> None:
         """Make or restore the state, compile, and find out whether all is as it was."""
         self.state = self._first_state(params, key)
+        shapes = abstract(self.state.params, self.mesh is not None)
+        loss = check_loss(loss_fn, shapes, self.examples.first)
         self.began = beginning(self.state.params, self.state.optimizer)
         saved = None
         if folder is not None:
@@ -81,6 +94,7 @@ class Run:
             self.state, self.step, self.ledger, self.nonce, self.began = saved
         self._place(self.nonce)
         program = self._compile(loss_fn)
+        check_used(loss, shapes)  # after the compiler's check for examples that it closes over
         here = circumstances(program, self.examples, self.mesh)
         self.circumstances = {name: joined_text(text) for name, text in here.items()}
         if self.folder is None:
@@ -123,7 +137,8 @@ class Run:
 
     def _compile(self, loss_fn: Loss) -> Program:
         """Compile the step, and return the text of its program."""
-        add, step = make_steps(self.plan, loss_fn, self.private(self.state.key), self.average)
+        private = self.private(self.state.key)
+        add, step = make_steps(self.plan, loss_fn, private, self.average, self.clip_style)
         on_mesh = self.mesh is not None
         state, chunk = abstract(self.state, on_mesh), abstract(self.batches.like(), on_mesh)
         program, sums = Program(self.examples), None
@@ -158,18 +173,8 @@ class Run:
         self._look_ahead()
         self._save()
         if counted:
-            warnings.warn(self._what_is_different(changed), stacklevel=2)
-
-    def _what_is_different(self, changed: Sequence[str]) -> str:
-        """Return what a run under other circumstances means for its user."""
-        begin = f"This folder's run was made with other {', '.join(changed)}: "
-        if self.step == self.plan.steps:
-            return f"{begin}it is finished, and returned as it was; take another folder to train."
-        again = self.ledger.steps - self.step
-        return (
-            f"{begin}it goes on from step {self.step} with other noise, has to count {again} steps "
-            f"more than it has, and ends at step {self.until} of {self.plan.steps}."
-        )
+            again, steps = self.ledger.steps - self.step, self.plan.steps
+            warn_of_change(changed, self.step, again, self.until, steps)
 
     def _count(self, step: int) -> None:
         """Record a step; where a shuffled order begins, all of its epoch counts as taken."""
@@ -203,35 +208,41 @@ class Run:
     def loop(
         self,
         save_every: int,
-        callbacks: Sequence[Callable[[Report], None]],
+        callbacks: Sequence[Callable[[Report], object]],
         progress: bool,
         terminated: threading.Event,
     ) -> Trained:
         """Take all steps that are left and covered by the budget."""
         error: BaseException | None = None
-        shown = Shown(self.plan.steps, self.step, progress)
+        shown, watched = Shown(self.plan.steps, self.step, progress), WatchedLoss()
+        is_enough = False
         try:
             with shown.bar:
-                while self.step < self.until and not holds_anywhere(terminated.is_set()):
+                while self.step < self.until:
+                    if holds_anywhere(terminated.is_set() or is_enough):
+                        break
                     if not self._take():
                         continue
                     try:
                         last = self.step == self.until
                         shown.tell(self.step, self.epsilon, last=last)
-                        for callback in callbacks:
-                            callback(self._report())
+                        if callbacks:
+                            is_enough = tell_all(callbacks, self._report())
                     except Exception as found:
                         error = found
                     raise_together(error)
                     self.is_between = True
-                    if self.step % save_every == 0:
+                    is_due = self.step % save_every == 0
+                    if is_due or last or self.step == self.first + 1:
+                        watched.look(self.losses[-1], self.step)
+                    if is_due:
                         self._save()
         finally:
             if self.is_between:  # else parts differ in their step, or callbacks do not know it
                 self._save()
         stopped = "done" if self.step == self.plan.steps else "budget"
         if self.step < self.until:
-            stopped = "signal"
+            stopped = "callback" if holds_anywhere(is_enough) else "signal"
         return Trained(self.state.params, self.state.average, self.step, self.ledger, stopped)
 
     def _take(self) -> bool:

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
+from optax_lsdp._loss import Loss, of_pairs, takes_key
 from optax_lsdp._trees import widen
+from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
-from optax_lsdp.training._losses import Loss, called, takes_key
 
 Average = float | str | None
 
@@ -33,6 +34,9 @@ class State(NamedTuple):
     average: Any
     key: jax.Array
 
+    def __repr__(self) -> str:
+        return f"State({self.params!r}, {self.optimizer!r}, {self.average!r}, key=<secret>)"
+
 
 class Chunk(NamedTuple):
     """Some examples of a batch, and what else a step needs to know of them."""
@@ -48,6 +52,7 @@ def make_steps(
     loss_fn: Loss,
     optimizer: optax.GradientTransformation,
     average: Average,
+    clip_style: ClipStyle = "threshold",
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return `add(params, sums, chunk)` and `step(state, sums, chunk)`.
 
@@ -56,11 +61,8 @@ def make_steps(
     which is private: the sum so far, and at last the mean.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
-
-    def loss(params: Any, example: Any) -> jax.Array:
-        return called(loss_fn, params, *example) if keyed else loss_fn(params, example)
-
-    gradient = plan.value_and_clipped_grad(loss)
+    loss = of_pairs(loss_fn) if keyed else loss_fn
+    gradient = plan.value_and_clipped_grad(loss, clip_style=clip_style)
 
     def add(params: Any, sums: Any, chunk: Chunk) -> Any:
         batch = chunk.examples

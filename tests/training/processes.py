@@ -8,6 +8,13 @@ import jax
 import numpy as np
 
 
+def stop(report):
+    """End the run after its next step."""
+    from optax_lsdp import training
+
+    raise training.StopTraining
+
+
 def main(port, rank, folder):
     """Train with the other process, and write down which examples this one has read."""
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
@@ -33,7 +40,10 @@ def main(port, rank, folder):
         raise AssertionError("the fault was not noticed")
     except (training.DataError, RuntimeError) as error:
         (folder / f"error-{rank}.txt").write_text(str(error))
-    assert fit(data=Source(make_data()), mesh=mesh, folder=folder / "faulty").stopped == "done"
+    # So does a callback of one of them, without an error.
+    options = {"data": Source(make_data()), "mesh": mesh, "folder": folder / "faulty"}
+    assert fit(**options, callbacks=[stop] * rank).stopped == "callback"
+    assert fit(**options).stopped == "done"
     read = sorted(set(source.read[1:]))  # the first one is looked at for its shape
     (folder / f"read-{rank}.json").write_text(json.dumps(read))
 

@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._isolation import Loss, Program, trace
+from optax_lsdp._batch_norm import warn_of_batch_norms
+from optax_lsdp._isolation import Program, ValueAndAux, trace
 from optax_lsdp._shards import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
@@ -52,10 +53,11 @@ class Scheme(NamedTuple):
     leaves: list[jax.Array]
 
 
-def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Program, Scheme]:
+def make_scheme(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> tuple[Program, Scheme]:
     """Trace the loss of one example and plan what to do with each leaf."""
     leaves = jax.tree.leaves(params)
     program = trace(loss_fn, params, example)
+    warn_of_batch_norms(program.closed)
     shapes = [leaf.shape for leaf in leaves]
     uses = leave_long_loops(find_uses(program.closed, len(leaves)), shapes)
     plans = plan_leaves(uses, shapes)
@@ -63,7 +65,7 @@ def make_scheme(loss_fn: Loss, params: optax.Params, example: Any) -> tuple[Prog
 
 
 def keep_book(
-    loss_fn: Loss, params: optax.Params, batch: Any
+    loss_fn: ValueAndAux, params: optax.Params, batch: Any
 ) -> tuple[tuple[jax.Array, Any], Book, Scheme]:
     """Return each example's (value, aux), the book of one backward pass, and how to read it."""
     found: list[Scheme] = []

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._isolation import Loss
+from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._mapped import holds_for_all
 from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp._trees import one_value, wide_dtype
@@ -44,7 +44,7 @@ Scales = dict[int, tuple[jax.Array, jax.Array]]  # of a and g, to divide them by
 
 
 def clip_by_bookkeeping(
-    loss_fn: Loss,
+    loss_fn: ValueAndAux,
     params: optax.Params,
     batch: Any,
     mask: jax.Array | None,

@@ -11,6 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._batch_norm import check_trained
+from optax_lsdp._checks import check_function
+from optax_lsdp._loss import called, reraise, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp.clipping.bookkeeping._book import make_scheme
 
@@ -91,7 +94,7 @@ class ClippingExplanation:
 
 
 def explain_clipping(
-    loss_fn: Callable[[optax.Params, Any], Any], params: optax.Params, example: Any
+    loss_fn: Callable[..., Any], params: optax.Params, example: Any
 ) -> ClippingExplanation:
     """Return which rule handles which parameter, and what it costs, without running the loss.
 
@@ -101,7 +104,8 @@ def explain_clipping(
     rule (the column names it), and every example's gradient is formed by differentiation.
 
     Args:
-        loss_fn: as in `clipped_grad`; it may return (value, aux).
+        loss_fn: as in `clipped_grad`, or with a key as a third argument, as `fit` takes it; it
+            may return (value, aux).
         params: the parameters, or their shapes and dtypes (`jax.eval_shape`).
         example: one example, *without* a batch axis, or its shapes and dtypes.
 
@@ -117,11 +121,17 @@ def explain_clipping(
     ─────────  ─────  ───────────  ─────────────  ────────  ─────
     total                                               70     80
     """
+    check_function("loss_fn", loss_fn, "of parameters and one example")
     check_not_empty("params", params)
+    check_trained(params)
     check_floating("params", params)
+    keyed = takes_key(loss_fn)
 
     def value_and_aux(params: optax.Params, example: Any) -> tuple[Any, Any]:
-        output = loss_fn(params, example)
+        try:
+            output = called(loss_fn, params, *(example if keyed else (example,)))
+        except Exception as error:
+            reraise(error, loss_fn, params, example[0] if keyed else example)
         value, aux = output if isinstance(output, tuple) else (output, None)
         if jnp.shape(value):
             raise ValueError(
@@ -130,7 +140,8 @@ def explain_clipping(
             )
         return value, aux
 
-    _, scheme = make_scheme(value_and_aux, params, example)
+    given = (example, jax.random.key(0)) if keyed else example
+    _, scheme = make_scheme(value_and_aux, params, given)
     rows = []
     for (path, leaf), plan in zip(jax.tree.leaves_with_path(params), scheme.plans, strict=True):
         size = wide_dtype(leaf).itemsize

@@ -1,0 +1,231 @@
+"""Batch normalisation is named in every library, with its remedy; frozen statistics are fine."""
+
+import warnings
+
+import equinox as eqx
+import flax.linen as nn
+import haiku as hk
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import optax_lsdp as lsdp
+from optax_lsdp import training
+
+X = jax.random.normal(jax.random.key(0), (6, 3, 4))
+PLAN = lsdp.PrivacyPlan(
+    dataset_size=6, expected_batch_size=2, steps=1, noise_multiplier=1.0, delta=1e-2
+)
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion():
+    with jax.numpy_dtype_promotion("standard"):  # which the libraries need
+        yield
+
+
+class Net(nnx.Module):
+    """A linear layer and batch normalisation."""
+
+    def __init__(self, frozen):
+        self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(4, use_running_average=frozen, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        """Return what both make of it."""
+        return self.norm(self.linear(x))
+
+
+def nnx_model(frozen, copy=True):
+    graph, params, rest = nnx.split(Net(frozen), nnx.Param, ...)  # as README has it
+
+    def loss(params, x):
+        return (nnx.merge(graph, params, rest, copy=copy)(x) ** 3).mean()
+
+    return loss, params
+
+
+class LinenNet(nn.Module):
+    """A linear layer and batch normalisation."""
+
+    frozen: bool
+
+    @nn.compact
+    def __call__(self, x):
+        """Return what both make of it."""
+        return nn.BatchNorm(use_running_average=self.frozen)(nn.Dense(4)(x))
+
+
+def linen_model(frozen, mutable=("batch_stats",)):
+    model = LinenNet(frozen)
+    variables = dict(LinenNet(True).init(jax.random.key(1), X[0]))
+    params = variables.pop("params")
+
+    def loss(params, x):
+        found = model.apply({"params": params, **variables}, x, mutable=mutable)
+        return ((found[0] if mutable else found) ** 3).mean()
+
+    return loss, params
+
+
+def haiku_model(frozen):
+    def forward(x, trains):
+        return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=trains)
+
+    init, apply = hk.transform_with_state(forward)
+    params, state = init(jax.random.key(1), X[0], True)
+    return lambda p, x: (apply(p, state, None, x, not frozen)[0] ** 3).mean(), params
+
+
+def equinox_model(frozen):
+    model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params, x):
+        layer = eqx.nn.inference_mode(eqx.combine(params, static), frozen)
+        return (layer(x[0], state)[0] ** 3).mean()
+
+    return loss, params
+
+
+class BatchNorm:
+    """A layer that somebody wrote."""
+
+    def __init__(self, frozen):
+        self.frozen = frozen
+
+    def __call__(self, w, x):
+        """Return x in other units."""
+        mean, variance = (0.0, 1.0) if self.frozen else (x.mean(axis=0), x.var(axis=0))
+        return w * (x - mean) / jnp.sqrt(variance + 1e-5)
+
+
+def own_model(frozen):
+    layer = jax.jit(BatchNorm(frozen))
+    return lambda w, x: (layer(w, x) ** 3).mean(), jnp.ones(4)
+
+
+MODELS = {
+    "nnx": nnx_model,
+    "linen": linen_model,
+    "haiku": haiku_model,
+    "equinox": equinox_model,
+    "own": own_model,
+}
+USES = {
+    "check_model": lambda loss, params: lsdp.check_model(loss, params, X),
+    "fit": lambda loss, params: training.fit(
+        PLAN, loss, params, X, optimizer=optax.sgd(0.1), progress=False
+    ),
+    "clipped_grad": lambda loss, params: jax.eval_shape(
+        lsdp.clipped_grad(loss, clip_norm=1.0), params, X
+    ),
+    "vmap": lambda loss, params: jax.eval_shape(
+        lsdp.clipped_grad(loss, clip_norm=1.0, engine="vmap"), params, X
+    ),
+    "explain_clipping": lambda loss, params: lsdp.explain_clipping(loss, params, X[0]),
+}
+WORDS = ("got batch normalisation in BatchNorm", "replace it by GroupNorm or LayerNorm")
+
+
+def what_is_said(use, loss, params):
+    """Return the report, the error or the warning of a use, as text."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            found = use(loss, params)
+        except ValueError as error:
+            return str(error)
+    told = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return "\n".join([*told, str(found) if isinstance(found, lsdp.model_check.ModelReport) else ""])
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("model", MODELS)
+def test_batch_normalisation_is_named_with_its_remedy(model, use):
+    said = what_is_said(USES[use], *MODELS[model](False))
+    assert all(words in said for words in WORDS), said
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_frozen_statistics_are_a_map_of_one_example(model):
+    loss, params = MODELS[model](True)
+    report = lsdp.check_model(loss, params, X)
+    assert report and not report.notes, str(report)
+    assert what_is_said(USES["clipped_grad"], loss, params) == ""
+
+
+@pytest.mark.parametrize(
+    "model", [lambda: nnx_model(False, copy=False), lambda: linen_model(False, mutable=())]
+)
+def test_a_layer_that_cannot_count_is_named_too(model):
+    """Running statistics that may not be changed raise errors of Flax."""
+    said = what_is_said(USES["check_model"], *model())
+    assert all(words in said for words in WORDS), said
+
+
+def test_the_place_of_a_layer_is_told():
+    assert "BatchNorm (LinenNet/BatchNorm_0)" in what_is_said(
+        USES["check_model"], *linen_model(False)
+    )
+    assert "BatchNorm (test_batch_norm.py:" in what_is_said(USES["check_model"], *nnx_model(False))
+
+
+def test_a_cached_trace_is_not_taken_for_another_layer():
+    """JAX keeps the trace of a jitted function: whoever called it first did not write this one."""
+
+    @jax.jit
+    def mean(x):
+        return x.mean(axis=0)
+
+    class BatchNorm:
+        def __call__(self, x):
+            return x - mean(x)
+
+    layer = BatchNorm()
+    jax.make_jaxpr(layer)(X[0])
+    loss = lambda w, x: (w * (x - mean(x)) ** 2).mean()  # noqa: E731
+    assert lsdp.check_model(loss, jnp.ones(4), X)
+    assert not lsdp.check_model(lambda w, x: (w * layer(x) ** 2).mean(), jnp.ones(4), X)
+
+
+def nnx_state(model):
+    return nnx.split(model, ...)[1]
+
+
+HELD = {
+    "an NNX module": (lambda: Net(False), "got BatchStat at 'norm/mean'.*nnx.split"),
+    "an NNX state": (lambda: nnx_state(Net(False)), "got BatchStat at 'norm/mean'.*nnx.split"),
+    "Linen variables": (
+        lambda: LinenNet(False).init(jax.random.key(0), X[0]),
+        r"got 'batch_stats' among it.*variables\['params'\]",
+    ),
+    "variables of several models": (
+        lambda: {"first": LinenNet(False).init(jax.random.key(0), X[0])},
+        r"got 'batch_stats' among it.*variables\['params'\]",
+    ),
+    "an Equinox state": (
+        lambda: eqx.filter(eqx.nn.BatchNorm(4, "batch", mode="ema"), eqx.is_inexact_array),
+        "got StateIndex at .*make_with_state",
+    ),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_running_statistics_are_no_parameters(held):
+    """They would get noise, and no gradient."""
+    make, message = HELD[held]
+    params = make()
+    for name in ("fit", "clipped_grad", "explain_clipping"):
+        with pytest.raises(ValueError, match=message):
+            USES[name](lambda params, x: 0.0, params)
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(str(USES["check_model"](lambda params, x: 0.0, params)))
+
+
+def test_what_else_fails_in_a_layer_is_not_taken_for_its_statistics():
+    with pytest.raises((TypeError, ValueError), match="shapes") as caught:
+        lsdp.clipped_grad(lambda w, x: BatchNorm(True)(w, x).sum(), clip_norm=1.0)(jnp.ones(3), X)
+    assert "batch normalisation" not in str(caught.value)
