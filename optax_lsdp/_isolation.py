@@ -131,10 +131,15 @@ def _check_kept_inside(equation: Equation, vouched: set[str]) -> None:
         or {called, name} & vouched
     )
     if not is_safe:
+        what = name if called == name else f"{name} of {called!r}"
+        remedy = (
+            "let jax.pure_callback map it with vmap_method='sequential'"
+            if name == "pure_callback"
+            else f"remove {'jax.debug.print' if name == 'debug_print' else 'it'}"
+        )
         raise ValueError(
-            f"`loss_fn` must keep each example to itself, got {name} of {called!r}, which may mix "
-            "examples or hand them out; remove it, or let jax.pure_callback map it with "
-            f"vmap_method='sequential', or vouch for it with vouch_for_callbacks(loss_fn, "
+            f"`loss_fn` must keep each example to itself, got {what}, which may mix examples or "
+            f"hand them out; {remedy}, or vouch for it with vouch_for_callbacks(loss_fn, "
             f"{called!r})."
         )
 

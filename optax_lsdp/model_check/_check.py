@@ -193,6 +193,8 @@ def _of_batch(loss: Loss) -> Callable[..., tuple[jax.Array, Any]]:
 
 def _cannot(error: Exception) -> str:
     reason = str(error).splitlines()[0]
+    if reason.startswith("`loss_fn` must"):  # in our own words
+        return reason
     return (
         f"The loss cannot be differentiated: {reason}; a loss of whole batches needs batched=True, "
         "and one for which keys are part of the batch, (examples, keys), takes them as its example."
