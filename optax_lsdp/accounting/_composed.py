@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy.special import logsumexp, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 
 from optax_lsdp.accounting._bounds import (
     Steps,
@@ -126,19 +126,30 @@ class Composed:
         """Return log Σ e^(iε/k)·δ(ε/k) over i < k, along a chain of k neighbours."""
         each = epsilon / self.group_size
         single = max(self._single.delta(each), 1e-300)
-        return math.log(single) + float(logsumexp(each * np.arange(self.group_size)))
+        return math.log(single) + _log_powers(each, self.group_size)
 
     def _group_epsilon(self, delta: float, worst: float) -> float:
-        low, high = 0.0, self.group_size * self._single.epsilon(delta)
-        while self._log_group_delta(high) > math.log(delta):
-            low, high = high, 1.5 * high + 1e-9
-            if high > worst:
-                return worst
+        """Return where `_log_group_delta` meets δ, unless that is beyond the worst.
+
+        No less than k times what a single example has will do, as δ(ε/k) must be δ at most.
+        """
+        low = self.group_size * self._single.epsilon(delta)
+        if low >= worst or self._log_group_delta(worst) > math.log(delta):
+            return worst
+        high = worst
         while high - low > 1e-5 * high:
-            middle = (low + high) / 2
+            middle = math.sqrt(low * high) if low > 1e-3 * high else (low + high) / 8
             over = self._log_group_delta(middle) > math.log(delta)
             low, high = (middle, high) if over else (low, middle)
         return high
+
+
+def _log_powers(x: float, count: int) -> float:
+    """Return log Σ e^(ix) over i < count, of x ≥ 0."""
+    if x * count < 1e-12:
+        return math.log(count) + x * count
+    whole, one = count * x, x
+    return whole - one + math.log(math.expm1(-whole) / math.expm1(-one))
 
 
 def _sides(parts: list[tuple[Sequence, int]]) -> list[list]:

@@ -11,6 +11,7 @@ from optax_lsdp.accounting._pairs import (
     add,
     add_group,
     fixed_size,
+    group_members,
     remove,
     remove_group,
     replace,
@@ -23,6 +24,9 @@ _LARGEST_SHIFT = 12.0  # in standard deviations of the noise; beyond it sampling
 _LEAST_CUT = 1e-300  # a probability that is as good as none, and counted all the same
 _LARGEST_DATASET = 10**12  # beyond it, what is known of a cut is lost to rounding
 _MOST_NOISE, _LEAST_RATE = 1e7, 1e-12  # beyond them nothing is gained
+_MOST_STEPS = 10**9  # beyond them sampling is not counted
+_MOST_MEMBERS = 500  # of a group, in one batch; beyond them sampling is not counted
+_MOST_LOST = 1e-3  # the probability of more members than are told apart
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
 ANALYSED = {
     "poisson": ("add_remove", "replace_one", "zero_out"),
@@ -84,7 +88,7 @@ def reveal(run: "Run") -> Revealed:
     if is_gaussian(run):
         return _gaussian(math.sqrt(run.steps) * moved)
     most = 2 * shift if run.max_batch_size is not None else moved
-    if most > _LARGEST_SHIFT and (run.group_size == 1 or run.sampling != "poisson"):
+    if _is_beyond(run, most):
         return _gaussian(at_worst(run))._replace(below=())
     if run.sampling == "without_replacement":
         worst: Step = ((1.0, fixed_size(run.sampling_rate, moved)),)
@@ -98,6 +102,18 @@ def reveal(run: "Run") -> Revealed:
         worst = ((1.0, fixed_size(run.sampling_rate, most)),)
         return Revealed(None, (worst,), (), run.steps)
     return _truncated(run, pairs, run.max_batch_size)
+
+
+def _is_beyond(run: "Run", moved: float) -> bool:
+    """Tell whether sampling is not counted, as a step tells too much or there are too many."""
+    if run.steps > _MOST_STEPS:
+        return True
+    if run.group_size == 1 or run.sampling != "poisson":
+        return moved > _LARGEST_SHIFT
+    if run.group_size > _LARGEST_DATASET:
+        return True
+    last, lost = group_members(run.sampling_rate, 1 / run.noise_multiplier, run.group_size)
+    return last > _MOST_MEMBERS or lost > _MOST_LOST
 
 
 def epochs(run: "Run") -> int:

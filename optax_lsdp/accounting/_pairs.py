@@ -9,9 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import bdtrc, gammaln, xlog1py, xlogy
+
+from optax_lsdp.accounting._binomial import tail_rounding, upper_tail
 
 _LARGEST_REACH = 20.0  # of the members of a group together, in standard deviations
+_UNLIKELY = 1e-40
 _FAR = 40.0  # in standard deviations; no mass of a Gaussian is beyond it in double precision
 
 
@@ -130,6 +132,19 @@ def fixed_size(rate: float, shift: float) -> Pair:
     return remove(rate, shift)._replace(folded=True)
 
 
+def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
+    """Return how many members of a group `remove_group` tells apart, and P of more than those."""
+    most = int(min(size, max(1, _LARGEST_REACH // shift)))
+    low, high = 0, most  # more than `high` are not likely, or are not told apart
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_likely = middle < size and upper_tail(middle + 1, size, rate) >= _UNLIKELY
+        low, high = (middle, high) if is_likely else (low, middle)
+    if high == size:
+        return high, 0.0
+    return high, upper_tail(high + 1, size, rate) * (1 + tail_rounding(size))
+
+
 def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False) -> Pair:
     """Return Σ Binomial(j; k, q)·N(jμ) against N(0): k examples are there, or they are not.
 
@@ -138,19 +153,20 @@ def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False
 
     Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via MoG Mechanisms.
     """
-    most = int(min(size, max(1, _LARGEST_REACH // shift)))
-    likely = int(np.argmax(np.append(bdtrc(np.arange(most), size, rate) < 1e-40, True)))
-    members = np.arange(min(most, likely) + 1)
-    logs = gammaln(size + 1) - gammaln(members + 1) - gammaln(size - members + 1)
-    logs = logs + xlogy(members, rate) + xlog1py(size - members, -rate)
+    last, lost = group_members(rate, shift, size)
+    members = np.arange(last + 1)
+    logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)
+    if rate < 1:  # one term from the other: their logarithms err by less than 1e-9 together
+        odds = (size - members[:-1]) / members[1:] * (rate / (1 - rate))
+        logs[1:] += np.cumsum(np.log(odds))
+    elif last == size:
+        logs[-1] = 0.0
     change = np.exp(logs) * (1 - 1e-9 if at_least else 1 + 1e-9)
     change[0] = math.expm1(size * math.log1p(-rate)) if rate < 1 else -1.0
     if at_least:
         change[0] = -change[1:].sum()
+        lost = 0.0
     base = np.where(members == 0, 1.0, 0.0)
-    lost = 0.0
-    if members[-1] < size and not at_least:
-        lost = float(bdtrc(members[-1], size, rate)) * (1 + 1e-5)
 
     def point(losses: np.ndarray) -> np.ndarray:
         table = np.linspace(-_FAR, _FAR + members[-1] * shift, 4000)
