@@ -5,6 +5,7 @@ from collections.abc import Collection
 from numbers import Integral, Real
 from typing import TypeGuard
 
+MOST_STEPS = 10**9  # that a run is planned for
 MOST = 10**18  # of whatever is counted; floats know its neighbours, and int64 holds it
 _SHOWN = 200  # characters of a value
 
@@ -61,7 +62,7 @@ def check_function(name: str, value: object, of_what: str) -> None:
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
-    if value not in choices:
+    if not (isinstance(value, str) and value in choices):
         raise ValueError(_sentence(name, "one of " + ", ".join(map(repr, choices)), value))
 
 

@@ -20,6 +20,7 @@ STAGE = JAX | {
     for name in (
         "_checks",
         "_jaxpr",
+        "_json",
         "_keys",
         "_mapped",
         "_marked",
@@ -34,13 +35,14 @@ MAY_IMPORT = {
     "_arguments": set(),
     "_checks": {"numpy"},
     "_jaxpr": {"jax", "optax", "optax_lsdp._shards"},
+    "_json": set(),
     "_keys": {"jax", "numpy"},
     "_mapped": {"jax"},
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
     "_threefry": {"jax", "numpy"},
     "_trees": {"jax"},
-    "accounting": LIGHT | {"optax_lsdp._checks"},
+    "accounting": LIGHT | {"optax_lsdp._checks", "optax_lsdp._json"},
     "accounting._events": {"dp_accounting"},
     "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},
     "auditing._self": JAX

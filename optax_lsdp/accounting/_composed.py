@@ -27,6 +27,7 @@ from optax_lsdp.accounting._gaussian import (
 from optax_lsdp.accounting._pairs import Pair, remove
 
 _LARGEST_MU = 4.0  # of one step among sampled ones
+_LARGEST_DELTA = 0.9  # for which anything is planned
 _PROFILE = 400  # points of ε at which a trade-off curve is touched
 
 
@@ -59,6 +60,7 @@ class Composed:
     ) -> Self:
         """Put together what each run reveals, at most and at least."""
         mu = math.hypot(*(one.mu for one in above if one.mu is not None)) * (1 + 1e-15)
+        mu = min(mu, mu_worst)
         mu_below = math.hypot(*(one.mu for one in below if one.mu is not None and one.below))
         most = _sides([(one.above, one.times) for one in above if one.mu is None])
         least = _sides([(one.below, one.times) for one in below if one.mu is None and one.below])
@@ -72,12 +74,13 @@ class Composed:
 
     def epsilon(self, delta: float) -> float:
         """Return an upper bound on the smallest ε."""
+        delta = min(delta, _LARGEST_DELTA)
         if not self.above and self.group_size == 1:
             return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
         worst = gaussian_epsilon(delta, self.mu_worst)
         if self.group_size > 1:
             return min(worst, self._group_epsilon(delta, worst))
-        return min(worst, max(epsilon_above(side, delta) for side in self.above))
+        return min(worst, max(epsilon_above(side, delta, worst) for side in self.above))
 
     def delta(self, epsilon: float) -> float:
         """Return an upper bound on δ(ε)."""
@@ -133,14 +136,17 @@ class Composed:
 
         No less than k times what a single example has will do, as δ(ε/k) must be δ at most.
         """
-        low = self.group_size * self._single.epsilon(delta)
-        if low >= worst or self._log_group_delta(worst) > math.log(delta):
-            return worst
-        high = worst
-        while high - low > 1e-5 * high:
-            middle = math.sqrt(low * high) if low > 1e-3 * high else (low + high) / 8
-            over = self._log_group_delta(middle) > math.log(delta)
-            low, high = (middle, high) if over else (low, middle)
+        low = high = self.group_size * self._single.epsilon(delta)
+        over = math.inf
+        while (now := self._log_group_delta(high) - math.log(delta)) > 0:
+            low, high = high, 1.5 * high + 1e-9
+            if high > worst or now >= over:  # too small a δ has no floating-point number
+                return worst
+            over = now
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            is_over = self._log_group_delta(middle) > math.log(delta)
+            low, high = (middle, high) if is_over else (low, middle)
         return high
 
 

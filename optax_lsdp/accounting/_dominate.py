@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+from optax_lsdp._checks import MOST_STEPS
 from optax_lsdp.accounting._binomial import lower_tail, tail_rounding, upper_tail
 from optax_lsdp.accounting._loss import Step
 from optax_lsdp.accounting._pairs import (
@@ -24,7 +25,7 @@ _LARGEST_SHIFT = 12.0  # in standard deviations of the noise; beyond it sampling
 _LEAST_CUT = 1e-300  # a probability that is as good as none, and counted all the same
 _LARGEST_DATASET = 10**12  # beyond it, what is known of a cut is lost to rounding
 _MOST_NOISE, _LEAST_RATE = 1e7, 1e-12  # beyond them nothing is gained
-_MOST_STEPS = 10**9  # beyond them sampling is not counted
+_MOST_RATE = 1 - 1e-9  # beyond it sampling is not counted
 _MOST_MEMBERS = 500  # of a group, in one batch; beyond them sampling is not counted
 _MOST_LOST = 1e-3  # the probability of more members than are told apart
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
@@ -106,7 +107,7 @@ def reveal(run: "Run") -> Revealed:
 
 def _is_beyond(run: "Run", moved: float) -> bool:
     """Tell whether sampling is not counted, as a step tells too much or there are too many."""
-    if run.steps > _MOST_STEPS:
+    if run.steps > MOST_STEPS or (run.sampling_rate > _MOST_RATE and run.max_batch_size is None):
         return True
     if run.group_size == 1 or run.sampling != "poisson":
         return moved > _LARGEST_SHIFT

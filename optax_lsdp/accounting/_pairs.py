@@ -4,6 +4,7 @@ Noise has unit variance, q is the sampling rate, and the shift μ is the example
 contribution over the noise's standard deviation.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -168,9 +169,13 @@ def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False
         lost = 0.0
     base = np.where(members == 0, 1.0, 0.0)
 
-    def point(losses: np.ndarray) -> np.ndarray:
+    @functools.cache
+    def tabulate() -> tuple[np.ndarray, np.ndarray]:
         table = np.linspace(-_FAR, _FAR + members[-1] * shift, 4000)
-        known = pair.loss(table)
+        return table, pair.loss(table)
+
+    def point(losses: np.ndarray) -> np.ndarray:
+        table, known = tabulate()
         low = np.clip(np.searchsorted(known, losses) - 1, 0, len(table) - 2)
         low, high = table[low], table[low + 1]
         x = (low + high) / 2
