@@ -1,7 +1,7 @@
 """Read JSON that somebody else may have written."""
 
 import json
-from typing import Any, NoReturn
+from typing import Any
 
 _DEEPEST = 64  # lists and objects inside of each other
 
@@ -10,7 +10,7 @@ def read_json(text: str | bytes) -> Any:
     """Return what a text says, or raise a ValueError that says why it cannot be trusted.
 
     Refused are, besides what is no JSON: names that occur twice in an object, of which Python would
-    keep the last; NaN and Infinity, which are no JSON; and lists in lists beyond any use.
+    keep the last, and lists in lists beyond any use.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
@@ -19,7 +19,7 @@ def read_json(text: str | bytes) -> Any:
     if not isinstance(text, str | bytes):
         raise ValueError(f"it is no text but of type {type(text).__name__}")
     try:
-        found = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse)
+        found = json.loads(text, object_pairs_hook=_object)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     check_depth(found)
@@ -48,7 +48,3 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"the name {name[:40]!r} occurs twice")
         found[name] = value
     return found
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no number of JSON")

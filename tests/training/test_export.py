@@ -108,7 +108,7 @@ def test_nothing_private_is_written_wherever_it_is(kind, where, tmp_path):
         "in a dict": {"a": jnp.ones(2), "b": {"c": PRIVATE[kind]}},
         "in a tuple": (jnp.ones(2), [PRIVATE[kind]]),
     }[where]
-    with pytest.raises(ValueError, match="^`params` must"):
+    with pytest.raises(ValueError, match=r"^`params` must"):
         exported(tmp_path, params)
     assert not list(tmp_path.iterdir())
 
@@ -119,7 +119,7 @@ NAMES += ("a\nb", "a\0b", "\x7f", "\u202e", "\ud800", "a.npy", "x" * 2000)
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
 def test_a_name_that_could_be_taken_for_another_place_is_refused(name, tmp_path):
-    with pytest.raises(ValueError, match="^`params` must have names"):
+    with pytest.raises(ValueError, match=r"^`params` must have names"):
         exported(tmp_path, {name: jnp.ones(1), "w": jnp.ones(1)})
     assert not list(tmp_path.iterdir())
 
