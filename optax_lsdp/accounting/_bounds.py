@@ -9,7 +9,7 @@ import numpy as np
 from optax_lsdp.accounting._contour import contour_delta
 from optax_lsdp.accounting._loss import Step, contract, divergence, sample, spread
 from optax_lsdp.accounting._pairs import Pair
-from optax_lsdp.accounting._plan import LOOSENESS, Plan, plan_delta, plan_epsilon
+from optax_lsdp.accounting._plan import Plan, plan_delta, plan_epsilon
 from optax_lsdp.accounting._tilted import Tilted, convolve
 
 _LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ, for a whole curve
@@ -220,7 +220,7 @@ def _check(steps: Steps, plan: Plan, epsilon: float, first: float) -> None:
     second = contour_delta(parts, epsilon, plan.tilt, 20 - plan.log_delta)
     if second is None or first == 1:
         return
-    expected = 10 * LOOSENESS * (plan.tilt + 1) * plan.epsilon + math.log(2)
+    expected = 10 * (plan.tilt + 1) * plan.cost + math.log(2)
     gap = math.log(first / second)
     if gap < -2e-6 or (gap > expected and first > 1e-20):  # less is a matter of rounding
         raise ArithmeticError(

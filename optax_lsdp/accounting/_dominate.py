@@ -111,7 +111,7 @@ def _is_beyond(run: "Run", moved: float) -> bool:
         return True
     if run.group_size == 1 or run.sampling != "poisson":
         return moved > _LARGEST_SHIFT
-    if run.group_size > _LARGEST_DATASET:
+    if run.group_size > _LARGEST_DATASET or run.noise_multiplier * _LARGEST_SHIFT < 1:
         return True
     last, lost = group_members(run.sampling_rate, 1 / run.noise_multiplier, run.group_size)
     return last > _MOST_MEMBERS or lost > _MOST_LOST

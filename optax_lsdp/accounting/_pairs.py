@@ -15,6 +15,7 @@ from optax_lsdp.accounting._binomial import tail_rounding, upper_tail
 
 _LARGEST_REACH = 20.0  # of the members of a group together, in standard deviations
 _UNLIKELY = 1e-40
+_LARGEST_LOSS = 700.0  # whose exponential is a double
 _FAR = 40.0  # in standard deviations; no mass of a Gaussian is beyond it in double precision
 
 
@@ -80,7 +81,8 @@ def remove(rate: float, shift: float) -> Pair:
 
     def point(losses: np.ndarray) -> np.ndarray:
         far = np.exp(np.minimum(losses, 0.0)) - (1 - rate)
-        excess = np.where(losses < -0.5, far, np.expm1(losses) + rate)
+        near = np.expm1(np.minimum(losses, _LARGEST_LOSS))
+        excess = np.where(losses < -0.5, far, near + rate)
         with np.errstate(divide="ignore"):
             return (np.log(np.maximum(excess, 0.0) / rate) + shift**2 / 2) / shift
 

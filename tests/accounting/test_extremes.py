@@ -23,6 +23,8 @@ RUNS = {
     "a large group and much noise": SampledGaussian(1e8, 1e-13, 10**9).group(10**17),
     "a large group of cut batches": SampledGaussian(1e-5, 0.5, 10**12, **CUT).group(10**9),
     "no noise": SampledGaussian(1e-300, 1e-300, 10**18, **REPLACE).group(2),
+    "a group without noise": SampledGaussian(1e-300, 1e-6, 20).group(2),
+    "a mesh that is coarse": SampledGaussian(1000.0, 0.5, 10**9, **FIXED),
     "no noise, cut": SampledGaussian(1e-300, 1.0, 1, **HUGE).group(10**17),
     "as many steps as can be said": SampledGaussian(0.3, 1e-13, 10**18),
     "as many cut steps": SampledGaussian(1.0, 1e-300, 10**18, **CUT).group(2),
