@@ -5,6 +5,8 @@ from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
+MOST_STEPS = 10**9  # that a run is planned for
+MOST = 10**18  # of whatever is counted; floats know its neighbours, and int64 holds it
 _SHOWN = 200  # characters of a value
 
 
@@ -33,9 +35,11 @@ def check_non_negative(name: str, value: object, *, schedule: bool = False) -> N
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `least`."""
+    """Raise unless `value` is an integer of at least `least`, and no larger than anything is."""
     if not (is_number(value) and isinstance(value, Integral) and value >= least):
         raise ValueError(_sentence(name, f"a whole number, {least} or more", value))
+    if value > MOST:
+        raise ValueError(_sentence(name, f"a whole number, {MOST:.0e} at most", value))
 
 
 def check_rate(name: str, value: object) -> None:
@@ -58,7 +62,7 @@ def check_function(name: str, value: object, of_what: str) -> None:
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
-    if value not in choices:
+    if not (isinstance(value, str) and value in choices):
         raise ValueError(_sentence(name, "one of " + ", ".join(map(repr, choices)), value))
 
 
@@ -71,7 +75,7 @@ def frozen_number(value: Any) -> Any:
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
     """Return the number if it is known: traced arrays and schedules have none yet."""
     if is_number(value):
-        return float(value)
+        return _as_float(value)
     if callable(value) and schedule:
         return None
     if getattr(value, "shape", None) != ():
@@ -83,7 +87,17 @@ def _known_number(name: str, value: object, schedule: bool) -> float | None:
         return None
 
 
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer
+        return math.inf if value > 0 else -math.inf
+
+
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
-    got = repr(value)
+    if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to write it
+        got = f"an integer of {value.bit_length()} bits"
+    else:
+        got = repr(value)
     got = got if len(got) <= _SHOWN else got[:_SHOWN] + "…"
     return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."

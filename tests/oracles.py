@@ -165,3 +165,72 @@ def delta_by_contour(loss_and_density, steps, epsilon, tilt):
         if height and abs(term) < mpmath.mpf(10) ** -18 * abs(total):
             return total * spacing / mpmath.pi
         height += 1
+
+
+def truncated_sum(others, value, members, worth, rate, most):
+    """Return {sum: probability} of Poisson batches cut to `most`, by counting every way.
+
+    All others have the value `value`, and all members of a group that may change have `worth`.
+    """
+    rate, sums = mpmath.mpf(rate), {}
+    for n, m in itertools.product(range(others + 1), range(members + 1)):
+        drawn = math.comb(others, n) * math.comb(members, m) * rate ** (n + m)
+        drawn *= (1 - rate) ** (others + members - n - m)
+        size = min(n + m, most)
+        for kept in range(max(0, size - n), min(m, size) + 1):
+            ways = mpmath.mpf(math.comb(m, kept) * math.comb(n, size - kept))
+            centre = kept * worth + (size - kept) * value
+            sums[centre] = sums.get(centre, 0) + drawn * ways / math.comb(n + m, size)
+    return sums
+
+
+def delta_of_sums(p, q, noise, epsilon):
+    """Return ∫ max(P − e^ε Q, 0) of two noisy sums, to the digits of mpmath.
+
+    P − e^ε Q is integrated in closed form between its zeros. A pair of zeros closer than the scan's
+    step could be missed, which gives less: no set of outcomes reveals more than all of them.
+    """
+    noise, scale = mpmath.mpf(noise), mpmath.exp(mpmath.mpf(epsilon))
+    weights = {c: p.get(c, 0) - scale * q.get(c, 0) for c in {*p, *q}}
+    terms = [(mpmath.mpf(c) / noise, w) for c, w in weights.items() if w]
+    if not terms:
+        return mpmath.mpf(0)
+    centres, sizes = (np.array([float(x) for x in column]) for column in zip(*terms, strict=True))
+    reach = 40.0
+    scan = np.arange(centres.min() - reach, centres.max() + reach, 0.05)
+    exponents = np.log(np.abs(sizes)) - (scan[:, None] - centres) ** 2 / 2
+    top = exponents.max(axis=1, keepdims=True)
+    signs = np.sign(np.exp(exponents - top) @ np.diag(np.sign(sizes)) @ np.ones(len(sizes)))
+
+    def excess(x):
+        return sum(w * mpmath.exp(-((x - c) ** 2) / 2) for c, w in terms)
+
+    ends = [-mpmath.inf]
+    for i in np.flatnonzero(signs[1:] != signs[:-1]):
+        low, high = mpmath.mpf(scan[i]), mpmath.mpf(scan[i + 1])
+        rises = excess(high) > 0
+        for _ in range(75):  # an error of the zero counts squared
+            middle = (low + high) / 2
+            low, high = (low, middle) if (excess(middle) > 0) == rises else (middle, high)
+        ends.append(high)
+    ends.append(mpmath.inf)
+    parts = (
+        sum(w * (mpmath.ncdf(c - low) - mpmath.ncdf(c - high)) for c, w in terms)
+        for low, high in itertools.pairwise(ends)
+    )
+    return sum((max(part, mpmath.mpf(0)) for part in parts), mpmath.mpf(0))
+
+
+def delta_of_two_steps(p, q, noise, epsilon):
+    """Return δ(ε) of a noisy sum that is released twice, as ∫ P(x)·δ(ε − log P/Q(x)) dx."""
+    noise, width = mpmath.mpf(noise), mpmath.mpf(1) / 4  # trapezoids: exact for what is so smooth
+    low, high = min({*p, *q}) / noise - 9, max({*p, *q}) / noise + 9
+
+    def density(sums, x):
+        return sum(w * mpmath.npdf(x - c / noise) for c, w in sums.items())
+
+    total = mpmath.mpf(0)
+    for i in range(int((high - low) / width) + 1):
+        at_p, at_q = (density(sums, low + i * width) for sums in (p, q))
+        total += at_p * delta_of_sums(p, q, noise, epsilon - mpmath.log(at_p / at_q))
+    return total * width

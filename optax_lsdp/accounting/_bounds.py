@@ -9,28 +9,34 @@ import numpy as np
 from optax_lsdp.accounting._contour import contour_delta
 from optax_lsdp.accounting._loss import Step, contract, divergence, sample, spread
 from optax_lsdp.accounting._pairs import Pair
-from optax_lsdp.accounting._plan import LOOSENESS, Plan, plan_delta, plan_epsilon
+from optax_lsdp.accounting._plan import Plan, plan_delta, plan_epsilon
 from optax_lsdp.accounting._tilted import Tilted, convolve
 
 _LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ, for a whole curve
 _PRECISION = 1e-8  # relative, to which ε is solved for
 _FEW = 256  # frequencies on the lattice; with more the contour has no chance
+_LARGEST_EPSILON = 1e300
 _LARGEST = 2_000_000  # residues that a lower bound may take
 
 Steps = Sequence[tuple[Step, int]]  # what one step reveals, and how many such steps there are
 
 
-def epsilon_above(steps: Steps, delta: float) -> float:
-    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified, by `delta_above` too."""
+def epsilon_above(steps: Steps, delta: float, limit: float = math.inf) -> float:
+    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified, by `delta_above` too.
+
+    Of an answer that is not below `limit`, no more than that is found out, and ∞ is returned.
+    """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
     if _union(steps) <= delta:
         return 0.0
     counts = _row(steps)
-    epsilon = float(epsilons_above([step for step, _ in steps], counts, delta)[0])
+    epsilon = float(epsilons_above([step for step, _ in steps], counts, delta, limit)[0])
     more = 1e-5
-    while epsilon < math.inf and (found := delta_above(steps, epsilon)) > delta:
-        epsilon, more = epsilon * (1 + more) + 1e-9 * more, 3 * more
+    while epsilon < limit and (found := delta_above(steps, epsilon)) > delta:
+        epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
+    if epsilon >= limit:
+        return math.inf
     if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first plan was not good
         epsilon = _refined(steps, delta, epsilon)
     return epsilon
@@ -55,16 +61,21 @@ def _union(steps: Steps) -> float:
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
 
-def epsilons_above(steps: Sequence[Step], counts: np.ndarray, delta: float) -> np.ndarray:
+def epsilons_above(
+    steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
+) -> np.ndarray:
     """Return `epsilon_above` for each row of counts, planned for the last of them."""
+    limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
     plan = plan_epsilon(last, delta)
     tilted = _compose(steps, counts, plan)
-    epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt)
+    epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt, limit=limit)
     if 0 < epsilons[-1] < 0.8 * plan.epsilon:  # the tail is heavy, the mesh was too coarse
         plan = plan_epsilon(last, delta, float(epsilons[-1]))
         tilted = _compose(steps, counts, plan)
-        epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt)
+        epsilons = _solve(
+            tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt, limit=limit
+        )
     return epsilons
 
 
@@ -76,8 +87,11 @@ def delta_above(steps: Steps, epsilon: float) -> float:
     delta, plan = min(1.0, _union(steps)), plan_delta(steps, epsilon, -30.0)
     for turn in range(4):
         tilted = _compose([step for step, _ in steps], counts, plan)
-        delta = min(delta, float(tilted.above(np.array([epsilon]))[0]))
-        if tilted.infinite[0] > 1e-3 * delta:  # the tail is heavy, and too much was cut off
+        found = float(tilted.above(np.array([epsilon]))[0])
+        is_worse, delta = found > delta, min(delta, found)
+        if is_worse and delta < 1:  # the plan was for a tail that is of no account
+            plan = plan_epsilon(steps, 0.01**turn * delta, epsilon or None)
+        elif tilted.infinite[0] > 1e-3 * delta:  # the tail is heavy, and too much was cut off
             plan = plan_delta(steps, epsilon, math.log(delta) - 7)
         elif turn == 0 and delta < 1e-3 * math.exp(plan.log_delta):  # and Chernoff is far off
             plan = plan_epsilon(steps, delta, epsilon or None)
@@ -90,10 +104,12 @@ def delta_above(steps: Steps, epsilon: float) -> float:
 
 def profile_above(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
     """Return upper bounds on δ at many ε: of a few plans, the one that is best at each."""
+    if (most := min(1.0, _union(steps))) <= _LEVELS[-1]:
+        return np.full(len(epsilons), most)
     counts = _row(steps)
     kinds = [step for step, _ in steps]
     tilted = (_compose(kinds, counts, plan_epsilon(steps, delta)) for delta in _LEVELS)
-    return np.min([one.above(epsilons) for one in tilted], axis=0)
+    return np.minimum(most, np.min([one.above(epsilons) for one in tilted], axis=0))
 
 
 def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
@@ -154,12 +170,13 @@ def _solve(
     stride: float,
     *,
     from_above: bool = True,
+    limit: float = _LARGEST_EPSILON,
 ) -> np.ndarray:
     """Return, for each row, where a falling bound on δ(ε) meets δ, rounded to the safe side.
 
     The search goes up from the guess, and then down in strides that grow. The answer is 0 where a
     bound from above is no more than δ at zero, and where one from below is nowhere more than δ:
-    those fall off left of what they were planned for.
+    those fall off left of what they were planned for. It is ∞ where it is far beyond the limit.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -167,7 +184,7 @@ def _solve(
 
     high = np.full(rows, guess)
     while np.any((at_high := excess(high)) > 0):
-        if high.max() > 1e300:
+        if high.max() > limit:
             return np.where(at_high > 0, math.inf, high)
         high = np.where(at_high > 0, 1.5 * high, high)
     at_zero = excess(np.zeros(rows))
@@ -203,7 +220,7 @@ def _check(steps: Steps, plan: Plan, epsilon: float, first: float) -> None:
     second = contour_delta(parts, epsilon, plan.tilt, 20 - plan.log_delta)
     if second is None or first == 1:
         return
-    expected = 10 * LOOSENESS * (plan.tilt + 1) * plan.epsilon + math.log(2)
+    expected = 10 * (plan.tilt + 1) * plan.cost + math.log(2)
     gap = math.log(first / second)
     if gap < -2e-6 or (gap > expected and first > 1e-20):  # less is a matter of rounding
         raise ArithmeticError(

@@ -7,7 +7,7 @@ from typing import Any
 
 from scipy.optimize import brentq
 
-from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole
 from optax_lsdp.accounting._bounds import delta_above
 from optax_lsdp.accounting._dominate import SENSITIVITY, is_gaussian
 from optax_lsdp.accounting._gaussian import gaussian_mu
@@ -17,7 +17,6 @@ from optax_lsdp.accounting._queries import compose
 _CLOSE = 2e-5  # relative; how near the boundary an answer is
 _STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of log z, away from a guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MOST_STEPS = 10**9
 
 
 def calibrate_noise_multiplier(
@@ -97,7 +96,8 @@ class _Search:
         mu = gaussian_mu(min(self.epsilon, 1e6), self.delta)
         moved = self.unit.group_size * SENSITIVITY[self.unit.neighbouring]
         share = self.unit.sampling_rate * math.sqrt(self.unit.steps)
-        log_noise = math.log(moved) - math.log(math.log1p((mu / share) ** 2)) / 2
+        ratio = min(max(mu / share, 1e-150), 1e150)
+        log_noise = math.log(moved) - math.log(math.log1p(ratio**2)) / 2
         return min(max(log_noise, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
     def __call__(self, log_noise: float) -> float:
@@ -135,12 +135,12 @@ def calibrate_steps(
         run = SampledGaussian(noise_multiplier, sampling_rate, steps, **options)
         return run.epsilon(delta)
 
-    most = largest(spent, epsilon, _MOST_STEPS)
-    if most == _MOST_STEPS:
+    if spent(MOST_STEPS) <= epsilon:
         raise ValueError(
-            f"`epsilon` must be spent within {_MOST_STEPS:.0e} steps, got {epsilon!r}: these steps "
+            f"`epsilon` must be spent within {MOST_STEPS:.0e} steps, got {epsilon!r}: these steps "
             "cost next to nothing; lower the noise multiplier or raise the sampling rate."
         )
+    most = largest(spent, epsilon, MOST_STEPS)
     if most == 0:
         raise ValueError(
             f"`epsilon` must be at least {spent(1):.6g} for a single step at delta={delta!r}, "

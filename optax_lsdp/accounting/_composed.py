@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-from scipy.special import logsumexp, ndtr, ndtri
+from scipy.special import ndtr, ndtri
 
 from optax_lsdp.accounting._bounds import (
     Steps,
@@ -27,6 +27,7 @@ from optax_lsdp.accounting._gaussian import (
 from optax_lsdp.accounting._pairs import Pair, remove
 
 _LARGEST_MU = 4.0  # of one step among sampled ones
+_LARGEST_DELTA = 0.9  # for which anything is planned
 _PROFILE = 400  # points of ε at which a trade-off curve is touched
 
 
@@ -59,6 +60,7 @@ class Composed:
     ) -> Self:
         """Put together what each run reveals, at most and at least."""
         mu = math.hypot(*(one.mu for one in above if one.mu is not None)) * (1 + 1e-15)
+        mu = min(mu, mu_worst)
         mu_below = math.hypot(*(one.mu for one in below if one.mu is not None and one.below))
         most = _sides([(one.above, one.times) for one in above if one.mu is None])
         least = _sides([(one.below, one.times) for one in below if one.mu is None and one.below])
@@ -72,12 +74,13 @@ class Composed:
 
     def epsilon(self, delta: float) -> float:
         """Return an upper bound on the smallest ε."""
+        delta = min(delta, _LARGEST_DELTA)
         if not self.above and self.group_size == 1:
             return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
         worst = gaussian_epsilon(delta, self.mu_worst)
         if self.group_size > 1:
             return min(worst, self._group_epsilon(delta, worst))
-        return min(worst, max(epsilon_above(side, delta) for side in self.above))
+        return min(worst, max(epsilon_above(side, delta, worst) for side in self.above))
 
     def delta(self, epsilon: float) -> float:
         """Return an upper bound on δ(ε)."""
@@ -126,19 +129,33 @@ class Composed:
         """Return log Σ e^(iε/k)·δ(ε/k) over i < k, along a chain of k neighbours."""
         each = epsilon / self.group_size
         single = max(self._single.delta(each), 1e-300)
-        return math.log(single) + float(logsumexp(each * np.arange(self.group_size)))
+        return math.log(single) + _log_powers(each, self.group_size)
 
     def _group_epsilon(self, delta: float, worst: float) -> float:
-        low, high = 0.0, self.group_size * self._single.epsilon(delta)
-        while self._log_group_delta(high) > math.log(delta):
+        """Return where `_log_group_delta` meets δ, unless that is beyond the worst.
+
+        No less than k times what a single example has will do, as δ(ε/k) must be δ at most.
+        """
+        low = high = self.group_size * self._single.epsilon(delta)
+        over = math.inf
+        while (now := self._log_group_delta(high) - math.log(delta)) > 0:
             low, high = high, 1.5 * high + 1e-9
-            if high > worst:
+            if high > worst or now >= over:  # too small a δ has no floating-point number
                 return worst
-        while high - low > 1e-5 * high:
+            over = now
+        while high - low > 1e-4 * high:
             middle = (low + high) / 2
-            over = self._log_group_delta(middle) > math.log(delta)
-            low, high = (middle, high) if over else (low, middle)
+            is_over = self._log_group_delta(middle) > math.log(delta)
+            low, high = (middle, high) if is_over else (low, middle)
         return high
+
+
+def _log_powers(x: float, count: int) -> float:
+    """Return log Σ e^(ix) over i < count, of x ≥ 0."""
+    if x * count < 1e-12:
+        return math.log(count) + x * count
+    whole, one = count * x, x
+    return whole - one + math.log(math.expm1(-whole) / math.expm1(-one))
 
 
 def _sides(parts: list[tuple[Sequence, int]]) -> list[list]:

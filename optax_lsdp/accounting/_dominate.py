@@ -4,14 +4,15 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from scipy.special import bdtrc
-
+from optax_lsdp._checks import MOST_STEPS
+from optax_lsdp.accounting._binomial import lower_tail, tail_rounding, upper_tail
 from optax_lsdp.accounting._loss import Step
 from optax_lsdp.accounting._pairs import (
     Pair,
     add,
     add_group,
     fixed_size,
+    group_members,
     remove,
     remove_group,
     replace,
@@ -21,8 +22,12 @@ if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanism import SampledGaussian as Run
 
 _LARGEST_SHIFT = 12.0  # in standard deviations of the noise; beyond it sampling is not counted
-_ROUNDING = 1e-5  # bounds the relative error of bdtrc with room to spare
+_LEAST_CUT = 1e-300  # a probability that is as good as none, and counted all the same
+_LARGEST_DATASET = 10**12  # beyond it, what is known of a cut is lost to rounding
 _MOST_NOISE, _LEAST_RATE = 1e7, 1e-12  # beyond them nothing is gained
+_MOST_RATE = 1 - 1e-9  # beyond it sampling is not counted
+_MOST_MEMBERS = 500  # of a group, in one batch; beyond them sampling is not counted
+_MOST_LOST = 1e-3  # the probability of more members than are told apart
 SENSITIVITY = {"add_remove": 1.0, "zero_out": 1.0, "replace_one": 2.0}  # in clip norms
 ANALYSED = {
     "poisson": ("add_remove", "replace_one", "zero_out"),
@@ -73,6 +78,9 @@ def reveal(run: "Run") -> Revealed:
     if run.noise_multiplier > _MOST_NOISE or run.sampling_rate < _LEAST_RATE:
         noise, rate = min(run.noise_multiplier, _MOST_NOISE), max(run.sampling_rate, _LEAST_RATE)
         less = dataclasses.replace(run, noise_multiplier=noise, sampling_rate=rate)
+        if run.max_batch_size is not None and rate > run.sampling_rate:
+            size = _LARGEST_DATASET + 1  # a higher rate is not always worse where batches are cut
+            less = dataclasses.replace(less, dataset_size=size)
         return reveal(less)._replace(below=())
     shift = run.group_size / run.noise_multiplier
     moved = SENSITIVITY[run.neighbouring] * shift
@@ -81,7 +89,7 @@ def reveal(run: "Run") -> Revealed:
     if is_gaussian(run):
         return _gaussian(math.sqrt(run.steps) * moved)
     most = 2 * shift if run.max_batch_size is not None else moved
-    if most > _LARGEST_SHIFT and (run.group_size == 1 or run.sampling != "poisson"):
+    if _is_beyond(run, most):
         return _gaussian(at_worst(run))._replace(below=())
     if run.sampling == "without_replacement":
         worst: Step = ((1.0, fixed_size(run.sampling_rate, moved)),)
@@ -91,7 +99,22 @@ def reveal(run: "Run") -> Revealed:
     if run.max_batch_size is None:
         below = _poisson(run, run.sampling_rate, at_least=True)
         return Revealed(None, tuple(((1.0, pair),) for pair in pairs), below, run.steps)
+    if (run.dataset_size or 0) > _LARGEST_DATASET:
+        worst = ((1.0, fixed_size(run.sampling_rate, most)),)
+        return Revealed(None, (worst,), (), run.steps)
     return _truncated(run, pairs, run.max_batch_size)
+
+
+def _is_beyond(run: "Run", moved: float) -> bool:
+    """Tell whether sampling is not counted, as a step tells too much or there are too many."""
+    if run.steps > MOST_STEPS or (run.sampling_rate > _MOST_RATE and run.max_batch_size is None):
+        return True
+    if run.group_size == 1 or run.sampling != "poisson":
+        return moved > _LARGEST_SHIFT
+    if run.group_size > _LARGEST_DATASET or run.noise_multiplier * _LARGEST_SHIFT < 1:
+        return True
+    last, lost = group_members(run.sampling_rate, 1 / run.noise_multiplier, run.group_size)
+    return last > _MOST_MEMBERS or lost > _MOST_LOST
 
 
 def epochs(run: "Run") -> int:
@@ -130,21 +153,30 @@ def _truncated(run: "Run", pairs: tuple[Pair, ...], most: int) -> Revealed:
     then no more than replaced, as in a batch of fixed size. To tell which of the two happened
     reveals more than the step does. With nothing but zeros for others, the example is simply in
     the batch less often. A dataset of n examples has n − 1 others, or n if one is added to it.
+
+    The probabilities of both are known up to rounding, and what lies between is given to a pair
+    that dominates either of them: an example of a batch of fixed size, at the rate q, is replaced.
+    It reveals more than `replace` does, whose centres are no further apart.
     """
+    rate, noise = run.sampling_rate, run.noise_multiplier
     size = run.dataset_size or 0
+    dominating = fixed_size(rate, 2 / noise)
     above: list[Step] = []
     below: list[Pair] = []
     for others in (size - 1, size) if run.neighbouring == "add_remove" else (size - 1,):
-        cut = float(bdtrc(most - 1, others, run.sampling_rate)) if most <= others else 0.0
-        if cut == 0.0:
+        if most > others:
             above += [((1.0, pair),) for pair in pairs]
             below += pairs
             continue
-        taken = most * float(bdtrc(most, others + 1, run.sampling_rate)) / (others + 1)
-        worst = fixed_size(
-            min(run.sampling_rate, taken / cut * (1 + _ROUNDING)), 2 / run.noise_multiplier
-        )
-        more = min(1.0, cut * (1 + _ROUNDING))
-        above += [((1 - more, pair), (more, worst)) for pair in pairs]
-        below += _poisson(run, (run.sampling_rate * (1 - more) + taken) * (1 - _ROUNDING))
+        rounding = tail_rounding(others)
+        cut = max(upper_tail(most, others, rate), _LEAST_CUT)
+        kept = lower_tail(most, others, rate)
+        taken = most * upper_tail(most + 1, others + 1, rate) / (others + 1)
+        worst = fixed_size(min(rate, (taken + _LEAST_CUT) / cut * (1 + 3 * rounding)), 2 / noise)
+        unknown = 2 * rounding * min(cut, kept)
+        is_cut = 1 - kept * (1 + rounding) if kept < cut else cut * (1 - rounding)
+        is_kept = kept * (1 - rounding) if kept < cut else 1 - cut * (1 + rounding)
+        above += [((is_kept, pair), (is_cut, worst), (unknown, dominating)) for pair in pairs]
+        if (least := (rate * is_kept + taken) * (1 - 2 * rounding)) >= _LEAST_RATE:
+            below += _poisson(run, least)
     return Revealed(None, tuple(above), tuple(below), run.steps)

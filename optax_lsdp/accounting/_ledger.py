@@ -7,14 +7,15 @@ from typing import Self
 
 import numpy as np
 
-from optax_lsdp._checks import check_delta, check_positive
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive
+from optax_lsdp._json import read_json
 from optax_lsdp.accounting._calibrate import largest
 from optax_lsdp.accounting._curve import epsilon_curve
 from optax_lsdp.accounting._mechanism import SampledGaussian
 from optax_lsdp.accounting._queries import Composition, Mechanism, simplify
 
 _VERSION = 1
-_MOST_STEPS = 10**9
+_LONGEST = 10**8  # steps of a curve
 
 
 class Ledger(Mechanism):
@@ -79,6 +80,11 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return ε after each step, from above, computed at some steps and bounded between."""
         check_delta("delta", delta)
+        if self.steps > _LONGEST:
+            raise ValueError(
+                f"`epsilons` must be asked of {_LONGEST:.0e} steps at most, got {self.steps}; ask "
+                "for `epsilon` at the end."
+            )
         return epsilon_curve(self.runs, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
@@ -95,7 +101,7 @@ class Ledger(Mechanism):
         def spent(steps: int) -> float:
             return (past + replace(next_step, steps=steps)).epsilon(delta)
 
-        return largest(spent, epsilon, _MOST_STEPS)
+        return largest(spent, epsilon, MOST_STEPS)
 
     def to_json(self) -> str:
         """Return the ledger as text."""
@@ -106,11 +112,11 @@ class Ledger(Mechanism):
     def from_json(cls, text: str) -> Self:
         """Return the ledger that `to_json` wrote; whatever is not fully understood is refused."""
         try:
-            found = json.loads(text)
+            found = read_json(text)
             version, runs = found["optax_lsdp_ledger"], found["runs"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"`text` must be what to_json wrote, got {str(text)[:40]!r}."
+                f"`text` must be what to_json wrote, got {str(text)[:40]!r}, which is not: {error}."
             ) from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
@@ -118,12 +124,14 @@ class Ledger(Mechanism):
                 "read it with the optax_lsdp that wrote it, or a newer one."
             )
         if set(found) != {"optax_lsdp_ledger", "runs"}:
-            raise ValueError(f"`text` must hold a version and runs alone, got {sorted(found)}.")
+            raise ValueError(
+                f"`text` must hold a version and runs alone, got {str(sorted(found))[:200]}."
+            )
         known = {field.name for field in fields(SampledGaussian)}
-        for run in runs if isinstance(runs, list) else [runs]:
+        for run in runs if isinstance(runs, list) else [str(runs)]:
             if not isinstance(run, dict) or set(run) != known:
                 raise ValueError(
-                    f"`text` must hold runs with the keys {sorted(known)}, got {run!r}."
+                    f"`text` must hold runs with the keys {sorted(known)}, got {str(run)[:200]}."
                 )
         return cls(SampledGaussian(**run) for run in runs)
 

@@ -4,7 +4,14 @@ import math
 from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Literal, Self, get_args
 
-from optax_lsdp._checks import check_choice, check_positive, check_rate, check_whole
+from optax_lsdp._checks import (
+    MOST_STEPS,
+    check_choice,
+    check_positive,
+    check_rate,
+    check_whole,
+    is_number,
+)
 from optax_lsdp.accounting._dominate import ANALYSED, reveal
 from optax_lsdp.accounting._queries import Mechanism
 
@@ -65,7 +72,8 @@ class SampledGaussian(Mechanism):
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        why = "without noise ε is infinite" if self.noise_multiplier == 0 else ""
+        is_zero = is_number(self.noise_multiplier) and self.noise_multiplier == 0
+        why = "without noise ε is infinite" if is_zero else ""
         check_positive("noise_multiplier", self.noise_multiplier, why)
         check_rate("sampling_rate", self.sampling_rate)
         check_whole("steps", self.steps, least=0)
@@ -141,4 +149,10 @@ def steps_of_epochs(
             f"`batch_size` must be at most `dataset_size`, got {batch_size} of {dataset_size}."
         )
     epoch = dataset_size // batch_size if sampling == "shuffled" else dataset_size / batch_size
-    return math.ceil(epochs * epoch * (1 - 1e-12))  # 3 epochs of 100/30 are 10, not 11
+    steps = epochs * epoch * (1 - 1e-12)
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"`epochs` must take {MOST_STEPS:.0e} steps at most, got {epochs!r}, which take "
+            f"{steps:.2g}."
+        )
+    return math.ceil(steps)  # 3 epochs of 100/30 are 10, not 11

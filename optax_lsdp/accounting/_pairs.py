@@ -4,14 +4,18 @@ Noise has unit variance, q is the sampling rate, and the shift μ is the example
 contribution over the noise's standard deviation.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from scipy.special import bdtrc, gammaln, xlog1py, xlogy
+
+from optax_lsdp.accounting._binomial import tail_rounding, upper_tail
 
 _LARGEST_REACH = 20.0  # of the members of a group together, in standard deviations
+_UNLIKELY = 1e-40
+_LARGEST_LOSS = 700.0  # whose exponential is a double
 _FAR = 40.0  # in standard deviations; no mass of a Gaussian is beyond it in double precision
 
 
@@ -77,7 +81,8 @@ def remove(rate: float, shift: float) -> Pair:
 
     def point(losses: np.ndarray) -> np.ndarray:
         far = np.exp(np.minimum(losses, 0.0)) - (1 - rate)
-        excess = np.where(losses < -0.5, far, np.expm1(losses) + rate)
+        near = np.expm1(np.minimum(losses, _LARGEST_LOSS))
+        excess = np.where(losses < -0.5, far, near + rate)
         with np.errstate(divide="ignore"):
             return (np.log(np.maximum(excess, 0.0) / rate) + shift**2 / 2) / shift
 
@@ -130,6 +135,19 @@ def fixed_size(rate: float, shift: float) -> Pair:
     return remove(rate, shift)._replace(folded=True)
 
 
+def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
+    """Return how many members of a group `remove_group` tells apart, and P of more than those."""
+    most = int(min(size, max(1, _LARGEST_REACH // shift)))
+    low, high = 0, most  # more than `high` are not likely, or are not told apart
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_likely = middle < size and upper_tail(middle + 1, size, rate) >= _UNLIKELY
+        low, high = (middle, high) if is_likely else (low, middle)
+    if high == size:
+        return high, 0.0
+    return high, upper_tail(high + 1, size, rate) * (1 + tail_rounding(size))
+
+
 def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False) -> Pair:
     """Return Σ Binomial(j; k, q)·N(jμ) against N(0): k examples are there, or they are not.
 
@@ -138,23 +156,28 @@ def remove_group(rate: float, shift: float, size: int, *, at_least: bool = False
 
     Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via MoG Mechanisms.
     """
-    most = int(min(size, max(1, _LARGEST_REACH // shift)))
-    likely = int(np.argmax(np.append(bdtrc(np.arange(most), size, rate) < 1e-40, True)))
-    members = np.arange(min(most, likely) + 1)
-    logs = gammaln(size + 1) - gammaln(members + 1) - gammaln(size - members + 1)
-    logs = logs + xlogy(members, rate) + xlog1py(size - members, -rate)
+    last, lost = group_members(rate, shift, size)
+    members = np.arange(last + 1)
+    logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)
+    if rate < 1:  # one term from the other: their logarithms err by less than 1e-9 together
+        odds = (size - members[:-1]) / members[1:] * (rate / (1 - rate))
+        logs[1:] += np.cumsum(np.log(odds))
+    elif last == size:
+        logs[-1] = 0.0
     change = np.exp(logs) * (1 - 1e-9 if at_least else 1 + 1e-9)
     change[0] = math.expm1(size * math.log1p(-rate)) if rate < 1 else -1.0
     if at_least:
         change[0] = -change[1:].sum()
+        lost = 0.0
     base = np.where(members == 0, 1.0, 0.0)
-    lost = 0.0
-    if members[-1] < size and not at_least:
-        lost = float(bdtrc(members[-1], size, rate)) * (1 + 1e-5)
+
+    @functools.cache
+    def tabulate() -> tuple[np.ndarray, np.ndarray]:
+        table = np.linspace(-_FAR, _FAR + members[-1] * shift, 4000)
+        return table, pair.loss(table)
 
     def point(losses: np.ndarray) -> np.ndarray:
-        table = np.linspace(-_FAR, _FAR + members[-1] * shift, 4000)
-        known = pair.loss(table)
+        table, known = tabulate()
         low = np.clip(np.searchsorted(known, losses) - 1, 0, len(table) - 2)
         low, high = table[low], table[low + 1]
         x = (low + high) / 2

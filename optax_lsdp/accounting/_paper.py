@@ -139,10 +139,11 @@ class _Setting(NamedTuple):
 
     def terms(self, epsilon: float, mu: np.ndarray) -> _Terms:
         """Return every term of the theorem at each μ, for G = 1."""
-        alpha = -math.log(self.delta) / ((1 - mu) * epsilon) + 1
-        share = self.steps * alpha / (mu * self.size**2 * epsilon)
-        spread = 5 * self.batch**2 * share
-        largest = np.log(self.size / (self.batch * (1 + spread)))
+        with np.errstate(over="ignore", divide="ignore"):  # ∞ fails both conditions
+            alpha = -math.log(self.delta) / ((1 - mu) * epsilon) + 1
+            share = self.steps * alpha / (mu * self.size**2 * epsilon)
+            spread = 5 * self.batch**2 * share
+            largest = np.log(self.size / (self.batch * (1 + spread)))
         return _Terms(
             np.sqrt(20 * share), alpha, largest, spread, (alpha <= largest) & (spread >= 1.5)
         )

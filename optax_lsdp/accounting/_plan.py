@@ -12,10 +12,11 @@ from scipy.optimize import brentq
 
 from optax_lsdp.accounting._loss import Nodes, Step, sample
 
-LOOSENESS = 1e-4  # the share of ε that the mesh may cost
+_LOOSENESS = 1e-4  # the share of ε that the mesh may cost
 _CUT = 1e-5  # the share of δ that may be cut off all steps together
 _STEEPEST = 1e6  # θ·ε; beyond it all losses are at their maximum, and δ falls to zero at once
 _MOST_KINDS = 16  # of steps that a plan looks at
+_FURTHEST = 1e15  # where a loss is on the lattice, so that int64 holds it
 _MOST_RESIDUES = 1_500_000  # of the lattice in the window; more would take seconds
 
 
@@ -32,6 +33,7 @@ class Plan(NamedTuple):
         tail: the mass to cut off a step.
         epsilon: the ε, or the scale of losses, that was planned for.
         log_delta: log δ there.
+        cost: what the mesh may cost of ε; more than was planned where it had to be coarser.
     """
 
     tilt: float
@@ -43,6 +45,7 @@ class Plan(NamedTuple):
     tail: float
     epsilon: float
     log_delta: float
+    cost: float
 
 
 class _Cumulants(NamedTuple):
@@ -159,7 +162,7 @@ def _plan(
     known = _cumulants(parts, tilt)
     scale = max(_chernoff(parts, tilt)[1], math.sqrt(known.variance))
     scale = min(epsilon or math.inf, scale)
-    allowed = LOOSENESS * scale * 2 / (tilt + 1)
+    allowed = _LOOSENESS * scale * 2 / (tilt + 1)
     tilted = []
     for (losses, masses), count in parts:
         weights = masses * np.exp(np.minimum(tilt * losses, 600.0))
@@ -174,11 +177,13 @@ def _plan(
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in parts)))
     least = 0.2 * math.sqrt(_cumulants(parts, 0.0).variance)
     mesh = min(mesh, 0.5 / tilt, max(scale, least) / 300)
+    furthest = max(float(size.max()) for _, size in tilted) / _FURTHEST
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
     further, window = _window(parts, tilt, tail, log_delta, scale)
+    mesh = max(mesh, furthest, window / _MOST_RESIDUES)
     return Plan(
         tilt=tilt,
-        mesh=max(mesh, window / _MOST_RESIDUES),
+        mesh=mesh,
         window=window,
         further=further,
         per_octave=min(max(per_octave, 16), 2048),
@@ -186,6 +191,7 @@ def _plan(
         tail=tail,
         epsilon=scale,
         log_delta=log_delta,
+        cost=max(_LOOSENESS * scale, (allowed - excess(mesh)) * (tilt + 1) / 2),
     )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from scipy.optimize import brentq
 
-from optax_lsdp._checks import check_positive, check_whole
+from optax_lsdp._checks import MOST_STEPS, check_positive, check_whole
 from optax_lsdp.accounting import (
     Composition,
     Ledger,
@@ -33,6 +33,8 @@ def steps_of(plan: PrivacyPlan) -> int:
         )
     if plan.epochs is None:
         check_whole("steps", plan.steps)
+        if plan.steps > MOST_STEPS:
+            raise ValueError(f"`steps` must be {MOST_STEPS:.0e} at most, got {plan.steps}.")
         return plan.steps
     return steps_of_epochs(
         plan.epochs,
@@ -52,6 +54,11 @@ def noise_and_epsilon(plan: PrivacyPlan) -> tuple[float, float]:
         return _calibrated(plan), plan.epsilon
     check_positive("noise_multiplier", plan.noise_multiplier)
     spent = mechanism_of(plan, plan.noise_multiplier).epsilon(plan.delta_of_noise)
+    if spent == math.inf:
+        raise ValueError(
+            f"`noise_multiplier` must be large enough for a finite ε, got {plan.noise_multiplier!r}"
+            f" for {plan.steps} steps; give `epsilon`, and it is found."
+        )
     if plan.epsilon is not None and spent > plan.epsilon:
         raise ValueError(
             f"`epsilon` must be at least {spent:.6g}, which {plan.steps} steps with "

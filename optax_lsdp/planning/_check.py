@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optax_lsdp._checks import check_delta, check_non_negative, check_whole
+from optax_lsdp._json import check_depth
 from optax_lsdp.clipping import sensitivity
 from optax_lsdp.planning._piecewise import Piecewise
 
@@ -43,5 +44,12 @@ def check_settings(plan: PrivacyPlan) -> None:
                 f"`{name}` must be {'' if is_needed else 'a number or '}a Piecewise, got "
                 f"{value!r}; Piecewise.sample(schedule, steps) makes one of any schedule."
             )
+    try:
+        check_depth(plan.clip_norm)
+    except ValueError as error:
+        raise ValueError(
+            "`clip_norm` must be a number or a tree that is not so deep, got a "
+            f"{type(plan.clip_norm).__name__}: {error}."
+        ) from None
     sensitivity(plan.clip_norm)
     check_non_negative("smoothing", plan.smoothing, schedule=True)

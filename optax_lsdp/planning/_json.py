@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from optax_lsdp._json import read_json
 from optax_lsdp.planning._piecewise import Piecewise
 
 _VERSION = 1
@@ -17,16 +18,18 @@ def write_plan(settings: dict[str, Any]) -> str:
 def read_plan(text: str, known: set[str]) -> dict[str, Any]:
     """Return the settings that were written; whatever is not fully understood is refused."""
     try:
-        found = json.loads(text)
+        found = read_json(text)
         version = found.pop("optax_lsdp_plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"`text` must be what to_json wrote, got {str(text)[:40]!r}.") from error
+        raise ValueError(
+            f"`text` must be what to_json wrote, got {str(text)[:40]!r}, which is not: {error}."
+        ) from error
     if version != _VERSION or set(found) != known:
         raise ValueError(
             f"`text` must be a plan of version {_VERSION} with the keys {sorted(known)}, got "
-            f"version {version!r} with {sorted(found)}."
+            f"version {str(version)[:40]} with {str(sorted(found))[:400]}."
         )
-    return {name: _read(value) for name, value in found.items()}
+    return {name: _read(name, value) for name, value in found.items()}
 
 
 def _write(name: str, value: Any) -> Any:
@@ -53,11 +56,18 @@ def _write(name: str, value: Any) -> Any:
     )
 
 
-def _read(value: Any) -> Any:
+def _read(name: str, value: Any) -> Any:
     if isinstance(value, dict) and set(value) == {"$piecewise"}:
-        return Piecewise(*map(tuple, value["$piecewise"]))
+        match value["$piecewise"]:
+            case [list(starts), list(values)]:
+                return Piecewise(tuple(starts), tuple(values))
+        raise ValueError(
+            f"`{name}` must be a Piecewise of starts and values, got {str(value)[:200]}."
+        )
     if isinstance(value, dict) and set(value) == {"$tuple"}:
-        return tuple(map(_read, value["$tuple"]))
+        if not isinstance(value["$tuple"], list):
+            raise ValueError(f"`{name}` must be a tuple of parts, got {str(value)[:200]}.")
+        return tuple(_read(name, part) for part in value["$tuple"])
     if isinstance(value, dict):
-        return {key: _read(part) for key, part in value.items()}
-    return [_read(part) for part in value] if isinstance(value, list) else value
+        return {key: _read(name, part) for key, part in value.items()}
+    return [_read(name, part) for part in value] if isinstance(value, list) else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +31,16 @@ class Piecewise:
     values: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        starts, values = tuple(self.starts), tuple(map(float, self.values))
+        starts, values = tuple(self.starts), tuple(self.values)
+        for start, value in itertools.zip_longest(starts, values, fillvalue=1):
+            check_whole("starts", start, least=0)
+            check_positive("values", value)
+        values = tuple(map(float, values))
         if len(starts) != len(values) or starts[:1] != (0,) or list(starts) != sorted(set(starts)):
             raise ValueError(
                 "`starts` must begin at 0 and rise, with a value for each of them, got "
-                f"starts={starts} and values={values}."
+                f"starts={str(starts)[:200]} and values={str(values)[:200]}."
             )
-        for start, value in zip(starts, values, strict=True):
-            check_whole("starts", start, least=0)
-            check_positive("values", value)
         object.__setattr__(self, "starts", tuple(map(int, starts)))
         object.__setattr__(self, "values", values)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +14,24 @@ from jax.experimental import multihost_utils
 
 from optax_lsdp._marked import is_marked
 from optax_lsdp._trees import path_name
+from optax_lsdp.clipping import PerExample
+from optax_lsdp.training._report import Report
+
+_LONGEST = 1000  # characters of a name
+_READ_HEADER = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
 
 
 def export_params(path: Path | str, params: Any) -> None:
     """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
 
     What the guarantee covers is what a run returns: its parameters and their average. Half
-    precision is written as float32, which NumPy can read. A clipped sum, a key, or anything but
-    floating-point numbers raises a ValueError.
+    precision is written as float32, which NumPy can read. A clipped sum, what each example gave, a
+    callback's report, a key, or anything but floating-point numbers raises a ValueError; so does a
+    name that a program could take for a place outside of the file. An array that was taken out of
+    such a thing cannot be told from a parameter.
 
     Args:
         path: the file; ".npz" is added if it has no such end.
@@ -34,12 +45,14 @@ def export_params(path: Path | str, params: Any) -> None:
     (2, 3)
     """
     whole: dict[str, np.ndarray] = {}
-    for place, leaf in jax.tree.leaves_with_path(params, is_leaf=is_marked):
+    for place, leaf in jax.tree.leaves_with_path(
+        params, is_leaf=lambda part: bool(_why_private(part))
+    ):
         name = _name(place)
-        if is_marked(leaf):
+        if why := _why_private(leaf):
             raise ValueError(
-                f"`params` must be parameters, got a clipped sum at {name!r}, which has no noise "
-                "and must not be released."
+                f"`params` must be parameters, got {why} at {name!r}, which has no noise and must "
+                "not be released."
             )
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
@@ -47,6 +60,7 @@ def export_params(path: Path | str, params: Any) -> None:
                 "`params` must hold arrays of floating-point numbers and no key, got "
                 f"{dtype or type(leaf).__name__} at {name!r}; pass the parameters alone."
             )
+        _check_name(place, name)
         if name in whole:
             raise ValueError(f"`params` must have different names, got two of {name!r}.")
         if not getattr(leaf, "is_fully_addressable", True):
@@ -73,12 +87,16 @@ def load_params(path: Path | str, like: Any) -> Any:
     ...     print(load_params(f"{folder}/model.npz", params)["dense"]["kernel"].dtype)
     bfloat16
     """
-    with np.load(_with_suffix(path)) as file:
-        found = dict(file)
     wanted = {_name(place): leaf for place, leaf in jax.tree.leaves_with_path(like)}
+    try:
+        found = _load(_with_suffix(path), {name: x.shape for name, x in wanted.items()})
+    except (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError) as error:
+        raise ValueError(
+            f"`path` must be a file that `export_params` wrote, got {str(path)!r}: {error}."
+        ) from error
     for name in sorted(found | wanted):
         here, there = (
-            str(tree[name].shape) if name in tree else "nothing" for tree in (wanted, found)
+            str(tuple(tree[name].shape)) if name in tree else "nothing" for tree in (wanted, found)
         )
         if here != there:
             raise ValueError(
@@ -95,7 +113,66 @@ def _with_suffix(path: Path | str) -> Path:
 
 def _name(place: Any) -> str:
     """Return the name of a leaf in the file."""
-    return path_name(place) or "params"
+    return path_name(place) if place else "params"
+
+
+def _why_private(leaf: Any) -> str:
+    """Say what a part of a tree is that must not be released, or nothing."""
+    if is_marked(leaf):
+        return "a clipped sum"
+    if isinstance(leaf, PerExample):
+        return "losses and norms of single examples"
+    return "a report with the batch's loss" if isinstance(leaf, Report) else ""
+
+
+def _check_name(place: Any, name: str) -> None:
+    """Raise if a program that unpacks the file could write elsewhere, or mistake one for another.
+
+    Names that differ in case alone pass: NumPy tells them apart, and models have W and w.
+    """
+    parts = name.split("/")
+    is_odd = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
+    is_drive = name[1:2] == ":" and name[0].isalpha()
+    if is_odd or is_drive or len(name) > _LONGEST or {"", ".", ".."} & set(parts):
+        demand = "that are no paths to elsewhere"
+    elif name.endswith(".npy"):
+        demand = "without the end .npy, which NumPy adds"
+    else:
+        return
+    raise ValueError(
+        f"`params` must have names {demand}, got {name[:_LONGEST]!r}; rename that part of the tree."
+    )
+
+
+class _Shape(NamedTuple):
+    """Stands for an array that was not read, since none of its shape is wanted."""
+
+    shape: tuple[int, ...]
+
+
+def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Return the arrays of a file; of those of other names or shapes, the shape alone.
+
+    Neither what a header says nor what was compressed can ask for more memory than is wanted.
+    """
+    found: dict[str, Any] = {}
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        for member in archive.namelist():
+            name = member.removesuffix(".npy")
+            if name == member or name in found:
+                raise ValueError(f"{member[:_LONGEST]!r} is no array, or there are two of it")
+            with archive.open(member) as content:
+                version = np.lib.format.read_magic(content)
+                if version not in _READ_HEADER:
+                    raise ValueError(f"{name[:_LONGEST]!r} is of an unknown version")
+                shape, _, dtype = _READ_HEADER[version](content)
+            if dtype.kind not in "fc":
+                raise ValueError(f"{name[:_LONGEST]!r} holds {dtype}, no floating-point numbers")
+            found[name] = _Shape(shape)
+            if shapes.get(name) == shape:
+                with archive.open(member) as content:
+                    found[name] = np.lib.format.read_array(content, allow_pickle=False)
+    return found
 
 
 def _save(file: Any, arrays: dict[str, np.ndarray]) -> None:

@@ -67,7 +67,8 @@ def fit(
             how large its batch was.
         mesh: devices over which examples are spread.
         folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
-            and are as secret as the data. `export_params` writes what may be released.
+            and are as secret as the data. One that other users may enter is closed to them, with
+            a warning, or refused. `export_params` writes what may be released.
         save_every: steps between checkpoints.
         callbacks: functions that are told of each step. One that raises `StopTraining` ends the
             run, which is saved and returned. If one raises anything else, the run ends as by a

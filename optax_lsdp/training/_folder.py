@@ -18,6 +18,7 @@ from optax_lsdp._keys import is_key
 from optax_lsdp._trees import path_name
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._access import make_private_folder
 from optax_lsdp.training._files import lock, write_whole
 from optax_lsdp.training._hosts import holds_anywhere, wait_for_all
 from optax_lsdp.training._journal import Journal, no_room
@@ -42,9 +43,9 @@ class RunFolder:
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
         if not (isinstance(path, str | Path) and str(path)):
             raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
-        self.path, self.plan = Path(path).absolute(), plan
+        self.plan = plan
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # nobody else reads the key
+            self.path = make_private_folder(Path(path))
         except OSError as error:
             raise ValueError(
                 f"`folder` must be a folder or a place for one, got {str(path)!r}, where none can "

@@ -1,5 +1,8 @@
 """What may be released is written whole, and nothing else."""
 
+import io
+import zipfile
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -70,3 +73,92 @@ def test_another_model_is_refused(like, message, tmp_path):
     training.export_params(tmp_path / "model.npz", {"w": jnp.ones(3)})
     with pytest.raises(ValueError, match=message):
         training.load_params(tmp_path / "model.npz", like)
+
+
+def write_members(path, members):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+
+
+def as_npy(array, **options):
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array, **options)
+    return file.getvalue()
+
+
+PRIVATE = {
+    "what each example gave": lsdp.PerExample(jnp.ones(3), jnp.ones(3)),
+    "aux of each example": lsdp.PerExample(jnp.ones(3), {"w": jnp.ones(3)}, jnp.ones((3, 2))),
+    "a clipped sum": lsdp.Clipped(jnp.ones(3), 1.0),
+    "a sum on a grid": lsdp.discrete.OnGrid(jnp.ones(3, jnp.int32), 0.1, 10, 1),
+    "a report": training.Report(jnp.ones(()), jnp.ones(2), (), jnp.ones(()), jnp.ones(())),
+    "an optimizer's state": lsdp.add_gaussian_noise(stddev=1.0, key=jax.random.key(0)).init(
+        jnp.ones(2)
+    ),
+    "objects": np.array([lambda: jax.random.key(0)], object),
+}
+
+
+@pytest.mark.parametrize("where", ["alone", "in a dict", "in a tuple"])
+@pytest.mark.parametrize("kind", PRIVATE)
+def test_nothing_private_is_written_wherever_it_is(kind, where, tmp_path):
+    params = {
+        "alone": PRIVATE[kind],
+        "in a dict": {"a": jnp.ones(2), "b": {"c": PRIVATE[kind]}},
+        "in a tuple": (jnp.ones(2), [PRIVATE[kind]]),
+    }[where]
+    with pytest.raises(ValueError, match=r"^`params` must"):
+        exported(tmp_path, params)
+    assert not list(tmp_path.iterdir())
+
+
+NAMES = ("../../x", "..", ".", "/etc/x", "a//b", "a/", "", "a\\b", "C:\\x", "c:/x", "a/../b")
+NAMES += ("a\nb", "a\0b", "\x7f", "\u202e", "\ud800", "a.npy", "x" * 2000)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+def test_a_name_that_could_be_taken_for_another_place_is_refused(name, tmp_path):
+    with pytest.raises(ValueError, match=r"^`params` must have names"):
+        exported(tmp_path, {name: jnp.ones(1), "w": jnp.ones(1)})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["mlp/~/linear_0", "kernel:0", "W", "größe", "...", "a.npz", "-"])
+def test_names_that_models_have_are_written(name, tmp_path):
+    params = {name: jnp.arange(2.0), "w": jnp.ones(2)}
+    training.export_params(tmp_path / "model", params)
+    chex.assert_trees_all_equal(training.load_params(tmp_path / "model", params), params)
+
+
+def huge_header():
+    header = b"{'descr': '<f4', 'fortran_order': False, 'shape': (1000000000000,), }"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+HOSTILE = {
+    "no archive": b"garbage",
+    "nothing": b"",
+    "an array": as_npy(np.ones(3, np.float32)),
+    "a pickle": [("w.npy", as_npy(np.array([{}], object), allow_pickle=True))],
+    "an array that is huge": [("w.npy", huge_header())],
+    "an array that is cut": [("w.npy", as_npy(np.ones(3, np.float32))[:-4])],
+    "a damaged header": [("w.npy", b"\x93NUMPY\x01\x00\x05\x00abcde")],
+    "two of a name": [("w.npy", as_npy(np.ones(3)))] * 2,
+    "text": [("w.npy", as_npy(np.array(["a", "b", "c"])))],
+    "whole numbers": [("w.npy", as_npy(np.ones(3, np.int64)))],
+    "another name": [("w.npy", as_npy(np.ones(3))), ("../../x.npy", as_npy(np.ones(3)))],
+    "no name of an array": [("w.npy", as_npy(np.ones(3))), ("run.py", b"import os")],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_file_that_was_not_exported_is_refused(kind, tmp_path):
+    content, path = HOSTILE[kind], tmp_path / "model.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write_members(path, content)
+    with pytest.raises(ValueError, match=r"^`(path|like)` must"):
+        training.load_params(path, {"w": jnp.ones(3)})
