@@ -56,3 +56,23 @@ class StatisticsReport(Report):
         measured = {self.quantity: f"{self.seen:.6g}, should be {self.expected:.6g}"}
         tests = {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
         return measured | tests | {"if all is well": f"rejected with probability {self.failure:g}"}
+
+
+@dataclass(frozen=True)
+class ClaimsReport(Report):
+    """Whether claims hold that need no statistics.
+
+    Attributes:
+        claims: what is wrong with each claim; empty where nothing is.
+    """
+
+    claims: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all claims hold."""
+        return not any(self.claims.values())
+
+    def lines(self) -> dict[str, str]:
+        """Return what is printed."""
+        return {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}

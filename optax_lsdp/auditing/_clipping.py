@@ -1,0 +1,118 @@
+"""Audits of the library's clipping: searches for neighbours, and comparison with an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lsdp.auditing._hard_models import MODELS, hard_batch, hard_loss, hard_params
+from optax_lsdp.auditing._oracle import (
+    AgreementReport,
+    Group,
+    audit_agreement,
+    single_gradients,
+)
+from optax_lsdp.auditing._sensitivity import SensitivityReport, audit_sensitivity
+from optax_lsdp.clipping import clip_per_example, clipped_grad
+
+Engine = Literal["bookkeeping", "vmap"]
+_CLIP_NORM, _SIZE = 0.5, 16
+_SEARCHES, _ASCENTS, _ASCENT_STEPS = 12, 2, 20
+_MICROBATCH = 5  # which does not divide the twelve examples
+_TOGETHER = ("dense", "scanned", "small", "tied")  # models that have one clip norm
+_PRECISION = 1e-4  # of gradients in float32
+_PRECISIONS = {"half": 3e-2, "cancelling": 3e-2}  # of the others
+
+
+def audit_clipping(engine: Engine, key: jax.Array) -> SensitivityReport:
+    """Search for neighbouring batches of one dense layer that are too far apart."""
+    keys = jax.random.split(key, 3)
+    params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
+    batch = jax.random.normal(keys[1], (_SIZE, 12))
+
+    def loss(params: Any, example: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(example @ params["kernel"] + params["bias"]) ** 2)
+
+    release = clipping(loss, params, _CLIP_NORM, engine=engine)
+    return audit_sensitivity(
+        release,
+        batch,
+        declared=_CLIP_NORM,
+        searches=_SEARCHES,
+        ascents=_ASCENTS,
+        ascent_steps=_ASCENT_STEPS,
+        key=keys[2],
+    )
+
+
+def audit_hard_models(
+    engine: Engine, key: jax.Array, models: Sequence[str] = tuple(MODELS)
+) -> AgreementReport:
+    """Compare the clipped sums of hard models with the oracle, each with a clip norm of its own."""
+    case = _hard_case(key, models)
+    groups = hard_groups(models)
+    clip_norms = {name: group.clip_norm for name, group in groups.items()}
+    options: Any = {"microbatch_size": _MICROBATCH} if engine == "vmap" else {}
+    release = clipping(case.loss, case.params, clip_norms, engine=engine, **options)
+    return audit_agreement(jax.jit(release), case.batch, case.gradients, groups)
+
+
+def audit_microbatches(key: jax.Array, models: Sequence[str] = _TOGETHER) -> AgreementReport:
+    """Compare automatic clipping in microbatches with the oracle, with one norm for all leaves."""
+    case = _hard_case(key, models)
+    release = clipping(
+        case.loss,
+        case.params,
+        _CLIP_NORM,
+        engine="bookkeeping",
+        clip_style="automatic",
+        microbatch_size=_MICROBATCH,
+    )
+    together = {"all leaves": Group(_CLIP_NORM, lambda tree: tree, _PRECISION)}
+    return audit_agreement(
+        jax.jit(release), case.batch, case.gradients, together, automatic=True
+    )
+
+
+def clipping(loss_fn: Any, params: Any, clip_norm: Any, **options: Any) -> Callable[..., Any]:
+    """Return `release(batch, mask)`, the library's clipped sum."""
+    gradient = clipped_grad(loss_fn, clip_norm=clip_norm, **options)
+    link = clip_per_example(clip_norm)
+
+    def release(batch: Any, mask: jax.Array) -> Any:
+        return link.update(gradient(params, batch, mask), link.init(params), params)[0]
+
+    return release
+
+
+def hard_groups(models: Sequence[str] = tuple(MODELS)) -> dict[str, Group]:
+    """Return a group for each hard model, with a clip norm of its own."""
+
+    def group(place: int, name: str) -> Group:
+        precision = _PRECISIONS.get(name, _PRECISION)
+        return Group(_CLIP_NORM + 0.1 * place, lambda tree: tree[name], precision)
+
+    return {name: group(place, name) for place, name in enumerate(models)}
+
+
+class _Case(NamedTuple):
+    """Some of the hard models, and what the oracle says of them."""
+
+    loss: Callable[..., jax.Array]
+    params: Any
+    batch: Any
+    gradients: list[Any]
+
+
+def _hard_case(key: jax.Array, models: Sequence[str]) -> _Case:
+    keys = jax.random.split(key)
+    drawn = hard_params(keys[0])
+    params, batch = {name: drawn[name] for name in models}, hard_batch(keys[1])
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        return hard_loss(params, example, models)
+
+    return _Case(loss, params, batch, single_gradients(loss, params, batch))
