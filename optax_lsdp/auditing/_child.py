@@ -84,4 +84,3 @@ def serve(run_audit: Callable[[str, jax.Array], Report]) -> None:
     for name in names:
         pickle.dump(run_audit(name, key), reports)
         reports.flush()
-

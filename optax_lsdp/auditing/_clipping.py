@@ -72,9 +72,7 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = _TOGETHER) -> Agr
         microbatch_size=_MICROBATCH,
     )
     together = {"all leaves": Group(_CLIP_NORM, lambda tree: tree, _PRECISION)}
-    return audit_agreement(
-        jax.jit(release), case.batch, case.gradients, together, automatic=True
-    )
+    return audit_agreement(jax.jit(release), case.batch, case.gradients, together, automatic=True)
 
 
 def clipping(loss_fn: Any, params: Any, clip_norm: Any, **options: Any) -> Callable[..., Any]:

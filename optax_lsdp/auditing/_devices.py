@@ -43,9 +43,7 @@ def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
     def update(zeros: Any, step: jax.Array) -> Any:
         return link.update(zeros, link.init(zeros)._replace(step=step))[0]
 
-    spread = jax.jit(
-        jax.shard_map(update, mesh=_mesh(), in_specs=(specs, whole), out_specs=specs)
-    )
+    spread = jax.jit(jax.shard_map(update, mesh=_mesh(), in_specs=(specs, whole), out_specs=specs))
     release = partial(_at_step, spread, zeros)
     return audit_noise(release, scale=_SCALE, steps=_STEPS)
 
@@ -69,9 +67,7 @@ def audit_sharded_clipping(key: jax.Array) -> AgreementReport:
         return jax.lax.psum(gradient(params, batch, mask), "shards")
 
     split = jax.P("shards")
-    spread = jax.shard_map(
-        clip, mesh=_mesh(), in_specs=(jax.P(), split, split), out_specs=jax.P()
-    )
+    spread = jax.shard_map(clip, mesh=_mesh(), in_specs=(jax.P(), split, split), out_specs=jax.P())
 
     @jax.jit
     def release(batch: Any, mask: jax.Array) -> Any:

@@ -138,24 +138,28 @@ def audit_agreement(
         for i in places:
             where = f"of {name!r}, example {i}"
             one, wanted = alone[i][name], expected[i][name]
-            length, target = (np.linalg.norm(x) for x in (one, wanted))
+            length, target = _length(one), _length(wanted)
             largest = max(largest, length / clip_norm)
             clipped += bool(length > (1 - _COARSE) * clip_norm)
             text = f"NO: {length / clip_norm:.6g} clip norms {where}"
             worst.add(bound, (length / clip_norm - 1) / _ROUNDING, text)
             share = float(one @ wanted / max(target**2, 1e-300))  # how much of it was added
-            off = np.linalg.norm(one - min(max(share, 1 - _COARSE), 1.0) * wanted)
+            off = _length(one - min(max(share, 1 - _COARSE), 1.0) * wanted)
             text = f"NO: {length:.6g} instead of {target:.6g} {where}, off by {off:.3g}"
             worst.add(right, off / (precision * target + _ROUNDING * 1e-3 * clip_norm), text)
             made = everyone[name] - others[i][name]
-            off = np.linalg.norm(made - one) / clip_norm
+            off = _length(made - one) / clip_norm
             text = f"NO: off by {off:.3g} clip norms {where}"
             worst.add(difference, off / _SUM_ROUNDING, text)
-        off = np.linalg.norm(sum(x[name] for x in alone) - everyone[name]) / clip_norm
+        off = _length(sum(x[name] for x in alone) - everyone[name]) / clip_norm
         worst.add(total, off / _SUM_ROUNDING, f"NO: off by {off:.3g} clip norms of {name!r}")
         left = float(np.abs(nobody[name]).max(initial=0.0))
         worst.add(masked, 2.0 if left != 0 else 0.0, f"NO: {left:.3g} of {name!r} is left")
     return AgreementReport(len(places) * len(groups), largest, clipped, worst.texts())
+
+
+def _length(vector: Any) -> float:
+    return float(np.linalg.norm(vector))
 
 
 def _flat(trees: list[Any], groups: Mapping[str, Group]) -> list[dict[str, np.ndarray]]:
@@ -174,7 +178,7 @@ def _clipped(
     """Return what an example should add: nothing if any entry is not finite."""
     if not all(np.isfinite(x).all() for x in gradient.values()):
         return {name: np.zeros_like(x) for name, x in gradient.items()}
-    norms = {name: float(np.linalg.norm(x)) for name, x in gradient.items()}
+    norms = {name: _length(x) for name, x in gradient.items()}
     factors = {
         name: group.clip_norm / (norms[name] + _STABILITY)
         if automatic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler
 
 _CLIP_NORM, _NOISE_MULTIPLIER, _DELTA = 0.5, 2.0, 1e-5
 _COUNT, _RATE = 1000, 0.05
+_TRAINING = "resumed runs"
 _SAMPLED = sorted({*range(300), *FAR_STEPS})
 _SMALL = {"kernel": (24, 40), "bias": (40,), "a": (5,), "b": (5,), "c": (2, 3), "d": (7,), "e": ()}
 _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
@@ -47,7 +49,7 @@ def audit_library(
 
     It is what `optax-lsdp audit` runs. What needs eight devices runs beside the rest, in a process
     of its own with as many simulated CPU devices, unless there are so many here. The audit of
-    resumed runs is left out where Orbax is not installed.
+    resumed runs is left out, with a warning, where Orbax is not installed.
 
     Args:
         key: of all audits.
@@ -59,7 +61,12 @@ def audit_library(
     """
     here, apart = list(AUDITS), list(AUDITS_APART)
     if find_spec("orbax") is None or find_spec("tqdm") is None:
-        apart.remove("resumed runs")
+        apart = [name for name in apart if name != _TRAINING]
+        warnings.warn(
+            f"{_TRAINING} are not audited without Orbax and tqdm: pip install "
+            "'optax-lsdp[training]'.",
+            stacklevel=2,
+        )
     if jax.device_count() >= DEVICES:
         here, apart = [*here, *apart], []
     with Child(apart, key, DEVICES) as child:
@@ -137,8 +144,6 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
     "sensitivity of clipping, engine 'bookkeeping'": partial(audit_clipping, "bookkeeping"),
     "sensitivity of clipping, engine 'vmap'": partial(audit_clipping, "vmap"),
     "clipping of hard models, engine 'bookkeeping'": partial(audit_hard_models, "bookkeeping"),
-    "clipping of hard models, engine 'vmap'": partial(audit_hard_models, "vmap"),
-    "clipping in microbatches": audit_microbatches,
     "noise": partial(_noise, _SMALL, FAR_STEPS),
     "noise of large leaves": partial(_noise, _LARGE, 6),
     "Poisson sampler": _poisson,
@@ -149,9 +154,11 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
     "sums on a grid": audit_grid,
     "noise on a grid": audit_grid_noise,
 }
-AUDITS_APART: dict[str, Callable[[jax.Array], Report]] = {  # on several devices, or slow to start
+AUDITS_APART: dict[str, Callable[[jax.Array], Report]] = {  # half of the work, beside the rest
+    "clipping of hard models, engine 'vmap'": partial(audit_hard_models, "vmap"),
+    "clipping in microbatches": audit_microbatches,
     "noise on several devices": audit_sharded_noise,
     "clipping on several devices": audit_sharded_clipping,
     "collectives on several devices": audit_collectives,
-    "resumed runs": audit_renewal,
+    _TRAINING: audit_renewal,
 }
