@@ -44,6 +44,7 @@ def audit_plan(key: jax.Array) -> ClaimsReport:
             "steps beyond the plan are refused": _steps_beyond(key),
             "steps that a budget does not cover are refused": _budget(),
             "batches without their mask are refused": _without_mask(),
+            "batches are the same inside of jit": _inside_jit(key),
             "sampler, noise and plans have keys of their own": _keys(key),
         }
     )
@@ -152,6 +153,16 @@ def _without_mask() -> str:
     ) or _is_refused(
         lambda: jax.eval_shape(stacked, state), "an optimizer takes stacked gradients without one"
     )
+
+
+def _inside_jit(key: jax.Array) -> str:
+    sampler = _plan().sampler(key)
+    compiled = jax.jit(sampler.batch)
+    for step in (0, 1, 1000, 2**31 - 2):
+        pairs = zip(sampler.batch(step), compiled(jnp.asarray(step, jnp.int32)), strict=True)
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            return f"that of step {step} is another one"
+    return ""
 
 
 def _is_refused(call: Callable[[], Any], otherwise: str) -> str:

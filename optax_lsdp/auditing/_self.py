@@ -29,14 +29,15 @@ from optax_lsdp.auditing._renewal import audit_renewal
 from optax_lsdp.auditing._report import ClaimsReport, Report, StatisticsReport
 from optax_lsdp.auditing._samplers import audit_sampler
 from optax_lsdp.auditing._steps import FAR_STEPS
+from optax_lsdp.auditing._training import audit_training
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.optimizers import privatize
-from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler
+from optax_lsdp.planning import PrivacyPlan
 
 _CLIP_NORM, _NOISE_MULTIPLIER, _DELTA = 0.5, 2.0, 1e-5
 _COUNT, _RATE = 1000, 0.05
-_TRAINING = "resumed runs"
+_RUNS = ("runs on neighbouring data", "resumed runs")  # which need Orbax
 _SAMPLED = sorted({*range(300), *FAR_STEPS})
 _SMALL = {"kernel": (24, 40), "bias": (40,), "a": (5,), "b": (5,), "c": (2, 3), "d": (7,), "e": ()}
 _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
@@ -48,8 +49,8 @@ def audit_library(
     """Audit clipping, noise, samplers, plans and whole steps of this installation, one by one.
 
     It is what `optax-lsdp audit` runs. What needs eight devices runs beside the rest, in a process
-    of its own with as many simulated CPU devices, unless there are so many here. The audit of
-    resumed runs is left out, with a warning, where Orbax is not installed.
+    of its own with as many simulated CPU devices, unless there are so many here. Runs of
+    `fit` are left out, with a warning, where Orbax is not installed.
 
     Args:
         key: of all audits.
@@ -61,9 +62,9 @@ def audit_library(
     """
     here, apart = list(AUDITS), list(AUDITS_APART)
     if find_spec("orbax") is None or find_spec("tqdm") is None:
-        apart = [name for name in apart if name != _TRAINING]
+        apart = [name for name in apart if name not in _RUNS]
         warnings.warn(
-            f"{_TRAINING} are not audited without Orbax and tqdm: pip install "
+            f"{' and '.join(_RUNS)} are not audited without Orbax and tqdm: pip install "
             "'optax-lsdp[training]'.",
             stacklevel=2,
         )
@@ -100,18 +101,21 @@ def _noise(shapes: Any, steps: Any, key: jax.Array) -> StatisticsReport:
     return audit_noise(release, scale=scale, steps=steps)
 
 
-def _poisson(key: jax.Array) -> StatisticsReport:
-    sampler = PoissonSampler(_COUNT, _RATE, key)
-    return audit_sampler(sampler, dataset_size=_COUNT, sampling_rate=_RATE, steps=_SAMPLED)
-
-
-def _fixed_size(key: jax.Array) -> StatisticsReport:
-    sampler = FixedSizeSampler(_COUNT, round(_RATE * _COUNT), key)
+def _sampler(facts: dict[str, Any], key: jax.Array) -> StatisticsReport:
+    """Audit the sampler of a plan."""
+    plan = PrivacyPlan(
+        dataset_size=_COUNT,
+        expected_batch_size=round(_RATE * _COUNT),
+        steps=1000,
+        noise_multiplier=100.0,
+        delta=_DELTA,
+        **facts,
+    )
     return audit_sampler(
-        sampler,
+        plan.sampler(key),
         dataset_size=_COUNT,
         sampling_rate=_RATE,
-        sampling="without_replacement",
+        sampling=plan.sampling,
         steps=_SAMPLED,
     )
 
@@ -146,8 +150,10 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
     "clipping of hard models, engine 'bookkeeping'": partial(audit_hard_models, "bookkeeping"),
     "noise": partial(_noise, _SMALL, FAR_STEPS),
     "noise of large leaves": partial(_noise, _LARGE, 6),
-    "Poisson sampler": _poisson,
-    "fixed-size sampler": _fixed_size,
+    "Poisson sampler": partial(_sampler, {"sampling": "poisson"}),
+    "fixed-size sampler": partial(
+        _sampler, {"sampling": "without_replacement", "neighbouring": "replace_one"}
+    ),
     "a step of DP-LSSGD, with and without a canary": _canary,
     "a plan": audit_plan,
     "noise of a plan's optimizer": audit_plan_noise,
@@ -160,5 +166,6 @@ AUDITS_APART: dict[str, Callable[[jax.Array], Report]] = {  # half of the work, 
     "noise on several devices": audit_sharded_noise,
     "clipping on several devices": audit_sharded_clipping,
     "collectives on several devices": audit_collectives,
-    _TRAINING: audit_renewal,
+    _RUNS[0]: audit_training,
+    _RUNS[1]: audit_renewal,
 }

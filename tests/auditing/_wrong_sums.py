@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp import _jaxpr, _trees
+from optax_lsdp import _jaxpr, _shards, _trees
 from optax_lsdp.clipping import _factors, _grad, _microbatch
 from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan
 from optax_lsdp.discrete import _grid
@@ -138,6 +138,10 @@ def _unmasked(run, batch, mask, groups):
     return run(batch, jnp.ones_like(mask), groups)
 
 
+def _unmasked_on_devices(run, batch, mask, groups):
+    return run(batch, jnp.ones_like(mask) if _shards.manual_axes() else mask, groups)
+
+
 BOOK, VMAP = (f"clipping of hard models, engine {e!r}" for e in ("bookkeeping", "vmap"))
 MICRO, SEARCH = "clipping in microbatches", "sensitivity of clipping, engine 'bookkeeping'"
 SHARDS, GRID = "collectives on several devices", "sums on a grid"
@@ -196,6 +200,16 @@ WRONG_SUMS = {
         wrapped(_norms, "clip_factors", _ones),
         SEARCH,
         ("dense",),
+    ),
+    "the same, every gradient formed": (
+        wrapped(_factors, "clip_factors", _ones),
+        "sensitivity of clipping, engine 'vmap'",
+        (),
+    ),
+    "a mask that is forgotten on several devices": (
+        engines(_unmasked_on_devices),
+        "clipping on several devices",
+        (),
     ),
     "clip norms of groups mixed up": (engines(_mixed_up), BOOK, ("dense", "tied")),
     "automatic clipping without its constant": (

@@ -21,10 +21,10 @@ import optax
 from optax_lsdp import noise, optimizers
 from optax_lsdp.discrete import _transform as discrete
 from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
-from optax_lsdp.sampling import PoissonSampler, _samplers, _subsets
+from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
 from optax_lsdp.smoothing import ring_beta
-from optax_lsdp.training import _journal, _run
-from tests.auditing._wrong_sums import WRONG_SUMS, replaced, wrapped
+from optax_lsdp.training import _journal, _run, _step
+from tests.auditing._wrong_sums import WRONG_SUMS, replaced, rewritten, wrapped
 
 
 class Mutation(NamedTuple):
@@ -94,6 +94,10 @@ def _counts_at(factor):
         return counts(replace(self, sampling_rate=factor * self.sampling_rate))
 
     return replaced(PoissonSampler, "_counts", property(changed))
+
+
+def _shuffler(dataset_size, rate, key, **options):
+    return UnamplifiedShuffle(dataset_size, round(rate * dataset_size), key)
 
 
 def _with_repeats(subset, words, dataset_size, count, room, size):
@@ -178,7 +182,11 @@ OTHERS = {
     "smoothing before the noise, which is less then": (_smoothing_before_noise, CANARY),
     "a rate that is a tenth too large": (_counts_at(1.1), POISSON),
     "batches that are cut too early": (
-        replaced(_samplers, "room_for_batch", lambda n, b, *args, **options: round(b) + 4),
+        replaced(_plan, "room_for_batch", lambda n, b, *args, **options: round(b) + 4),
+        POISSON,
+    ),
+    "a shuffler in place of Poisson batches": (
+        replaced(_plan, "PoissonSampler", _shuffler),
         POISSON,
     ),
     "the same batch in every step": (_at_step(lambda step: 0 * step), POISSON),
@@ -216,6 +224,16 @@ OTHERS = {
             lambda draw, stream, scale, size: draw(stream, round(0.9 * scale), size),
         ),
         "noise on a grid",
+    ),
+    "the last microbatch of a step counted twice": (
+        rewritten(
+            _step,
+            "make_steps",
+            "add(state.params, sums, chunk)",
+            "add(state.params, add(state.params, sums, chunk)[0], chunk)",
+            _run,
+        ),
+        "runs on neighbouring data",
     ),
     "a nonce that is no random number": (_nonce(lambda size: "00" * size), RUNS),
     "a nonce that is the time": (_nonce(lambda size: f"{time.time_ns():016x}"), RUNS),

@@ -24,6 +24,7 @@ SLOW = (
     "clipping in microbatches",
     "clipping on several devices",
     "noise of large leaves",
+    "runs on neighbouring data",
     "resumed runs",
 )
 FEW = {name: ALL[name] for name in ("noise", "Poisson sampler", "collectives on several devices")}
