@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -37,17 +38,24 @@ def _plan(**changes: Any) -> PrivacyPlan:
 
 def audit_plan(key: jax.Array) -> ClaimsReport:
     """Hold a plan to its ε, its steps, its masks and its keys."""
-    return ClaimsReport(
-        {
-            "ε of full batches is at least the closed form": _full_batches(),
-            "ε of Poisson batches is at least a numerical bound": _poisson_batches(),
-            "steps beyond the plan are refused": _steps_beyond(key),
-            "steps that a budget does not cover are refused": _budget(),
-            "batches without their mask are refused": _without_mask(),
-            "batches are the same inside of jit": _inside_jit(key),
-            "sampler, noise and plans have keys of their own": _keys(key),
-        }
-    )
+    claims = {
+        "ε of full batches is at least the closed form": _full_batches,
+        "ε of Poisson batches is at least a numerical bound": _poisson_batches,
+        "steps beyond the plan are refused": partial(_steps_beyond, key),
+        "steps that a budget does not cover are refused": _budget,
+        "batches without their mask are refused": _without_mask,
+        "batches are the same inside of jit": partial(_inside_jit, key),
+        "sampler, noise and plans have keys of their own": partial(_keys, key),
+    }
+    return ClaimsReport({claim: _what_is_wrong(check) for claim, check in claims.items()})
+
+
+def _what_is_wrong(check: Callable[[], str]) -> str:
+    """Return what a check finds; one that breaks off leaves the others to be read."""
+    try:
+        return check()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def audit_plan_noise(key: jax.Array) -> StatisticsReport:
