@@ -38,7 +38,7 @@ def _plan(**changes: Any) -> PrivacyPlan:
 
 def audit_plan(key: jax.Array) -> ClaimsReport:
     """Hold a plan to its ε, its steps, its masks and its keys."""
-    claims = {
+    claims: dict[str, Callable[[], str]] = {
         "ε of full batches is at least the closed form": _full_batches,
         "ε of Poisson batches is at least a numerical bound": _poisson_batches,
         "steps beyond the plan are refused": partial(_steps_beyond, key),
