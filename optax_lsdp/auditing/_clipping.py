@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -36,9 +37,9 @@ def audit_clipping(engine: Engine, key: jax.Array) -> SensitivityReport:
     def loss(params: Any, example: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(example @ params["kernel"] + params["bias"]) ** 2)
 
-    release = clipping(loss, params, _CLIP_NORM, engine=engine)
+    release = clipping(loss, _CLIP_NORM, engine=engine)
     return audit_sensitivity(
-        release,
+        partial(release, params),
         batch,
         declared=_CLIP_NORM,
         searches=_SEARCHES,
@@ -56,31 +57,33 @@ def audit_hard_models(
     groups = hard_groups(models)
     clip_norms = {name: group.clip_norm for name, group in groups.items()}
     options: Any = {"microbatch_size": _MICROBATCH} if engine == "vmap" else {}
-    release = clipping(case.loss, case.params, clip_norms, engine=engine, **options)
-    return audit_agreement(jax.jit(release), case.batch, case.gradients, groups)
+    release = partial(
+        jax.jit(clipping(case.loss, clip_norms, engine=engine, **options)), case.params
+    )
+    return audit_agreement(release, case.batch, case.gradients, groups)
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = _TOGETHER) -> AgreementReport:
     """Compare automatic clipping in microbatches with the oracle, with one norm for all leaves."""
     case = _hard_case(key, models)
-    release = clipping(
+    clip = clipping(
         case.loss,
-        case.params,
         _CLIP_NORM,
         engine="bookkeeping",
         clip_style="automatic",
         microbatch_size=_MICROBATCH,
     )
+    release = partial(jax.jit(clip), case.params)
     together = {"all leaves": Group(_CLIP_NORM, lambda tree: tree, _PRECISION)}
-    return audit_agreement(jax.jit(release), case.batch, case.gradients, together, automatic=True)
+    return audit_agreement(release, case.batch, case.gradients, together, automatic=True)
 
 
-def clipping(loss_fn: Any, params: Any, clip_norm: Any, **options: Any) -> Callable[..., Any]:
-    """Return `release(batch, mask)`, the library's clipped sum."""
+def clipping(loss_fn: Any, clip_norm: Any, **options: Any) -> Callable[..., Any]:
+    """Return `release(params, batch, mask)`, the library's clipped sum."""
     gradient = clipped_grad(loss_fn, clip_norm=clip_norm, **options)
     link = clip_per_example(clip_norm)
 
-    def release(batch: Any, mask: jax.Array) -> Any:
+    def release(params: Any, batch: Any, mask: jax.Array) -> Any:
         return link.update(gradient(params, batch, mask), link.init(params), params)[0]
 
     return release

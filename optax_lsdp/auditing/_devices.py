@@ -70,9 +70,10 @@ def audit_sharded_clipping(key: jax.Array) -> AgreementReport:
     spread = jax.shard_map(clip, mesh=_mesh(), in_specs=(jax.P(), split, split), out_specs=jax.P())
 
     @jax.jit
-    def release(batch: Any, mask: jax.Array) -> Any:
+    def clip_all(params: Any, batch: Any, mask: jax.Array) -> Any:
         return link.update(spread(params, batch, mask), link.init(params), params)[0]
 
+    release = partial(clip_all, params)
     return audit_agreement(release, batch, single_gradients(_loss, params, batch), groups)
 
 

@@ -16,7 +16,7 @@ from scipy.stats import norm
 
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.auditing._noise import audit_noise
-from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport
+from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport, checked
 from optax_lsdp.optimizers import steps_taken
 from optax_lsdp.planning import PrivacyPlan
 
@@ -38,24 +38,17 @@ def _plan(**changes: Any) -> PrivacyPlan:
 
 def audit_plan(key: jax.Array) -> ClaimsReport:
     """Hold a plan to its ε, its steps, its masks and its keys."""
-    claims: dict[str, Callable[[], str]] = {
-        "ε of full batches is at least the closed form": _full_batches,
-        "ε of Poisson batches is at least a numerical bound": _poisson_batches,
-        "steps beyond the plan are refused": partial(_steps_beyond, key),
-        "steps that a budget does not cover are refused": _budget,
-        "batches without their mask are refused": _without_mask,
-        "batches are the same inside of jit": partial(_inside_jit, key),
-        "sampler, noise and plans have keys of their own": partial(_keys, key),
-    }
-    return ClaimsReport({claim: _what_is_wrong(check) for claim, check in claims.items()})
-
-
-def _what_is_wrong(check: Callable[[], str]) -> str:
-    """Return what a check finds; one that breaks off leaves the others to be read."""
-    try:
-        return check()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    return checked(
+        {
+            "ε of full batches is at least the closed form": _full_batches,
+            "ε of Poisson batches is at least a numerical bound": _poisson_batches,
+            "steps beyond the plan are refused": partial(_steps_beyond, key),
+            "steps that a budget does not cover are refused": _budget,
+            "batches without their mask are refused": _without_mask,
+            "batches are the same inside of jit": partial(_inside_jit, key),
+            "sampler, noise and plans have keys of their own": partial(_keys, key),
+        }
+    )
 
 
 def audit_plan_noise(key: jax.Array) -> StatisticsReport:

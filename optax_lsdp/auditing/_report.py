@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -76,3 +76,15 @@ class ClaimsReport(Report):
     def lines(self) -> dict[str, str]:
         """Return what is printed."""
         return {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}
+
+
+def checked(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
+    """Return what checks find, by their claims; one that breaks off speaks against its claim."""
+
+    def found(check: Callable[[], str]) -> str:
+        try:
+            return check()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return ClaimsReport({claim: found(check) for claim, check in checks.items()})

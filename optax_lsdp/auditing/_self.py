@@ -93,12 +93,9 @@ def _noise(shapes: Any, steps: Any, key: jax.Array) -> StatisticsReport:
     scale = _NOISE_MULTIPLIER * _CLIP_NORM
     link = add_gaussian_noise(scale, key=key)
     zeros = {name: jnp.zeros(shape) for name, shape in shapes.items()}
-
-    @jax.jit
-    def release(step: jax.Array) -> Any:
-        return link.update(zeros, link.init(zeros)._replace(step=step))[0]
-
-    return audit_noise(release, scale=scale, steps=steps)
+    first = link.init(zeros)
+    update = jax.jit(lambda state: link.update(zeros, state)[0])
+    return audit_noise(lambda step: update(first._replace(step=step)), scale=scale, steps=steps)
 
 
 def _sampler(facts: dict[str, Any], key: jax.Array) -> StatisticsReport:
