@@ -80,7 +80,7 @@ def serve(run_audit: Callable[[str, jax.Array], Report]) -> None:
     words, names = json.loads(sys.argv[1])
     reports = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints, prints elsewhere
-    key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32))
+    key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")
     for name in names:
         pickle.dump(run_audit(name, key), reports)
         reports.flush()

@@ -53,7 +53,7 @@ def audit_library(
     `fit` are left out, with a warning, where Orbax is not installed.
 
     Args:
-        key: of all audits.
+        key: of all audits, of JAX's default generator, Threefry.
         started: is told the name of each audit before it begins.
 
     >>> name, report = next(audit_library(jax.random.key(0)))
