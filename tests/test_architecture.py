@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "auditing._devices": {"jax", "optax_lsdp.clipping", "optax_lsdp.noise"},
     "auditing._grids": {"jax", "numpy", "optax_lsdp.discrete"},
     "auditing._plans": JAX
-    | {"scipy", "optax_lsdp.accounting", "optax_lsdp.optimizers", "optax_lsdp.planning"},
+    | {"scipy"}
+    | {f"optax_lsdp.{n}" for n in ("accounting", "noise", "optimizers", "planning")},
     "auditing._renewal": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
     "auditing._training": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
     "auditing._bounds": LIGHT | {"optax_lsdp.accounting"},

@@ -16,7 +16,9 @@ from scipy.stats import norm
 
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.auditing._noise import audit_noise
+from optax_lsdp.auditing._renewal import at_noon, what_two_share
 from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport, checked
+from optax_lsdp.noise import fresh_key
 from optax_lsdp.optimizers import steps_taken
 from optax_lsdp.planning import PrivacyPlan
 
@@ -47,6 +49,7 @@ def audit_plan(key: jax.Array) -> ClaimsReport:
             "batches without their mask are refused": _without_mask,
             "batches are the same inside of jit": partial(_inside_jit, key),
             "sampler, noise and plans have keys of their own": partial(_keys, key),
+            "fresh keys are random numbers": _fresh_keys,
         }
     )
 
@@ -194,6 +197,15 @@ def _keys(key: jax.Array) -> str:
     }
     shared = [pair for pair in pairs if pair not in derived]
     return f"{shared[0][0]} and {shared[0][1]} have one key" if shared else ""
+
+
+def _fresh_keys() -> str:
+    """Compare two fresh keys that are made at one moment by one process."""
+    found = []
+    for _ in range(2):
+        with at_noon():
+            found.append(int.from_bytes(_bits(fresh_key())))
+    return what_two_share(*found)
 
 
 def _bits(key: Any) -> bytes:

@@ -78,7 +78,7 @@ def _noises(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:
 
     # Parameters are the noise of the last step.
     last = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
-    with contextlib.suppress(InterruptedError), _at_noon():
+    with contextlib.suppress(InterruptedError), at_noon():
         fit(
             plan,
             lambda params, x: 0 * jnp.sum(params) * x,
@@ -95,7 +95,7 @@ def _noises(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:
 
 
 @contextlib.contextmanager
-def _at_noon() -> Iterator[None]:
+def at_noon() -> Iterator[None]:
     """Hold fixed whatever a nonce might be made of, other than entropy."""
     before = random.getstate(), np.random.get_state()
     random.seed(0)
@@ -126,9 +126,14 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
         one, two = int(other[-1], 16), int(again[-1], 16)
     except ValueError:
         return f"{other[-1]!r} is no hexadecimal number"
-    apart = (one ^ two).bit_count()
+    return what_two_share(one, two)
+
+
+def what_two_share(one: int, other: int) -> str:
+    """Return what speaks against two numbers of 64 bits being random, and independent."""
+    apart = (one ^ other).bit_count()
     if apart < _LEAST_APART:
-        return f"{other[-1]!r} and {again[-1]!r} differ in {apart} of {_BITS} bits"
+        return f"{one:016x} and {other:016x} differ in {apart} of {_BITS} bits"
     return ""
 
 

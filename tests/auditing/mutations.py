@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp import noise, optimizers
+from optax_lsdp import _keys, noise, optimizers
 from optax_lsdp.discrete import _transform as discrete
 from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
 from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
@@ -211,6 +211,10 @@ OTHERS = {
     ),
     "one key for sampler and noise": (
         replaced(PrivacyPlan, "derive_key", lambda self, key, label: _derive_key(self, key, "")),
+        PLAN,
+    ),
+    "fresh keys that are made of the time": (
+        replaced(_keys, "os", SimpleNamespace(urandom=lambda n: time.time_ns().to_bytes(n))),
         PLAN,
     ),
     "a plan that takes batches without their mask": (
