@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp.auditing._clipping import hard_groups
-from optax_lsdp.auditing._hard_models import hard_batch, hard_loss, hard_params
+from optax_lsdp.auditing._clipping import hard_cases, hard_groups
+from optax_lsdp.auditing._hard_models import ODD, PLAIN
 from optax_lsdp.auditing._noise import audit_noise
-from optax_lsdp.auditing._oracle import AgreementReport, audit_agreement, single_gradients
+from optax_lsdp.auditing._oracle import AgreementReport, audit_agreement
 from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport
 from optax_lsdp.clipping import clip_per_example, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
@@ -54,13 +54,10 @@ def _at_step(spread: Callable[..., Any], zeros: Any, step: int) -> Any:
 
 def audit_sharded_clipping(key: jax.Array) -> AgreementReport:
     """Compare the clipped sum of a batch that is split over devices with the oracle."""
-    keys = jax.random.split(key)
+    loss, params, cases = hard_cases(key, _MODELS, [*PLAIN, *ODD])
     groups = hard_groups(_MODELS)
     clip_norms = {name: group.clip_norm for name, group in groups.items()}
-    drawn = hard_params(keys[0])
-    params = {name: drawn[name] for name in _MODELS}
-    batch = hard_batch(keys[1], 2 * DEVICES)
-    gradient = clipped_grad(_loss, clip_norm=clip_norms)
+    gradient = clipped_grad(loss, clip_norm=clip_norms)
     link = clip_per_example(clip_norms)
 
     def clip(params: Any, batch: Any, mask: jax.Array) -> Any:
@@ -74,11 +71,7 @@ def audit_sharded_clipping(key: jax.Array) -> AgreementReport:
         return link.update(spread(params, batch, mask), link.init(params), params)[0]
 
     release = partial(clip_all, params)
-    return audit_agreement(release, batch, single_gradients(_loss, params, batch), groups)
-
-
-def _loss(params: Any, example: Any) -> jax.Array:
-    return hard_loss(params, example, _MODELS)
+    return audit_agreement(release, cases, groups)
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:

@@ -6,8 +6,9 @@ what is left of a batch whose mask keeps it alone, and as the difference that it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,13 @@ Release = Callable[[Any, jax.Array], Any]
 _STABILITY = 0.01  # of automatic clipping, as its docstring says
 _ROUNDING = 1e-5  # of one contribution in float32, relative to the clip norm
 _SUM_ROUNDING = 1e-4  # of the difference of two sums of a dozen contributions
+_CLAIMS = (
+    "no example adds more than its clip norm",
+    "each adds its clipped gradient",
+    "each makes that difference to a batch",
+    "a batch adds up to its examples",
+    "what is masked adds nothing",
+)
 _COARSE = 0.01  # by which a clip factor may be too small, because norms are bounded from above
 
 
@@ -35,6 +43,13 @@ class Group(NamedTuple):
     clip_norm: float
     select: Callable[[Any], Any]
     precision: float
+
+
+class Case(NamedTuple):
+    """A batch, and the gradient of each of its examples."""
+
+    batch: Any
+    gradients: list[Any]
 
 
 @dataclass(frozen=True)
@@ -83,25 +98,27 @@ class _Worst:
         return {claim: text for claim, (_, text) in self.found.items()}
 
 
-def single_gradients(loss_fn: Callable[..., jax.Array], params: Any, batch: Any) -> list[Any]:
-    """Return the gradient of each example by itself, in float64, as NumPy arrays."""
+def single_gradients(loss_fn: Callable[..., jax.Array], params: Any, *batches: Any) -> list[Case]:
+    """Return each batch with the gradients of its examples, one by one, in float64."""
 
     def wide(x: jax.Array) -> jax.Array:
         return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     with jax.enable_x64(True):
-        params, batch = jax.tree.map(wide, (params, batch))
-        gradient = jax.jit(jax.grad(loss_fn))
-        count = len(jax.tree.leaves(batch)[0])
-        examples = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(count)]
-        return [jax.device_get(gradient(params, example)) for example in examples]
+        gradient = partial(jax.jit(jax.grad(loss_fn)), jax.tree.map(wide, params))
+
+        def gradients(batch: Any) -> list[Any]:
+            count = len(jax.tree.leaves(batch)[0])
+            examples = [jax.tree.map(lambda x, i=i: wide(x[i]), batch) for i in range(count)]
+            return [jax.device_get(gradient(example)) for example in examples]
+
+        return [Case(batch, gradients(batch)) for batch in batches]
 
 
 @np.errstate(all="ignore")  # what is not finite breaches a claim
 def audit_agreement(
     release: Release,
-    batch: Any,
-    gradients: list[Any],
+    cases: Iterable[Case],
     groups: Mapping[str, Group],
     *,
     automatic: bool = False,
@@ -110,54 +127,50 @@ def audit_agreement(
 
     Args:
         release: `release(batch, mask)`: the clipped sum, a tree like that of a gradient.
-        batch: the examples.
-        gradients: of each example, from `single_gradients`.
+        cases: batches and gradients, from `single_gradients`.
         groups: by name, leaves that are clipped together.
         automatic: whether contributions are C·g/(‖g‖ + 0.01), instead of min(1, C/‖g‖)·g.
     """
-    places = np.arange(len(gradients))
-    expected = [_clipped(flat, groups, automatic) for flat in _flat(gradients, groups)]
+    worst = _Worst(*_CLAIMS)
+    bound, right, difference, total, masked = _CLAIMS
+    largest, clipped, compared = 0.0, 0, 0
+    for number, (batch, gradients) in enumerate(cases):
+        places = np.arange(len(gradients))
+        expected = [_clipped(flat, groups, automatic) for flat in _flat(gradients, groups)]
+        released = partial(_released, release, batch, groups)
+        everyone, nobody = released(places >= 0), released(places < 0)
+        alone = [released(places == i) for i in places]
+        others = [released(places != i) for i in places]
+        for name, (clip_norm, _, precision) in groups.items():
+            for i in places:
+                where = f"of {name!r}, example {i} of batch {number}"
+                one, wanted = alone[i][name], expected[i][name]
+                length, target = _length(one), _length(wanted)
+                largest = max(largest, length / clip_norm)
+                clipped += bool(length > (1 - _COARSE) * clip_norm)
+                text = f"NO: {length / clip_norm:.6g} clip norms {where}"
+                worst.add(bound, (length / clip_norm - 1) / _ROUNDING, text)
+                share = float(one @ wanted / max(target**2, 1e-300))  # how much of it was added
+                off = _length(one - min(max(share, 1 - _COARSE), 1.0) * wanted)
+                text = f"NO: {length:.6g} instead of {target:.6g} {where}, off by {off:.3g}"
+                worst.add(right, off / (precision * target + _ROUNDING * 1e-3 * clip_norm), text)
+                off = _length(everyone[name] - others[i][name] - one) / clip_norm
+                text = f"NO: off by {off:.3g} clip norms {where}"
+                worst.add(difference, off / _SUM_ROUNDING, text)
+            off = _length(sum(x[name] for x in alone) - everyone[name]) / clip_norm
+            worst.add(total, off / _SUM_ROUNDING, f"NO: off by {off:.3g} clip norms of {name!r}")
+            left = float(np.abs(nobody[name]).max(initial=0.0))
+            worst.add(masked, 2.0 if left != 0 else 0.0, f"NO: {left:.3g} of {name!r} is left")
+        compared += len(places) * len(groups)
+    return AgreementReport(compared, largest, clipped, worst.texts())
 
-    def released(mask: np.ndarray) -> dict[str, np.ndarray]:
-        # Accelerators would round the operands of the model's own products, not of norms.
-        with jax.default_matmul_precision("highest"):
-            return _flat([jax.device_get(release(batch, jnp.asarray(mask)))], groups)[0]
 
-    everyone = released(places >= 0)
-    nobody = released(places < 0)
-    alone = [released(places == i) for i in places]
-    others = [released(places != i) for i in places]
-    worst = _Worst(
-        "no example adds more than its clip norm",
-        "each adds its clipped gradient",
-        "each makes that difference to a batch",
-        "a batch adds up to its examples",
-        "what is masked adds nothing",
-    )
-    bound, right, difference, total, masked = worst.found
-    largest, clipped = 0.0, 0
-    for name, (clip_norm, _, precision) in groups.items():
-        for i in places:
-            where = f"of {name!r}, example {i}"
-            one, wanted = alone[i][name], expected[i][name]
-            length, target = _length(one), _length(wanted)
-            largest = max(largest, length / clip_norm)
-            clipped += bool(length > (1 - _COARSE) * clip_norm)
-            text = f"NO: {length / clip_norm:.6g} clip norms {where}"
-            worst.add(bound, (length / clip_norm - 1) / _ROUNDING, text)
-            share = float(one @ wanted / max(target**2, 1e-300))  # how much of it was added
-            off = _length(one - min(max(share, 1 - _COARSE), 1.0) * wanted)
-            text = f"NO: {length:.6g} instead of {target:.6g} {where}, off by {off:.3g}"
-            worst.add(right, off / (precision * target + _ROUNDING * 1e-3 * clip_norm), text)
-            made = everyone[name] - others[i][name]
-            off = _length(made - one) / clip_norm
-            text = f"NO: off by {off:.3g} clip norms {where}"
-            worst.add(difference, off / _SUM_ROUNDING, text)
-        off = _length(sum(x[name] for x in alone) - everyone[name]) / clip_norm
-        worst.add(total, off / _SUM_ROUNDING, f"NO: off by {off:.3g} clip norms of {name!r}")
-        left = float(np.abs(nobody[name]).max(initial=0.0))
-        worst.add(masked, 2.0 if left != 0 else 0.0, f"NO: {left:.3g} of {name!r} is left")
-    return AgreementReport(len(places) * len(groups), largest, clipped, worst.texts())
+def _released(
+    release: Release, batch: Any, groups: Mapping[str, Group], mask: np.ndarray
+) -> dict[str, np.ndarray]:
+    # Accelerators would round the operands of the model's own products, not of norms.
+    with jax.default_matmul_precision("highest"):
+        return _flat([jax.device_get(release(batch, jnp.asarray(mask)))], groups)[0]
 
 
 def _length(vector: Any) -> float:

@@ -15,7 +15,12 @@ import optax
 from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing._canaries import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._child import Child
-from optax_lsdp.auditing._clipping import audit_clipping, audit_hard_models, audit_microbatches
+from optax_lsdp.auditing._clipping import (
+    audit_cancelling_rows,
+    audit_clipping,
+    audit_hard_models,
+    audit_microbatches,
+)
 from optax_lsdp.auditing._devices import (
     DEVICES,
     audit_collectives,
@@ -159,6 +164,7 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
 }
 AUDITS_APART: dict[str, Callable[[jax.Array], Report]] = {  # half of the work, beside the rest
     "clipping of hard models, engine 'vmap'": partial(audit_hard_models, "vmap"),
+    "clipping of rows that cancel": audit_cancelling_rows,
     "clipping in microbatches": audit_microbatches,
     "noise on several devices": audit_sharded_noise,
     "clipping on several devices": audit_sharded_clipping,

@@ -144,6 +144,7 @@ def _unmasked_on_devices(run, batch, mask, groups):
 
 BOOK, VMAP = (f"clipping of hard models, engine {e!r}" for e in ("bookkeeping", "vmap"))
 MICRO, SEARCH = "clipping in microbatches", "sensitivity of clipping, engine 'bookkeeping'"
+CANCEL = "clipping of rows that cancel"
 SHARDS, GRID = "collectives on several devices", "sums on a grid"
 _squared = partial(rewritten, _grams, "_squared_norms")
 # name → (patch, the audit that must reject, the hard models that show it)
@@ -182,7 +183,7 @@ WRONG_SUMS = {
     ),
     "rounding slack dropped": (
         wrapped(_engine, "squared_norms", _without_slack),
-        BOOK,
+        CANCEL,
         ("cancelling",),
     ),
     "tokens that come twice counted once": (

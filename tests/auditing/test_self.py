@@ -24,6 +24,7 @@ SLOW = (
     "sensitivity of clipping, engine 'vmap'",
     "clipping of hard models, engine 'bookkeeping'",
     "clipping of hard models, engine 'vmap'",
+    "clipping of rows that cancel",
     "clipping in microbatches",
     "clipping on several devices",
     "noise of large leaves",
