@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,7 +29,8 @@ from optax_lsdp.clipping import clip_per_example, clipped_grad
 
 Engine = Literal["bookkeeping", "vmap"]
 _CLIP_NORM, _SIZE = 0.5, 16
-_SEARCHES, _ASCENTS, _ASCENT_STEPS = 12, 2, 20
+_SEARCHES, _ASCENT_STEPS = 12, 20
+_ASCENTS = {"bookkeeping": 2, "vmap": 0}  # which take longest to compile
 _MICROBATCH = 5  # which does not divide the twelve examples
 _UNCERTAIN = ("cancelling",)  # models that let all others be clipped the careful way
 EXACT = tuple(name for name in MODELS if name not in _UNCERTAIN)
@@ -53,7 +54,7 @@ def audit_clipping(engine: Engine, key: jax.Array) -> SensitivityReport:
         batch,
         declared=_CLIP_NORM,
         searches=_SEARCHES,
-        ascents=_ASCENTS,
+        ascents=_ASCENTS[engine],
         ascent_steps=_ASCENT_STEPS,
         key=keys[2],
     )
@@ -128,8 +129,13 @@ def hard_cases(key: jax.Array, models: Sequence[str], *loudness: Sequence[float]
     drawn = hard_params(first)
     params = {name: drawn[name] for name in models}
     batches = [hard_batch(one, loud) for one, loud in zip(others, loudness, strict=True)]
+    loss = _loss_of(tuple(models))
+    return Hard(loss, params, single_gradients(loss, params, *batches))
 
+
+@cache  # one function for the same models, which is compiled once
+def _loss_of(models: tuple[str, ...]) -> Callable[..., jax.Array]:
     def loss(params: Any, example: Any) -> jax.Array:
         return hard_loss(params, example, models)
 
-    return Hard(loss, params, single_gradients(loss, params, *batches))
+    return loss

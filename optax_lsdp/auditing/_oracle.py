@@ -105,7 +105,7 @@ def single_gradients(loss_fn: Callable[..., jax.Array], params: Any, *batches: A
         return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
     with jax.enable_x64(True):
-        gradient = partial(jax.jit(jax.grad(loss_fn)), jax.tree.map(wide, params))
+        gradient = partial(_gradient, loss_fn, jax.tree.map(wide, params))
 
         def gradients(batch: Any) -> list[Any]:
             count = len(jax.tree.leaves(batch)[0])
@@ -113,6 +113,11 @@ def single_gradients(loss_fn: Callable[..., jax.Array], params: Any, *batches: A
             return [jax.device_get(gradient(example)) for example in examples]
 
         return [Case(batch, gradients(batch)) for batch in batches]
+
+
+@partial(jax.jit, static_argnums=0)  # compiled once for a loss, however often it is asked
+def _gradient(loss_fn: Callable[..., jax.Array], params: Any, example: Any) -> Any:
+    return jax.grad(loss_fn)(params, example)
 
 
 @np.errstate(all="ignore")  # what is not finite breaches a claim
