@@ -28,8 +28,13 @@ def audit(args: argparse.Namespace) -> None:
 
     from optax_lsdp.auditing import audit_library
 
+    def started(name: str) -> None:
+        if sys.stderr.isatty():
+            print(f"{name} …", file=sys.stderr, flush=True)
+
     rejected = []
-    for name, report in audit_library(jax.random.key(args.seed)):
+    key = jax.random.key(args.seed, impl="threefry2x32")
+    for name, report in audit_library(key, started):
         print(f"{name}\n{report}\n", flush=True)
         if not report:
             rejected.append(name)
@@ -64,10 +69,12 @@ def parser() -> Parser:
     budget.add_commands(commands)
     command = commands.add_parser(
         "audit",
-        help="attack this installation: clipping, noise, samplers and a whole step",
-        description="Search for neighbouring batches that clipping does not hold together, test "
-        "noise and samplers, and try to tell steps with a canary from steps without. What is good "
-        "is rejected with a probability of 1e-5 at most by each test of noise, samplers and steps.",
+        help="attack this installation: clipping, noise, samplers, plans and whole steps",
+        description="Search for neighbouring batches that clipping does not hold together; compare "
+        "the clipped sums of models that are hard to clip with gradients of single examples; test "
+        "noise at steps that are far apart, samplers, plans, resumed runs and eight devices; and "
+        "try to tell steps with a canary from steps without. What is good is rejected with a "
+        "probability of 1e-5 at most by each test of noise, samplers and steps.",
     )
     whole = number("seed", lambda name, value: check_whole(name, value, 0), int)
     command.add_argument(

@@ -52,7 +52,15 @@ MAY_IMPORT = {
     "accounting._events": {"dp_accounting"},
     "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},
     "auditing._self": JAX
-    | {f"optax_lsdp.{n}" for n in ("accounting", "clipping", "noise", "optimizers", "sampling")},
+    | {f"optax_lsdp.{n}" for n in ("accounting", "clipping", "noise", "optimizers", "planning")},
+    "auditing._clipping": {"jax", "optax_lsdp.clipping"},
+    "auditing._devices": {"jax", "optax_lsdp.clipping", "optax_lsdp.noise"},
+    "auditing._grids": {"jax", "numpy", "optax_lsdp.discrete"},
+    "auditing._plans": JAX
+    | {"scipy"}
+    | {f"optax_lsdp.{n}" for n in ("accounting", "noise", "optimizers", "planning")},
+    "auditing._renewal": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
+    "auditing._training": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
     "auditing._bounds": LIGHT | {"optax_lsdp.accounting"},
     "budget": {
         "matplotlib",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 from scipy.stats import chi2, kstest, norm, poisson
 from scipy.stats import t as student
 
-from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp._checks import check_delta, check_positive
 from optax_lsdp.auditing._report import StatisticsReport
+from optax_lsdp.auditing._steps import chosen_steps
 
 _MOST_PAIRS = 2000  # of leaves that are compared; of more, any
 _PARTS = (2, 3, 4, 8)  # into which an axis may be cut, over devices
@@ -24,7 +25,7 @@ def audit_noise(
     release: Callable[[Any], Any],
     *,
     scale: float,
-    steps: int = 32,
+    steps: int | Sequence[int] = 32,
     failure: float = 1e-5,
 ) -> StatisticsReport:
     """Compare what steps add with independent Gaussians of a given scale.
@@ -33,28 +34,33 @@ def audit_noise(
     by a hundredth from 400,000. Noise on a grid, such as that of `discrete`, repeats its numbers
     and is rejected for that.
 
+    Every two of the steps are compared, so that noise which repeats after p steps is seen if two
+    of them are a multiple of p apart. The first 32 steps show periods up to 31. To see every
+    period up to 4,096, list `[*range(32), *range(32, 4097, 32)]`; a step may have any number.
+
     Args:
         release: `release(step)`: what a step makes of a batch without examples, which is noise
             alone, before it is smoothed or divided. To try a run that was resumed, let the later
             steps come from it.
         scale: the standard deviation that each entry should have.
-        steps: how many are looked at.
+        steps: how many are looked at, from the first on; or a list of their numbers.
         failure: the probability that good noise is rejected.
 
     >>> def release(step):
     ...     return 3.0 * jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (100,))
     >>> bool(audit_noise(release, scale=3.0)), bool(audit_noise(release, scale=4.0))
     (True, False)
+    >>> bool(audit_noise(lambda step: release(step % 1000), scale=3.0, steps=[0, 5, 900, 1005]))
+    False
     """
     check_positive("scale", scale)
-    check_whole("steps", steps, 2)
     check_delta("failure", failure)
-    drawn = [jax.tree.leaves(jax.device_get(release(step))) for step in range(steps)]
+    drawn = [jax.tree.leaves(jax.device_get(release(step))) for step in chosen_steps(steps)]
     shaped = [
         np.stack([np.asarray(leaf, np.float64) for leaf in parts]) / scale
         for parts in zip(*drawn, strict=True)
     ]
-    leaves = [leaf.reshape(steps, -1) for leaf in shaped]
+    leaves = [leaf.reshape(len(drawn), -1) for leaf in shaped]
     everything = np.concatenate(leaves, axis=1)
     if everything.size < 100:
         raise ValueError(f"`release` must give 100 numbers in all steps, got {everything.size}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 
@@ -56,3 +56,35 @@ class StatisticsReport(Report):
         measured = {self.quantity: f"{self.seen:.6g}, should be {self.expected:.6g}"}
         tests = {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
         return measured | tests | {"if all is well": f"rejected with probability {self.failure:g}"}
+
+
+@dataclass(frozen=True)
+class ClaimsReport(Report):
+    """Whether claims hold that need no statistics.
+
+    Attributes:
+        claims: what is wrong with each claim; empty where nothing is.
+    """
+
+    claims: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all claims hold."""
+        return not any(self.claims.values())
+
+    def lines(self) -> dict[str, str]:
+        """Return what is printed."""
+        return {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}
+
+
+def checked(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
+    """Return what checks find, by their claims; one that breaks off speaks against its claim."""
+
+    def found(check: Callable[[], str]) -> str:
+        try:
+            return check()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return ClaimsReport({claim: found(check) for claim, check in checks.items()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -9,6 +10,7 @@ from scipy.stats import binom, gamma
 
 from optax_lsdp._checks import check_choice, check_delta, check_rate, check_whole
 from optax_lsdp.auditing._report import StatisticsReport
+from optax_lsdp.auditing._steps import chosen_steps
 
 _LEAST_VARIANCE = 10  # of counts, which the p-values of their spread need
 _AT_A_TIME = 2**16  # examples
@@ -21,7 +23,7 @@ def audit_sampler(
     dataset_size: int,
     sampling_rate: float,
     sampling: Literal["poisson", "without_replacement"] = "poisson",
-    steps: int = 500,
+    steps: int | Sequence[int] = 500,
     failure: float = 1e-5,
 ) -> StatisticsReport:
     """Compare batches with what a kind of sampling would draw: a shuffler is not Poisson.
@@ -32,7 +34,8 @@ def audit_sampler(
         sampling_rate: the share of examples that a batch has, in the mean.
         sampling: "poisson": each example in each batch by its own coin; "without_replacement": a
             fresh subset of fixed size in every step.
-        steps: how many batches are looked at.
+        steps: how many batches are looked at, from the first on; or a list of their numbers, as
+            in `audit_noise`. One batch should follow another: every second is held to the next.
         failure: the probability that a good sampler is rejected.
 
     >>> import jax
@@ -46,17 +49,18 @@ def audit_sampler(
     check_whole("dataset_size", dataset_size, 2)
     check_rate("sampling_rate", sampling_rate)
     check_choice("sampling", sampling, ("poisson", "without_replacement"))
-    check_whole("steps", steps, 2)
     check_delta("failure", failure)
-    if min(steps, dataset_size) * sampling_rate * (1 - sampling_rate) < _LEAST_VARIANCE:
+    numbers = chosen_steps(steps)
+    count = len(numbers)
+    if min(count, dataset_size) * sampling_rate * (1 - sampling_rate) < _LEAST_VARIANCE:
         raise ValueError(
-            f"`steps` must be enough for each example to come often, got {steps} at a rate of "
+            f"`steps` must be enough for each example to come often, got {count} at a rate of "
             f"{sampling_rate} of {dataset_size}: fewer than {_LEAST_VARIANCE} are expected."
         )
-    is_in = np.zeros((steps, dataset_size), np.uint8)
-    for step in range(steps):
+    is_in = np.zeros((count, dataset_size), np.uint8)
+    for row, step in zip(is_in, numbers, strict=True):
         batch = sampler.batch(step)
-        np.add.at(is_in[step], np.asarray(batch.indices)[np.asarray(batch.mask)], 1)
+        np.add.at(row, np.asarray(batch.indices)[np.asarray(batch.mask)], 1)
     sizes, counts = (is_in.sum(axis=axis, dtype=np.int64) for axis in (1, 0))
     overlaps = _overlaps(is_in)
     size = round(sampling_rate * dataset_size)
@@ -65,10 +69,10 @@ def audit_sampler(
         together = sampling_rate * (size - 1) / (dataset_size - 1)
     p_values = {
         "no example twice in a batch": float(is_in.max() <= 1),
-        "each example as often": _of_spread(counts, steps, sampling_rate),
-        "no example far more or less often": _of_extremes(counts, steps, sampling_rate),
+        "each example as often": _of_spread(counts, count, sampling_rate),
+        "no example far more or less often": _of_extremes(counts, count, sampling_rate),
         "batches know nothing of the last": _of_count(
-            int(np.diagonal(overlaps, 1)[::2].sum()), dataset_size * (steps // 2), sampling_rate**2
+            int(np.diagonal(overlaps, 1)[::2].sum()), dataset_size * (count // 2), sampling_rate**2
         ),
         "no two batches are alike": _of_largest(overlaps, dataset_size, sampling_rate**2),
         "examples come by themselves": _of_companions(is_in, together),
