@@ -56,6 +56,8 @@ MAY_IMPORT = {
     "auditing._clipping": {"jax", "optax_lsdp.clipping"},
     "auditing._devices": {"jax", "optax_lsdp.clipping", "optax_lsdp.noise"},
     "auditing._grids": {"jax", "numpy", "optax_lsdp.discrete"},
+    "auditing._mistakes": {"jax", "numpy"}
+    | {f"optax_lsdp.{n}" for n in ("clipping", "noise", "sampling")},
     "auditing._plans": JAX
     | {"scipy"}
     | {f"optax_lsdp.{n}" for n in ("accounting", "noise", "optimizers", "planning")},

@@ -12,14 +12,14 @@ import jax.numpy as jnp
 from optax_lsdp.auditing._clipping import hard_cases, hard_groups
 from optax_lsdp.auditing._hard_models import ODD, PLAIN
 from optax_lsdp.auditing._noise import audit_noise
-from optax_lsdp.auditing._oracle import AgreementReport, audit_agreement
+from optax_lsdp.auditing._oracle import AgreementReport, Group, audit_agreement, single_gradients
 from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport
-from optax_lsdp.clipping import clip_per_example, clipped_grad
+from optax_lsdp.clipping import Clipped, clip_per_example, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
 
 DEVICES = 8
 _MODELS = ("dense", "scanned", "small", "tied")
-_SCALE, _STEPS = 1.0, 24
+_SCALE, _CLIP_NORM, _STEPS = 1.0, 0.5, 24
 
 
 def _mesh() -> jax.sharding.Mesh:
@@ -72,6 +72,40 @@ def audit_sharded_clipping(key: jax.Array) -> AgreementReport:
 
     release = partial(clip_all, params)
     return audit_agreement(release, cases, groups)
+
+
+def audit_split_parameters(key: jax.Array) -> AgreementReport:
+    """Compare the clipped sum of parameters that are split over devices with the oracle."""
+    keys = jax.random.split(key, 3)
+    params = {
+        "columns": jax.random.normal(keys[0], (6, 2 * DEVICES)),
+        "rows": jax.random.normal(keys[1], (2 * DEVICES, 3)),
+    }
+    batch = jnp.geomspace(1e-3, 1e3, 12)[:, None] * jax.random.normal(keys[2], (12, 6))
+
+    def whole(params: Any, x: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(x @ params["columns"]) @ params["rows"]
+        return jnp.sum(jnp.sin(hidden))
+
+    def part(params: Any, x: jax.Array) -> jax.Array:
+        hidden = jax.lax.psum(jnp.tanh(x @ params["columns"]) @ params["rows"], "shards")
+        return jnp.sum(jnp.sin(hidden))
+
+    gradient = clipped_grad(part, clip_norm=_CLIP_NORM)
+    specs = {"columns": jax.P(None, "shards"), "rows": jax.P("shards")}
+    spread = jax.shard_map(
+        lambda *args: jax.tree.map(lambda x: x.value, gradient(*args), is_leaf=_is_marked),
+        mesh=_mesh(),
+        in_specs=(specs, jax.P(), jax.P()),
+        out_specs=specs,
+    )
+    release = partial(jax.jit(spread), params)
+    groups = {"all leaves": Group(_CLIP_NORM, lambda tree: tree, 1e-4)}
+    return audit_agreement(release, single_gradients(whole, params, batch), groups)
+
+
+def _is_marked(leaf: Any) -> bool:
+    return isinstance(leaf, Clipped)
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:

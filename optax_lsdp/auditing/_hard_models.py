@@ -42,6 +42,16 @@ def _scanned(params: Any, example: Any) -> jax.Array:
     return jnp.sum(last * example["rows"])
 
 
+def _carried(params: Any, example: Any) -> jax.Array:
+    """Let a scan hand a parameter on as its carry, which begins as something else."""
+
+    def step(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return params["kernel"], jnp.sum(jnp.sin(row @ carry))
+
+    last, outputs = jax.lax.scan(step, jnp.zeros_like(params["kernel"]), example["rows"])
+    return jnp.sum(outputs) + jnp.sum(last * params["scale"])
+
+
 def _sliced(params: Any, example: Any) -> jax.Array:
     """Use disjoint columns of one matrix, and overlapping columns of another."""
     x, apart, lapped = example["rows"], params["apart"], params["lapped"]
@@ -105,6 +115,7 @@ MODELS: dict[str, Model] = {
     "dense": _dense,
     "tied": _tied,
     "scanned": _scanned,
+    "carried": _carried,
     "sliced": _sliced,
     "joined": _joined,
     "convolved": _convolved,
@@ -132,6 +143,7 @@ def hard_params(key: jax.Array) -> Any:
             "biases": (_LAYERS, width),
             "shared": (width, width),
         },
+        "carried": {"kernel": (width, width), "scale": (width,)},
         "sliced": {"apart": (width, 2 * width), "lapped": (width, width + 8)},
         "joined": {name: (width, width) for name in ("query", "key", "value")},
         "convolved": {"each": (3, 2, 1, 8), "wide": (3, 3, 8, 12)},

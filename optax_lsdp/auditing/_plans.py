@@ -113,7 +113,7 @@ def _steps_beyond(key: jax.Array) -> str:
     """Take one step more than planned, inside and outside of `jit`."""
     plan = _plan(steps=2)
     params, batch, mask = jnp.ones(3), jnp.ones((2, 3)), jnp.ones(2, bool)
-    optimizer = plan.optimizer(optax.sgd(1.0), key)
+    optimizer = plan.optimizer(optax.sgd(1.0, momentum=0.9), key)
     gradient = plan.clipped_grad(jnp.vdot)
     update = jax.jit(optimizer.update)
     total, state = jax.jit(gradient)(params, batch, mask), optimizer.init(params)
@@ -121,9 +121,20 @@ def _steps_beyond(key: jax.Array) -> str:
         moves, state = update(total, state, params)
         if not np.any(moves) or int(steps_taken(state)) != step + 1:
             return f"step {step} of {plan.steps} does not move or is not counted"
-    if np.any(update(total, state, params)[0]):
+    moves, after = update(total, state, params)
+    if np.any(moves):
         return "inside of jit, a step beyond moves the parameters"
+    plain = [
+        jax.tree.leaves(x) for x in jax.device_get((_without_keys(state), _without_keys(after)))
+    ]
+    if any(np.any(one != other) for one, other in zip(*plain, strict=True)):
+        return "inside of jit, a step beyond moves the state"
     return _is_refused(lambda: optimizer.update(total, state, params), "a step beyond is taken")
+
+
+def _without_keys(state: Any) -> list[jax.Array]:
+    leaves = jax.tree.leaves(state)
+    return [x for x in leaves if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
 
 
 def _budget() -> str:

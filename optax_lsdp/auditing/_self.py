@@ -26,8 +26,10 @@ from optax_lsdp.auditing._devices import (
     audit_collectives,
     audit_sharded_clipping,
     audit_sharded_noise,
+    audit_split_parameters,
 )
 from optax_lsdp.auditing._grids import audit_grid, audit_grid_noise
+from optax_lsdp.auditing._mistakes import audit_mistakes
 from optax_lsdp.auditing._noise import audit_noise
 from optax_lsdp.auditing._plans import audit_plan, audit_plan_noise
 from optax_lsdp.auditing._renewal import audit_renewal
@@ -159,6 +161,7 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
     "a step of DP-LSSGD, with and without a canary": _canary,
     "a plan": audit_plan,
     "noise of a plan's optimizer": audit_plan_noise,
+    "likely mistakes": audit_mistakes,
     "sums on a grid": audit_grid,
     "noise on a grid": audit_grid_noise,
 }
@@ -168,6 +171,7 @@ AUDITS_APART: dict[str, Callable[[jax.Array], Report]] = {  # half of the work, 
     "clipping in microbatches": audit_microbatches,
     "noise on several devices": audit_sharded_noise,
     "clipping on several devices": audit_sharded_clipping,
+    "parameters split over devices": audit_split_parameters,
     "collectives on several devices": audit_collectives,
     _RUNS[0]: audit_training,
     _RUNS[1]: audit_renewal,

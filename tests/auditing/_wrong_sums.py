@@ -9,9 +9,9 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp import _jaxpr, _shards, _trees
-from optax_lsdp.clipping import _factors, _grad, _microbatch
-from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan
+from optax_lsdp import _isolation, _shards, _trees
+from optax_lsdp.clipping import _factors, _grad, _microbatch, _transform, _vmap
+from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan, _sites
 from optax_lsdp.discrete import _grid
 
 Squares = _grams.Squares
@@ -142,6 +142,23 @@ def _unmasked_on_devices(run, batch, mask, groups):
     return run(batch, jnp.ones_like(mask) if _shards.manual_axes() else mask, groups)
 
 
+@contextmanager
+def _kept_clip_norms():
+    with (
+        mock.patch.object(_grad, "frozen_clip_norm", lambda clip_norm: clip_norm),
+        mock.patch.object(_transform, "frozen_clip_norm", lambda clip_norm: clip_norm),
+    ):
+        yield
+
+
+def _part_by_part(clip_and_sum, *args, split=None, **options):
+    return clip_and_sum(*args, **options)
+
+
+def _without_its_mask(clip_and_sum, *args, mask=None, **options):
+    return clip_and_sum(*args, **options)
+
+
 BOOK, VMAP = (f"clipping of hard models, engine {e!r}" for e in ("bookkeeping", "vmap"))
 MICRO, SEARCH = "clipping in microbatches", "sensitivity of clipping, engine 'bookkeeping'"
 CANCEL = "clipping of rows that cancel"
@@ -212,6 +229,36 @@ WRONG_SUMS = {
         "clipping on several devices",
         (),
     ),
+    "split parameters clipped part by part": (
+        wrapped(_vmap, "clip_and_sum", _part_by_part),
+        "parameters split over devices",
+        (),
+    ),
+    "a mask beside stacked gradients that is ignored": (
+        wrapped(_transform, "clip_and_sum", _without_its_mask),
+        "likely mistakes",
+        (),
+    ),
+    "a dict of clip norms that is kept": (
+        _kept_clip_norms,
+        "likely mistakes",
+        (),
+    ),
+    "a carry that is taken for unused": (
+        rewritten(
+            _sites,
+            "_walk_scan",
+            "changed += [w for w, same in zip(results",
+            "[w for w, same in zip(results",
+        ),
+        BOOK,
+        ("carried",),
+    ),
+    "collectives over an axis of vmap that are taken": (
+        replaced(_isolation, "_axis_names", lambda equation: set()),
+        "likely mistakes",
+        (),
+    ),
     "clip norms of groups mixed up": (engines(_mixed_up), BOOK, ("dense", "tied")),
     "automatic clipping without its constant": (
         replaced(_factors, "STABILITY", 0.0),
@@ -245,7 +292,7 @@ WRONG_SUMS = {
         (),
     ),
     "collectives that are not refused": (
-        replaced(_jaxpr, "_check_apart", lambda equation, axes: None),
+        replaced(_isolation, "_check_no_collective", lambda equation, axes: None),
         SHARDS,
         (),
     ),

@@ -100,6 +100,11 @@ def _shuffler(dataset_size, rate, key, **options):
     return UnamplifiedShuffle(dataset_size, round(rate * dataset_size), key)
 
 
+def _padded_with_the_first(subset, *args):
+    indices, mask = subset(*args)
+    return _subsets.Batch(np.where(mask, indices, 0), mask)
+
+
 def _with_repeats(subset, words, dataset_size, count, room, size):
     found = subset(words, dataset_size, count, room, size)
     return found._replace(indices=words.indices(dataset_size, size))
@@ -191,6 +196,24 @@ OTHERS = {
     ),
     "the same batch in every step": (_at_step(lambda step: 0 * step), POISSON),
     "batches that repeat every 1,000 steps": (_at_step(lambda step: step % 1000), FIXED),
+    "padding that repeats an example": (
+        wrapped(_samplers, "subset", _padded_with_the_first),
+        "likely mistakes",
+    ),
+    "leaves told apart by how they are written": (
+        replaced(
+            noise,
+            "leaf_addresses",
+            lambda tree: [
+                jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)
+            ],
+        ),
+        "likely mistakes",
+    ),
+    "a state that moves beyond the plan": (
+        rewritten(_guards, "guarded", "jax.tree.map(keep, after, state)", "after", _plan),
+        PLAN,
+    ),
     "examples that come twice": (wrapped(_samplers, "subset", _with_repeats), FIXED),
     "a plan whose optimizer adds less noise": (
         wrapped(_plan, "privatize", _a_tenth_less),

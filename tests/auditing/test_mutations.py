@@ -13,6 +13,8 @@ QUICK = (
     "rounding slack dropped",
     "an overlap of microbatches counted twice",
     "collectives that are not refused",
+    "padding that repeats an example",
+    "split parameters clipped part by part",
     "small leaves that share one key",
     "noise that repeats every 1,000 steps",
     "the same noise on all devices",

@@ -28,6 +28,7 @@ SLOW = (
     "clipping in microbatches",
     "clipping on several devices",
     "noise of large leaves",
+    "parameters split over devices",
     "runs on neighbouring data",
     "resumed runs",
 )
