@@ -40,7 +40,7 @@ class Program(NamedTuple):
 
 
 def trace(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> Program:
-    """Write `loss_fn` for one example down as equations, and check that examples stay apart."""
+    """Trace `loss_fn` on one example; raise if an operation could mix examples under vmap."""
     whole = _axes_of_whole_examples(example)
     vouched: set[str] = set()
     token = _VOUCHED.set(vouched)
@@ -57,12 +57,12 @@ def trace(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> Program:
 
 
 def vouch_for_callbacks(loss_fn: Callable[..., Any], *names: str) -> Callable[..., Any]:
-    """Return the loss, with the word of its author that these callbacks let no examples meet.
+    """Mark callbacks of a loss as safe: the caller asserts that they mix no examples.
 
-    A callback that is given a whole batch could let one example's loss depend on another, and a
+    A callback that sees a whole batch could make one example's loss depend on another, and a
     callback with a side effect hands examples out. `clipped_grad` and `fit` therefore refuse all
     but those that JAX calls for one example at a time (`vmap_method="sequential"`), and those by
-    which Equinox raises errors. Nobody checks your word.
+    which Equinox raises errors. The library does not check the assertion.
 
     Args:
         loss_fn: as in `clipped_grad` or `fit`.
@@ -110,8 +110,8 @@ def _check_kept_inside(equation: Equation, vouched: set[str]) -> None:
     name = equation.primitive.name
     if name == "custom_vmap_call" and name not in vouched:
         raise ValueError(
-            "`loss_fn` must keep each example to itself, got custom_vmap, whose rule may let "
-            'examples meet; remove it, or vouch for it with vouch_for_callbacks(loss_fn, "'
+            "`loss_fn` must keep each example to itself, got custom_vmap, whose rule may mix them; "
+            'remove it, or vouch for it with vouch_for_callbacks(loss_fn, "'
             f'{name}").'
         )
     atoms: list[Any] = equation.invars
@@ -160,7 +160,7 @@ def _check_no_collective(equation: Equation, bound: frozenset[Any]) -> None:
 
 
 def _axis_names(equation: Equation) -> set[Any]:
-    """Return the mesh axes and axes of vmap that a collective is over; numbers are no names."""
+    """Return the named axes, of a mesh or of vmap, that a collective is over."""
     named: Any = equation.params.get("axis_name", equation.params.get("axes"))
     each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
     return {axis for axis in each if axis is not None and not isinstance(axis, Integral)}

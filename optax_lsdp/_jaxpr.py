@@ -60,7 +60,7 @@ def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
 
 
 def uses_inputs(program: core.ClosedJaxpr, count: int) -> bool:
-    """Tell whether a program uses any of its first inputs."""
+    """Tell whether a program uses any of its first `count` inputs."""
     jaxpr = program.jaxpr
     atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
     used = {id(atom) for atom in atoms}

@@ -1,4 +1,4 @@
-"""The one notion of a loss: how it is called, with or without a key, and why a call failed.
+"""How a loss is called, with or without a key, and why a call failed.
 
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys; for `clipped_grad` they are part of the batch.
@@ -62,7 +62,7 @@ def _names_key(loss_fn: Loss) -> bool:
 
 
 def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
-    """Return the loss of an example, with its key if it takes one, by whatever name."""
+    """Call the loss of one example, with its key if it takes one."""
     if not key:
         return loss_fn(params, example)
     if _names_key(loss_fn):
@@ -78,12 +78,12 @@ def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
 
 
 def of_pairs(loss_fn: Loss) -> Loss:
-    """Return a loss of (example, key) pairs, which `clipped_grad` takes, from one with a key."""
+    """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
     return lambda params, pair: called(loss_fn, params, *pair)
 
 
 def tried(loss_fn: Loss, params: Any, example: Any) -> Any:
-    """Return the loss of an example, or raise one sentence that says why there is none."""
+    """Evaluate the loss of an example; raise an error that explains the cause if it fails."""
     try:
         return loss_fn(params, example)
     except Exception as error:
@@ -91,7 +91,7 @@ def tried(loss_fn: Loss, params: Any, example: Any) -> Any:
 
 
 def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoReturn:
-    """Raise one sentence that says why a loss failed if that can be found out, else the error.
+    """Raise an error that explains why a loss failed, or the original error if nobody knows.
 
     The loss is traced again in the ways in which it may have been meant. One that works so is the
     proof of what went wrong.
@@ -110,7 +110,7 @@ def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoRet
 def why_it_failed(
     error: Exception, loss_fn: Loss, params: Any, example: Any, *, batched: bool = False
 ) -> str | None:
-    """Return one sentence that says why a loss failed, if that can be found out.
+    """Explain why a loss failed, in one sentence, if the cause can be found.
 
     With `batched`, the loss is one of whole batches, and `example` is such a batch.
     """
@@ -167,7 +167,7 @@ def _plainly(loss_fn: Loss, params: Any, example: Any) -> Any:
 
 
 def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
-    """Return calls with the parts of an example as arguments, and the words if one works."""
+    """Return calls that pass the parts of an example as arguments, with the advice if one works."""
     yield (
         lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
         "got one with the parts of the example as arguments; write "
@@ -181,7 +181,7 @@ def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
 
 
 def _otherwise(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
-    """Return other ways to call a loss, likewise."""
+    """Return other calls of a loss, with the advice to give if one works."""
     yield (
         lambda params, example: _plainly(loss_fn, example, params),
         "got one that takes the example first; write "
@@ -210,7 +210,7 @@ def _squeezed(example: Any) -> Any:
 
 
 def _parts(example: Any, kind: Any) -> Any:
-    """Return an example of several parts, or raise: it can be no list of arguments."""
+    """Return the parts of an example of that kind; raise if it has none to pass as arguments."""
     if not (isinstance(example, kind) and len(example) > 1):
         raise TypeError("the example has no such parts")
     return example

@@ -241,7 +241,7 @@ def _smoothing_link(smoothing: Smoothing) -> optax.GradientTransformation:
 def _by_gradients_alone(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer, which says in one sentence if it needs the loss, as L-BFGS does."""
+    """Wrap an optimizer so that it raises a clear error if it needs the loss, as L-BFGS does."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:

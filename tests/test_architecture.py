@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "auditing._clipping": {"jax", "optax_lsdp.clipping"},
     "auditing._devices": {"jax", "optax_lsdp.clipping", "optax_lsdp.noise"},
     "auditing._grids": {"jax", "numpy", "optax_lsdp.discrete"},
-    "auditing._mistakes": {"jax", "numpy"}
+    "auditing._misuse": {"jax", "numpy"}
     | {f"optax_lsdp.{n}" for n in ("clipping", "noise", "sampling")},
     "auditing._plans": JAX
     | {"scipy"}

@@ -116,7 +116,8 @@ class Ledger(Mechanism):
             version, runs = found["optax_lsdp_ledger"], found["runs"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"`text` must be what to_json wrote, got {str(text)[:40]!r}, which is not: {error}."
+                f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
+                "pass it on unchanged."
             ) from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(

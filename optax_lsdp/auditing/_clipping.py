@@ -75,7 +75,7 @@ def audit_hard_models(
 
 
 def audit_cancelling_rows(key: jax.Array) -> AgreementReport:
-    """Compare the clipped sum of rows that cancel with the oracle, by Gram matrices."""
+    """Compare Gram norms with the oracle where rows nearly cancel, and rounding is worst."""
     return audit_hard_models("bookkeeping", key, _UNCERTAIN)
 
 
@@ -116,19 +116,19 @@ def hard_groups(models: Sequence[str] = tuple(MODELS)) -> dict[str, Group]:
 
 
 class Hard(NamedTuple):
-    """Some of the hard models, and what the oracle says of them."""
+    """A set of hard models, with the oracle's gradient of each example."""
 
     loss: Callable[..., jax.Array]
     params: Any
     cases: list[Case]
 
 
-def hard_cases(key: jax.Array, models: Sequence[str], *loudness: Sequence[float]) -> Hard:
-    """Return models with a batch of examples for each kind of loudness."""
-    first, *others = jax.random.split(key, 1 + len(loudness))
+def hard_cases(key: jax.Array, models: Sequence[str], *scales: Sequence[float]) -> Hard:
+    """Return models with a batch of examples for each list of scales."""
+    first, *others = jax.random.split(key, 1 + len(scales))
     drawn = hard_params(first)
     params = {name: drawn[name] for name in models}
-    batches = [hard_batch(one, loud) for one, loud in zip(others, loudness, strict=True)]
+    batches = [hard_batch(one, scale) for one, scale in zip(others, scales, strict=True)]
     loss = _loss_of(tuple(models))
     return Hard(loss, params, single_gradients(loss, params, *batches))
 

@@ -117,13 +117,13 @@ def audit_collectives(key: jax.Array) -> ClaimsReport:
             loss = partial(_across, collective)
             gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
             claim = f"{name} in a loss, engine {engine!r}, is refused"
-            claims[claim] = _is_refused(gradient, params, batch)
+            claims[claim] = _unless_refused(gradient, params, batch)
     link = add_gaussian_noise(_SCALE, key=key)
 
     def shared(params: Any, updates: jax.Array) -> Any:
         return link.update(updates, link.init(params))[0]
 
-    claims["noise that all shards share is refused"] = _is_refused(shared, params, batch)
+    claims["noise that all shards share is refused"] = _unless_refused(shared, params, batch)
     return ClaimsReport(claims)
 
 
@@ -139,8 +139,8 @@ def _across(collective: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.A
     return jnp.vdot(w, collective(x))
 
 
-def _is_refused(function: Callable[..., Any], params: Any, batch: Any) -> str:
-    """Return nothing if a function of shards raises ValueError while it is traced."""
+def _unless_refused(function: Callable[..., Any], params: Any, batch: Any) -> str:
+    """Return what is wrong if a function of shards can be traced: nothing if it is refused."""
     specs = (jax.P(), jax.P("shards"))
     spread = jax.shard_map(function, mesh=_mesh(), in_specs=specs, out_specs=jax.P("shards"))
     try:

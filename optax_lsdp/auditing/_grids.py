@@ -18,7 +18,7 @@ _STEPS = 16
 
 
 def audit_grid(key: jax.Array) -> ClaimsReport:
-    """Compare what each example adds in cells with its clipped gradient and the sensitivity."""
+    """Check each example's contribution on the grid against its clipped gradient."""
     shapes = {"a": (6,), "b": (4,), "c": (3,), "d": (2,)}
     keys = jax.random.split(key, len(shapes))
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}

@@ -108,7 +108,7 @@ def _half(params: Any, example: Any) -> jax.Array:
     """Compute in half precision, if the parameters are."""
     kernel, bias = params["kernel"], params["bias"]
     hidden = jnp.sin(example["rows"].astype(kernel.dtype) @ kernel + bias)
-    return jnp.sum(hidden).astype(example["loudness"].dtype)
+    return jnp.sum(hidden).astype(example["scale"].dtype)
 
 
 MODELS: dict[str, Model] = {
@@ -127,9 +127,9 @@ MODELS: dict[str, Model] = {
 
 
 def hard_loss(params: Any, example: Any, names: Iterable[str] = tuple(MODELS)) -> jax.Array:
-    """Return the sum of the models' losses, times the example's loudness."""
+    """Return the sum of the models' losses, times the example's scale."""
     total = sum(MODELS[name](params[name], example) for name in names)
-    return example["loudness"] * total
+    return example["scale"] * total
 
 
 def hard_params(key: jax.Array) -> Any:
@@ -168,17 +168,17 @@ def hard_params(key: jax.Array) -> Any:
     return params
 
 
-def hard_batch(key: jax.Array, loudness: Sequence[float]) -> Any:
-    """Return examples, each of which has its loudness.
+def hard_batch(key: jax.Array, scales: Sequence[float]) -> Any:
+    """Return examples whose losses have these scales, one each.
 
     `PLAIN` examples take the quick way through an engine. One `ODD` example, with a gradient that
     is zero, not finite or huge, takes all others of its batch along on the careful way.
     """
-    rng, size = _generator(key), len(loudness)
+    rng, size = _generator(key), len(scales)
     long = _CANCELS * rng.normal(size=(size, 2, _WIDTH))
     long = np.concatenate([long, rng.normal(size=long.shape) / _WIDTH - long], axis=1)
     drawn = {
-        "loudness": np.array(loudness),
+        "scale": np.array(scales),
         "rows": rng.normal(size=(size, 2, _WIDTH)),
         "image": rng.normal(size=(size, 4, 4, 8)),
         "places": rng.normal(size=(size, 6, _WIDTH)),

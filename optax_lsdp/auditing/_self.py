@@ -29,7 +29,7 @@ from optax_lsdp.auditing._devices import (
     audit_split_parameters,
 )
 from optax_lsdp.auditing._grids import audit_grid, audit_grid_noise
-from optax_lsdp.auditing._mistakes import audit_mistakes
+from optax_lsdp.auditing._misuse import audit_misuse
 from optax_lsdp.auditing._noise import audit_noise
 from optax_lsdp.auditing._plans import audit_plan, audit_plan_noise
 from optax_lsdp.auditing._renewal import audit_renewal
@@ -161,7 +161,7 @@ AUDITS: dict[str, Callable[[jax.Array], Report]] = {
     "a step of DP-LSSGD, with and without a canary": _canary,
     "a plan": audit_plan,
     "noise of a plan's optimizer": audit_plan_noise,
-    "likely mistakes": audit_mistakes,
+    "likely mistakes": audit_misuse,
     "sums on a grid": audit_grid,
     "noise on a grid": audit_grid_noise,
 }

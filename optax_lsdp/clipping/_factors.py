@@ -163,7 +163,7 @@ def clip_and_sum(
 def _joint_norms(
     members: Mapping[frozenset[str], Sequence[jax.Array]],
 ) -> tuple[jax.Array, float]:
-    """Return ‖row i of all leaves‖₂ over all shards: (n,), and r as in `norm_rounding`.
+    """Return each example's ‖g‖₂ over all leaves and shards, (n,), and its `norm_rounding`.
 
     Args:
         members: leaves of shape (n, …), by the mesh axes over which they are split.

@@ -21,7 +21,7 @@ _STEP = 1e-2  # how far a second point is from the first, in norms of a leaf, an
 
 
 class Seen(NamedTuple):
-    """What was seen of each example, or of each part of a batch.
+    """Which losses and gradients are finite, and which leaves get a gradient.
 
     Attributes:
         losses: (n,) whether the loss is finite.
@@ -38,7 +38,7 @@ Look = Callable[[optax.Params, Any], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 def make_look(value_and_grads: Callable[..., tuple[jax.Array, Any]]) -> Look:
-    """Compile what is looked at in a chunk of examples: finite losses, gradients, and zeros."""
+    """Return a compiled check of a chunk: finite losses, finite gradients, gradients of zero."""
 
     def look(params: optax.Params, chunk: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         values, grads = value_and_grads(params, chunk)
@@ -63,7 +63,7 @@ def look_at_all(look: Look, params: optax.Params, batch: Any, size: int) -> Seen
 
 
 def another_point(params: optax.Params) -> optax.Params:
-    """Return parameters near by, in which none is zero by design, as LoRA's second factor is."""
+    """Return slightly perturbed parameters; those that start at zero, as LoRA's B, move too."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 

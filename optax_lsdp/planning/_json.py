@@ -22,7 +22,8 @@ def read_plan(text: str, known: set[str]) -> dict[str, Any]:
         version = found.pop("optax_lsdp_plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"`text` must be what to_json wrote, got {str(text)[:40]!r}, which is not: {error}."
+            f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
+            "pass it on unchanged."
         ) from error
     if version != _VERSION or set(found) != known:
         raise ValueError(

@@ -45,7 +45,7 @@ def make_private_folder(path: Path) -> Path:
 
 
 def _close(path: Path) -> None:
-    """Take away what others may do in a folder, or raise."""
+    """Remove the permissions of other users on a folder, or raise."""
     before = _mode(path)
     strays = sorted(one.name for one in path.iterdir() if not _OF_A_RUN.fullmatch(one.name))
     if strays:
@@ -83,7 +83,7 @@ def _mode(path: Path) -> int:
 
 
 def _owner_of_new_files(path: Path) -> int | None:
-    """Return whom the file system says a new file belongs to; not all of them know users."""
+    """Return the user that the file system gives to new files; some file systems have no users."""
     try:
         with tempfile.NamedTemporaryFile(dir=path) as file:
             return os.fstat(file.fileno()).st_uid

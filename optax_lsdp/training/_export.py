@@ -126,7 +126,7 @@ def _why_private(leaf: Any) -> str:
 
 
 def _check_name(place: Any, name: str) -> None:
-    """Raise if a program that unpacks the file could write elsewhere, or mistake one for another.
+    """Raise if a name is unsafe in an archive: it could leave the folder, or collide.
 
     Names that differ in case alone pass: NumPy tells them apart, and models have W and w.
     """

@@ -77,8 +77,8 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
-            f"`data` must hold numbers{at(path)}, got keys; `fit` makes one for each example of "
-            "every step for a loss with a third argument, `loss_fn(params, example, key)`."
+            f"`data` must hold numbers{at(path)}, got random keys; `fit` makes one for each example "
+            "of every step for a loss with a third argument, `loss_fn(params, example, key)`."
         )
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
@@ -95,7 +95,7 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
 
 
 def _remedy_for(array: np.ndarray) -> str:
-    """Return what to do with an array that is not one of numbers."""
+    """Return the advice for an array of a dtype that is not numeric."""
     if array.dtype != object:
         return "encode text and dates as numbers"
     kinds = {type(x) for x in array.reshape(-1)[:_LOOKED_AT]}

@@ -165,7 +165,7 @@ def is_transparent(equation: Equation, known: Sequence[Any]) -> bool:
 
 
 def is_derived(equation: Equation, known: Sequence[Any]) -> bool:
-    """Tell whether the outputs are weights: made of weights alone, by a linear backward pass.
+    """Tell whether an equation makes weights of weights, and JAX derived its backward pass.
 
     A `custom_vjp` need not be linear in its cotangent. Then the gradient of a weight that is used
     twice is not the sum of the gradients of its uses, and automatic differentiation has to add
@@ -247,7 +247,7 @@ def _walk_scan(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Find the uses in the body of a scan: taken whole, sliced, or carried along unchanged.
+    """Find the uses of weights in a scan: closed over, sliced, or carried along unchanged.
 
     A carry that changes is data, even where an iteration puts a weight into it: both the weight
     that it begins with and those that iterations hand on escape.

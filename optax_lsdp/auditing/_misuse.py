@@ -1,4 +1,4 @@
-"""Audit of likely mistakes of users: each is harmless, or it is refused."""
+"""Audit likely misuse of the library: each case is harmless, or it is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Numbered(dict[int, Any]):
         return cls(zip(keys, values, strict=True))
 
 
-def audit_mistakes(key: jax.Array) -> ClaimsReport:
+def audit_misuse(key: jax.Array) -> ClaimsReport:
     """Forget a mask, write into clip norms, mix mapped batches, and name leaves alike."""
     samplers: dict[str, Sampler] = {
         "Poisson": PoissonSampler(_SIZE, _BATCH / _SIZE, key),
