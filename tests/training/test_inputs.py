@@ -72,7 +72,7 @@ class Table:
         ("data.npz", "got str; read the file first"),
         ((DATA["x"], np.array([1] * 400, dtype=object)), "must hold numbers, got object"),
         ((np.ma.array(DATA["x"], mask=DATA["x"] > 2), DATA["y"]), "got a masked one"),
-        ((DATA["x"], jax.random.split(jax.random.key(0), 400)), "got keys; `fit` makes one"),
+        ((DATA["x"], jax.random.split(jax.random.key(0), 400)), "got random keys; `fit` makes one"),
         ({**DATA, "y": DATA["y"].astype(np.int64) + 2**40}, "within int32, .* in example 0"),
         ({**DATA, "x": DATA["x"].astype(np.float64) * 1e300}, "finite as float32, .* example 0"),
     ],
