@@ -78,7 +78,7 @@ def _as_array(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
             f"`data` must hold numbers{at(path)}, got random keys; `fit` makes one for each "
-            "example of every step for a loss with a third argument, `loss_fn(params, example, key)`."
+            "example of every step, for a loss of three arguments, `loss_fn(params, example, key)`."
         )
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
