@@ -6,24 +6,28 @@ let examples meet. The equations that could are looked for here, forward and bac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
 from numbers import Integral
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, scoped
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, scoped, source_files
 from optax_lsdp._shards import are_shards_tracked, manual_axes, varying_axes
 
 ValueAndAux = Callable[[optax.Params, Any], tuple[jax.Array, Any]]
 
 _ONE_AT_A_TIME = ("sequential", "sequential_unrolled")  # ways in which vmap maps a callback
 _ONLY_RAISES = "equinox._errors"  # the module of callbacks that raise an error, or do nothing
-_HARMLESS = ("axis_index", "pvary", "pcast", "pbroadcast")
+_OPAQUE = ("debug_print", "ffi_call")  # and all callbacks: code that JAX cannot see through
+# Libraries whose loops end when those of all examples have ended, without an effect on results.
+_LOOPING = ("equinox", "diffrax", "lineax", "optimistix")
+_HARMLESS = ("axis_index", "pvary", "pcast")
 # Collects the names that a loss vouches for while it is traced. Losses are wrapped in other
 # functions on their way to an engine, so an attribute of the loss would be lost.
 _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
@@ -114,17 +118,17 @@ def _check_kept_inside(equation: Equation, vouched: set[str]) -> None:
             'remove it, or vouch for it with vouch_for_callbacks(loss_fn, "'
             f'{name}").'
         )
-    atoms: list[Any] = equation.invars
-    is_real = any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in atoms)
-    if name.startswith("unvmap_") and is_real:  # of bools and integers, loops of all examples end
+    if name.startswith("unvmap_") and not _is_of_a_loop(equation) and name not in vouched:
         raise ValueError(
-            f"`loss_fn` must keep each example to itself, got Equinox's {name} of real numbers, "
-            "which is one number for all examples of a batch; remove it."
+            f"`loss_fn` must keep each example to itself, got Equinox's {name}, which gives one "
+            "value for all examples of a batch; remove it, or vouch for it with "
+            f"vouch_for_callbacks(loss_fn, {name!r})."
         )
-    if name != "debug_print" and "callback" not in name:
+    if name not in _OPAQUE and "callback" not in name:
         return
     function = getattr(equation.params.get("callback"), "callback_func", None)
-    called = getattr(function, "__name__", name)
+    function = getattr(function, "func", function)  # of functools.partial
+    called = getattr(function, "__name__", equation.params.get("target_name", name))
     is_safe = (
         equation.params.get("vmap_method") in _ONE_AT_A_TIME
         or getattr(function, "__module__", None) == _ONLY_RAISES
@@ -133,8 +137,8 @@ def _check_kept_inside(equation: Equation, vouched: set[str]) -> None:
     if not is_safe:
         what = name if called == name else f"{name} of {called!r}"
         remedy = (
-            "let jax.pure_callback map it with vmap_method='sequential'"
-            if name == "pure_callback"
+            "let JAX map it with vmap_method='sequential'"
+            if name in ("pure_callback", "ffi_call")
             else f"remove {'jax.debug.print' if name == 'debug_print' else 'it'}"
         )
         raise ValueError(
@@ -142,6 +146,15 @@ def _check_kept_inside(equation: Equation, vouched: set[str]) -> None:
             f"hand them out; {remedy}, or vouch for it with vouch_for_callbacks(loss_fn, "
             f"{called!r})."
         )
+
+
+def _is_of_a_loop(equation: Equation) -> bool:
+    """Tell whether a library called `unvmap_*` for a loop or an error, and not the loss itself."""
+    dtypes = [atom.aval.dtype for atom in cast("list[Any]", equation.invars)]
+    callers = [file.split(os.sep) for file in source_files(equation)]
+    callers = [file for file in callers if "jax" not in file and file[-1] != "_unvmap.py"]
+    is_known = bool(callers) and any(library in callers[0] for library in _LOOPING)
+    return is_known and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
 
 
 def _check_no_collective(equation: Equation, bound: frozenset[Any]) -> None:

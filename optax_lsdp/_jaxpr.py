@@ -24,6 +24,8 @@ def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation,
         axes: Any = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
         if equation.primitive.name == "xla_pmap":
             axes = (equation.params["axis_name"],)
+        if not equation.params.get("check_vma", True):
+            axes = ()  # vmap may put other examples on axes that JAX does not track
         for inner in _programs(equation):
             yield from scoped(inner, bound | frozenset(axes))
 
@@ -99,6 +101,12 @@ def calls(equation: Equation) -> bool:
     jaxpr = getattr(inner, "jaxpr", inner)
     is_program = isinstance(jaxpr, core.Jaxpr) and equation.primitive.name not in _LOOPS
     return is_program and len(jaxpr.invars) == len(equation.invars)
+
+
+def source_files(equation: Equation) -> list[str]:
+    """Return the files of the calls that wrote an equation, the innermost first."""
+    frames = getattr(equation.source_info.traceback, "frames", ())
+    return [frame.file_name for frame in frames]
 
 
 def whereabouts(equation: Equation) -> str:

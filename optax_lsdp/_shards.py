@@ -24,14 +24,23 @@ def are_shards_tracked() -> bool:
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 
-def check_batch_axes(named: tuple[str, ...]) -> None:
-    """Raise if a manual axis may split parameters, for all that JAX and the caller say."""
+def check_axes(named: tuple[str, ...], params: Any, by_example: Any) -> None:
+    """Raise if it is not known whether a manual axis splits the parameters or the batch.
+
+    Args:
+        named: the axes over which the caller says that all parameters are replicated.
+        params: the parameters.
+        by_example: the batch and its mask.
+    """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
-    if unknown and not are_shards_tracked():
+    if are_shards_tracked():
+        unknown -= varying_axes(params) ^ varying_axes(by_example)  # exactly one of them is split
+    if unknown:
         raise ValueError(
-            "`batch_axes` must name the mesh axes over which the batch is split where JAX does not "
-            f"track what varies (check_vma=False, pmap), got none for {', '.join(sorted(unknown))};"
-            " use shard_map with check_vma=True where parameters are split."
+            "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
+            f"are replicated, got none for {', '.join(sorted(unknown))}, over which parameters and "
+            "batch both vary, or neither, or JAX does not tell (check_vma=False, pmap); name it, "
+            "or fold a shard's index into keys inside the loss."
         )
 
 

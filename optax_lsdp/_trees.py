@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp._checks import is_number
 
 _BLOCK = 128  # terms added at a time: fewer tighten `norm_rounding`, more are faster
 
@@ -107,9 +110,11 @@ def check_mask(mask: Any, size: int) -> None:
 def check_not_per_example(extra_args: dict[str, Any], height: int | None) -> None:
     """Raise if an argument of `update` looks like a mask or weights, which nobody would apply."""
     for name, value in extra_args.items():
-        for leaf in jax.tree.leaves(value):
+        numbers = isinstance(value, list | tuple) and all(map(is_number, value))
+        for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
             shape = jnp.shape(leaf)
-            if shape == (height,) or (shape and kind_of(leaf) == "bool"):
+            is_one_each = height is not None and shape[:1] == (height,) == (math.prod(shape),)
+            if is_one_each or (shape and kind_of(leaf) == "bool"):
                 raise TypeError(
                     f"`{name}` must not hold a value for each example, got {kind_of(leaf)} of "
                     f"shape {shape}; `mask` is the name for stacked gradients, and the function "

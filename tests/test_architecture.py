@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "_marked": {"jax", "optax_lsdp._trees"},
     "_shards": {"jax"},
     "_threefry": {"jax", "numpy"},
-    "_trees": {"jax"},
+    "_trees": {"jax", "numpy", "optax_lsdp._checks"},
     "accounting": LIGHT | {"optax_lsdp._checks", "optax_lsdp._json"},
     "accounting._events": {"dp_accounting"},
     "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},

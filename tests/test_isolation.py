@@ -1,5 +1,7 @@
 """A loss keeps its example to itself: what could let examples meet is refused, and nothing else."""
 
+from functools import partial
+
 import equinox as eqx
 import equinox.internal as eqxi
 import jax
@@ -101,12 +103,62 @@ def test_others_are_refused_by_name_unless_someone_vouches_for_them(name):
         np.testing.assert_allclose(total, expected, rtol=1e-6)
 
 
-def test_a_number_that_equinox_takes_from_all_examples_is_refused():
-    def loss(w, x):
-        return jnp.vdot(w, x) * eqxi.unvmap_max(x)
+BY_EQUINOX = {
+    "unvmap_max": lambda w, x: jnp.vdot(w, x) * eqxi.unvmap_max(x),
+    "unvmap_any": lambda w, x: jnp.where(eqxi.unvmap_any(x > 5), 1.0, -1.0) * jnp.vdot(w, x),
+    "unvmap_all": lambda w, x: jax.lax.cond(
+        eqxi.unvmap_all(x > 5), lambda x: -jnp.vdot(w, x), lambda x: jnp.vdot(w, x), x
+    ),
+}
 
-    with pytest.raises(ValueError, match="got Equinox's unvmap_max of real numbers"):
-        jax.eval_shape(lsdp.clipped_grad(loss, clip_norm=CLIP), PARAMS, BATCH)
+
+@pytest.mark.parametrize("name", BY_EQUINOX)
+def test_what_equinox_takes_from_all_examples_is_refused(name):
+    """But not inside of its own loops and errors, which need it."""
+    with pytest.raises(ValueError, match=f"got Equinox's {name}, which gives one value for all"):
+        jax.eval_shape(lsdp.clipped_grad(BY_EQUINOX[name], clip_norm=CLIP), PARAMS, BATCH)
+
+    def looped(w, x):
+        def body(c):
+            return c[0] + 1, jnp.tanh(c[1] * w)
+
+        return jnp.sum(
+            eqxi.while_loop(lambda c: c[0] < 3, body, (0, x), max_steps=4, kind="bounded")[1]
+        )
+
+    jax.eval_shape(lsdp.clipped_grad(looped, clip_norm=CLIP), PARAMS, BATCH)
+
+
+def test_foreign_functions_that_see_a_whole_batch_are_refused():
+    def loss(method, w, x):
+        kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jnp.vdot(w, jax.ffi.ffi_call("rms_norm", kind, vmap_method=method)(x))
+
+    def run(method):
+        grad = lsdp.clipped_grad(partial(loss, method), clip_norm=CLIP)
+        jax.eval_shape(grad, PARAMS, BATCH)
+
+    run("sequential")
+    with pytest.raises(ValueError, match=r"ffi_call of 'rms_norm', .*'rms_norm'\)"):
+        run("broadcast_all")
+
+
+def test_an_inner_map_that_nobody_tracks_may_not_add_up():
+    """Under vmap, other examples may be on its axis."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def loss(check_vma, w, x):
+        inner = jax.shard_map(
+            lambda w, x: jax.lax.psum(jnp.vdot(w, x), "data"),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P()),
+            out_specs=jax.P(),
+            check_vma=check_vma,
+        )
+        return inner(w, x)
+
+    with pytest.raises(ValueError, match="must not look across the shards"):
+        jax.eval_shape(lsdp.clipped_grad(partial(loss, False), clip_norm=CLIP), PARAMS, BATCH)
 
 
 def test_small_weights_in_long_loops_keep_no_operands():

@@ -67,6 +67,8 @@ def test_a_mask_by_another_name_is_refused(make):
     for updates, extra in (
         (stacked, {"masks": jnp.ones(3, bool)}),
         (stacked, {"weights": np.ones(3)}),
+        (stacked, {"weights": np.ones((3, 1))}),
+        (stacked, {"weights": [1, 0, 0]}),
         (stacked, {"given": {"losses": jnp.ones(3)}}),
         (total, {"valid": np.ones(3, bool)}),
     ):

@@ -17,7 +17,7 @@ from optax_lsdp._keys import is_key
 from optax_lsdp._loss import tried
 from optax_lsdp._shards import (
     axis_names,
-    check_batch_axes,
+    check_axes,
     manual_axes,
     stated_sharding,
     vary,
@@ -77,7 +77,7 @@ def clipped_grad(
     engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
-    batch_axes: str | Sequence[str] = (),
+    replicated_axes: str | Sequence[str] = (),
 ) -> Callable[..., optax.Updates]:
     """Return `f(params, batch, mask=None)`, the sum of clipped per-example gradients.
 
@@ -96,13 +96,14 @@ def clipped_grad(
             (`explain_clipping` tells); "vmap" forms all of them, and is the reference.
         microbatch_size: how many examples are differentiated at a time, to bound memory.
         keep_batch_axis: give `loss_fn` its example with a leading axis of length 1.
-        batch_axes: inside `pmap`, or `shard_map` with check_vma=False, where JAX does not tell
-            what varies: the mesh axes over which the batch is split. Parameters must be the same on
-            all shards there. Elsewhere it is not needed.
+        replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
+            replicated: your word for it. It is needed where JAX does not tell (check_vma=False,
+            `pmap`), and for axes over which parameters and batch both vary, or neither.
 
     Inside `shard_map`, parameters that vary over a mesh axis over which the batch does not are
     parts of one model. An example's norm is that of its whole gradient, and the vmap engine
-    computes it. Outside, with arrays that `jit` shards, nothing needs to be said.
+    computes it; do not add the parts up. Outside, with arrays that `jit` shards, nothing needs to
+    be said.
 
     Returns:
         f. `batch` is a tree of arrays with a leading axis of examples, typed keys (for dropout)
@@ -125,7 +126,7 @@ def clipped_grad(
         engine=engine,
         microbatch_size=microbatch_size,
         keep_batch_axis=keep_batch_axis,
-        batch_axes=batch_axes,
+        replicated_axes=replicated_axes,
     )
 
     def grad(
@@ -144,7 +145,7 @@ def value_and_clipped_grad(
     engine: Literal["auto", "bookkeeping", "vmap"] = "auto",
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
-    batch_axes: str | Sequence[str] = (),
+    replicated_axes: str | Sequence[str] = (),
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return `f(params, batch, mask=None)`, giving `(PerExample, clipped sum)`.
@@ -159,7 +160,7 @@ def value_and_clipped_grad(
         engine: as in `clipped_grad`.
         microbatch_size: as in `clipped_grad`.
         keep_batch_axis: as in `clipped_grad`; aux comes back as `loss_fn` made it.
-        batch_axes: as in `clipped_grad`.
+        replicated_axes: as in `clipped_grad`.
         has_aux: whether `loss_fn` returns a pair.
 
     >>> def loss(w, x):
@@ -175,7 +176,7 @@ def value_and_clipped_grad(
     check_choice("engine", engine, ("auto", *_ENGINES))
     if microbatch_size is not None:
         check_whole("microbatch_size", microbatch_size)
-    named_axes = axis_names(batch_axes)
+    named_axes = axis_names(replicated_axes)
 
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
@@ -192,7 +193,7 @@ def value_and_clipped_grad(
         check_floating("params", params)
         size = _batch_size(batch)
         check_mask(mask, size)
-        check_batch_axes(named_axes)
+        check_axes(named_axes, params, (batch, mask))
         params = vary(params, varying_axes((batch, mask)))
         now = _clip_norm_at(clip_norm, step)
         clip = _choose_engine(engine, value_and_aux, params, batch)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._marked import is_marked
-from optax_lsdp._shards import axis_names, check_batch_axes, varying_axes
+from optax_lsdp._shards import axis_names, check_axes, varying_axes
 from optax_lsdp._trees import (
     beside,
     check_floating,
@@ -35,7 +35,7 @@ class ClipPerExampleState(NamedTuple):
 
 
 def clip_per_example(
-    clip_norm: ClipNorm, *, batch_axes: str | Sequence[str] = ()
+    clip_norm: ClipNorm, *, replicated_axes: str | Sequence[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 
@@ -52,7 +52,8 @@ def clip_per_example(
         clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per
             group (`sensitivity` then gives √ΣC²); or a schedule, a function of the step.
             With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
-        batch_axes: as in `clipped_grad`, for stacked gradients.
+        replicated_axes: for stacked gradients inside `shard_map` or `pmap`: the mesh axes over
+            which parameters are replicated and examples are split. It is your word for it.
 
     Raises:
         ValueError: if updates are neither stacked nor marked, or were clipped otherwise; if a mask
@@ -68,7 +69,7 @@ def clip_per_example(
     [0.6 1.3]
     """
     clip_norm = frozen_clip_norm(clip_norm)
-    named_axes = axis_names(batch_axes)
+    named_axes = axis_names(replicated_axes)
 
     def init(params: optax.Params) -> ClipPerExampleState:
         del params
@@ -99,8 +100,8 @@ def clip_per_example(
             height = _check_stacked(updates, params)
             check_mask(mask, height)
             check_not_per_example(extra_args, height)
-            check_batch_axes(named_axes)
-            _check_whole(params)
+            check_axes(named_axes, params, updates)
+            _check_whole(params, updates, named_axes)
             _, total = clip_and_sum(updates, clip_groups(now, updates), mask=mask)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 
@@ -128,14 +129,14 @@ def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
             )
 
 
-def _check_whole(params: Any) -> None:
-    """Raise if parameters are split over shards: a norm would be that of a part."""
-    split = varying_axes(params)
+def _check_whole(params: Any, updates: Any, replicated: tuple[str, ...]) -> None:
+    """Raise if gradients may be split over shards: a norm would be that of a part."""
+    split = varying_axes((params, updates)) - set(replicated)
     if split:
         raise ValueError(
-            "`params` must be the same on all shards inside shard_map with stacked gradients, got "
-            f"some that vary over {', '.join(sorted(split))}; use `clipped_grad`, which takes the "
-            "norm of all parts together."
+            "`replicated_axes` must name the mesh axes over which stacked gradients vary, got none "
+            f"for {', '.join(sorted(split))}; where parameters are split, use `clipped_grad`, "
+            "which takes the norm of all parts together."
         )
 
 

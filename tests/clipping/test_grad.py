@@ -167,7 +167,7 @@ def test_inside_shard_map_each_shard_clips_its_own_examples(microbatch_size, che
     # Differentiated as they are, replicated parameters get the sum over all shards for a gradient.
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     grad = lsdp.clipped_grad(
-        loss, clip_norm=0.7, microbatch_size=microbatch_size, batch_axes="shards"
+        loss, clip_norm=0.7, microbatch_size=microbatch_size, replicated_axes="shards"
     )
     sharded = {"x": jnp.concatenate([X] * 3)[:16], "y": jnp.concatenate([Y] * 3)[:16]}
     expected = jax.jit(grad)(PARAMS, sharded)

@@ -65,7 +65,7 @@ maps_psum = pytest.mark.skipif(not can_map_psum(), reason="JAX cannot map a psum
 LOSSES = {
     "with psum": (with_psum, lambda p, x: jnp.square(part(p, x)), SPECS),
     "without psum": (alone, part, SPECS),
-    "by tokens": (by_tokens, by_tokens_at_once, dict.fromkeys(SPECS, jax.P())),
+    "by tokens": (by_tokens, by_tokens_at_once, dict.fromkeys(SPECS, jax.P())),  # replicated
 }
 
 
@@ -115,14 +115,17 @@ def assert_same(total, sums):
 )
 def test_norms_are_those_of_all_parts_together(name, options):
     in_shard_map, whole, specs = LOSSES[name]
-    total = clipped_in_shard_map(in_shard_map, specs, **options)
+    replicated = "model" if name == "by tokens" else ()
+    total = clipped_in_shard_map(in_shard_map, specs, **options, replicated_axes=replicated)
     assert_same(total, expected(whole, options["clip_norm"]))
 
 
 def test_bookkeeping_is_refused_where_shards_split_an_example():
     for loss, _, specs in LOSSES.values():
         with pytest.raises(ValueError, match="`engine` must be 'auto' or 'vmap'"):
-            clipped_in_shard_map(loss, specs, clip_norm=CLIP, engine="bookkeeping")
+            clipped_in_shard_map(
+                loss, specs, clip_norm=CLIP, engine="bookkeeping", replicated_axes="model"
+            )
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
@@ -151,16 +154,18 @@ def test_where_nothing_is_tracked_splitting_is_refused(loss):
         )
         jax.eval_shape(mapped, PARAMS, BATCH)
 
-    with pytest.raises(ValueError, match=r"`batch_axes` must name .* got none for data, model"):
+    with pytest.raises(
+        ValueError, match=r"`replicated_axes` must name .* got none for data, model"
+    ):
         run()
-    with pytest.raises(ValueError, match=r"`batch_axes` must name .* got none for model"):
-        run(batch_axes="data")
+    with pytest.raises(ValueError, match=r"`replicated_axes` must name .* got none for model"):
+        run(replicated_axes="data")
 
 
 def test_pmap_needs_the_axis_of_its_batch():
-    grads = [lsdp.clipped_grad(part, clip_norm=CLIP, batch_axes=axes) for axes in ((), "data")]
+    grads = [lsdp.clipped_grad(part, clip_norm=CLIP, replicated_axes=axes) for axes in ((), "data")]
     split = BATCH.reshape(8, 1, 4)
-    with pytest.raises(ValueError, match="`batch_axes` must name"):
+    with pytest.raises(ValueError, match="`replicated_axes` must name"):
         jax.pmap(grads[0], axis_name="data", in_axes=(None, 0))(PARAMS, split)
     sums = jax.pmap(grads[1], axis_name="data", in_axes=(None, 0))(PARAMS, split)
     assert_same(jax.tree.map(lambda x: x.sum(axis=0), sums), expected(part, CLIP))
@@ -170,7 +175,7 @@ def test_pmap_needs_the_axis_of_its_batch():
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("loss", [with_psum, alone])
 def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
-    link = lsdp.clip_per_example(CLIP, batch_axes="data")
+    link = lsdp.clip_per_example(CLIP, replicated_axes="data")
 
     def run(params, batch):
         stacked = jax.vmap(jax.grad(loss), (None, 0))(params, batch)
@@ -183,14 +188,13 @@ def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
         out_specs=SPECS,
         check_vma=check_vma,
     )
-    reason = "`params` must be the same on all shards" if check_vma else "`batch_axes` must name"
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match="`replicated_axes` must name"):
         jax.eval_shape(mapped, PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_stacked_gradients_of_split_batches_are_clipped_as_ever(check_vma):
-    link = lsdp.clip_per_example(CLIP, batch_axes=("data", "model"))
+    link = lsdp.clip_per_example(CLIP, replicated_axes=("data", "model"))
     axes = ("data", "model")
 
     def run(params, batch):
@@ -208,6 +212,92 @@ def test_stacked_gradients_of_split_batches_are_clipped_as_ever(check_vma):
     )
     for name, leaf in expected(part, CLIP).items():
         np.testing.assert_allclose(jax.jit(mapped)(PARAMS, BATCH)[name], leaf, atol=1e-5)
+
+
+def with_varying_keys(params, batch, mask):
+    index = jax.lax.axis_index("model")
+    keys = jax.vmap(jax.random.fold_in, (0, None))(jax.random.split(jax.random.key(0), 8), index)
+    return params, (batch, keys), mask
+
+
+def with_a_varying_mask(params, batch, mask):
+    return params, (batch, batch), jax.lax.pcast(mask, ("model",), to="varying")
+
+
+def with_varying_rows(params, batch, mask):
+    return params, (jax.lax.pcast(batch, ("model",), to="varying"), batch), mask
+
+
+@pytest.mark.parametrize("change", [with_varying_keys, with_a_varying_mask, with_varying_rows])
+def test_what_varies_with_parts_of_a_model_hides_no_part(change):
+    """A batch that varies over the axis of the parameters would count as split over it."""
+    grad = lsdp.clipped_grad(lambda p, example: part(p, example[0]), clip_norm=CLIP)
+    mapped = jax.shard_map(
+        lambda *given: grad(*change(*given)),
+        mesh=mesh_of("Auto", (1, 8)),
+        in_specs=(SPECS, jax.P(), jax.P()),
+        out_specs=SPECS,
+    )
+    with pytest.raises(ValueError, match=r"`replicated_axes` must name .* none for model"):
+        jax.eval_shape(mapped, PARAMS, BATCH, jnp.ones(8, bool))
+
+
+def test_a_map_that_nobody_tracks_around_one_that_is_tracked_hides_nothing():
+    """Inside, parameters that are split outside look as if they were the same everywhere."""
+
+    def inner(params, batch):
+        return jax.lax.psum(lsdp.clipped_grad(part, clip_norm=CLIP)(params, batch), "data")
+
+    def outer(params, batch):
+        specs = (jax.P(), jax.P("data"))
+        return jax.shard_map(inner, in_specs=specs, out_specs=jax.P(), axis_names={"data"})(
+            params, batch
+        )
+
+    mapped = jax.shard_map(
+        outer,
+        mesh=mesh_of("Auto"),
+        in_specs=(SPECS, jax.P()),
+        out_specs=SPECS,
+        axis_names={"model"},
+        check_vma=False,
+    )
+    with pytest.raises(ValueError, match=r"`replicated_axes` must name .* none for model"):
+        jax.eval_shape(mapped, PARAMS, BATCH)
+
+
+def test_parameters_that_were_gathered_are_replicated_if_the_caller_says_so():
+    def run(params, batch):
+        whole = jax.lax.all_gather(params["v"], "model", tiled=True)
+        grad = lsdp.clipped_grad(jnp.vdot, clip_norm=CLIP, replicated_axes="model")
+        return jax.lax.psum(grad(whole, batch), ("data", "model"))
+
+    mapped = jax.shard_map(
+        run,
+        mesh=mesh_of("Auto"),
+        in_specs=({"v": jax.P("model")}, jax.P(("data", "model"))),
+        out_specs=jax.P(),
+    )
+    batch = jnp.concatenate([BATCH] * 4, axis=1)
+    wanted = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=CLIP))(PARAMS["v"], batch)
+    found = jax.jit(mapped)({"v": PARAMS["v"]}, batch)
+    np.testing.assert_allclose(found.value, wanted.value, atol=1e-5)
+
+
+@maps_psum
+def test_stacked_gradients_that_vary_need_the_axis_of_their_examples():
+    link = lsdp.clip_per_example(CLIP, replicated_axes="data")
+
+    def run(params, batch):
+        moving = jax.tree.map(lambda x: jax.lax.pcast(x, ("model",), to="varying"), params)
+        stacked = jax.vmap(jax.grad(part), (None, 0))(moving, batch)
+        return jax.lax.psum(link.update(stacked, link.init(params), params)[0], "model")
+
+    mapped = jax.shard_map(
+        run, mesh=mesh_of("Auto"), in_specs=(jax.P(), jax.P()), out_specs=jax.P()
+    )
+    with pytest.raises(ValueError, match="must name the mesh axes over which stacked gradients"):
+        jax.eval_shape(mapped, PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])

@@ -159,7 +159,7 @@ def test_losses_that_look_across_shards_are_refused(engine, check_vma):
     def centred(w, x):
         return jnp.vdot(w, x - jax.lax.pmean(x, "shards"))
 
-    grad = lsdp.clipped_grad(centred, clip_norm=1.0, engine=engine, batch_axes="shards")
+    grad = lsdp.clipped_grad(centred, clip_norm=1.0, engine=engine, replicated_axes="shards")
     specs = dict(in_specs=(jax.P(), jax.P("shards")), out_specs=jax.P("shards"))
     run = jax.shard_map(grad, mesh=mesh, check_vma=check_vma, **specs)
     with pytest.raises(ValueError, match="across the shards"):
