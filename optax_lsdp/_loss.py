@@ -17,6 +17,7 @@ from optax_lsdp._batch_norm import batch_norm_in_traceback, batch_norm_sentence
 
 Loss = Callable[..., Any]
 
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ROWS = 2  # examples of the batch on which a loss is tried that fails on one example
 _FLAX = {  # errors of Flax, by name, and the remedy
     "InvalidRngError": "let it take a key, `loss_fn(params, example, key)`, and pass "
@@ -28,13 +29,21 @@ _KEPT = (TypeError, ValueError, IndexError)  # kinds of errors that stay what th
 
 def takes_key(loss_fn: Loss) -> bool:
     """Tell a loss with a third argument, the key of its example, from one without."""
-    needed = _needed(loss_fn)
-    if len(needed) > 3:
+    check_arguments(loss_fn)
+    return len(_needed(loss_fn)) == 3 or _names_key(loss_fn)
+
+
+def check_arguments(loss_fn: Loss) -> None:
+    """Raise unless a loss can be called with parameters and one example, or with a key as well."""
+    parameters, needed = _parameters(loss_fn), _needed(loss_fn)
+    by_place = [p for p in parameters if p.kind in _BY_PLACE]
+    takes_few = len(by_place) < 2 and not any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if len(needed) > 3 or (parameters and takes_few):
         raise TypeError(
             "`loss_fn` must take parameters, one example and at most a key, got a function of "
-            f"{', '.join(needed)}; several arrays of an example come as one tuple."
+            f"{', '.join(p.name for p in parameters)}; several arrays of an example come as one "
+            "tuple, and what is not trained comes from around the function."
         )
-    return len(needed) == 3 or _names_key(loss_fn)
 
 
 def needs_key(loss_fn: Loss) -> bool:
@@ -51,9 +60,8 @@ def _parameters(loss_fn: Loss) -> list[inspect.Parameter]:
 
 
 def _needed(loss_fn: Loss) -> list[str]:
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     found = _parameters(loss_fn)
-    return [p.name for p in found if p.kind in by_place and p.default is p.empty]
+    return [p.name for p in found if p.kind in _BY_PLACE and p.default is p.empty]
 
 
 def _names_key(loss_fn: Loss) -> bool:

@@ -11,6 +11,7 @@ from flax import nnx
 
 import optax_lsdp as lsdp
 from optax_lsdp import training
+from optax_lsdp._loss import takes_key
 from tests.cases import slow
 
 X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32), np.arange(6) % 3
@@ -263,3 +264,11 @@ def test_text_is_no_batch():
 def test_fit_wants_the_loss_alone(loss_fn, message):
     with pytest.raises((ValueError, TypeError), match=message):
         by_fit(loss_fn, W, BATCH)
+
+
+@pytest.mark.parametrize("loss", [lambda p: 0.0, lambda p, x, y, z: 0.0, lambda p, *, x: 0.0])
+def test_a_loss_of_too_few_or_too_many_arguments_is_told(loss):
+    for make in (lambda f: lsdp.clipped_grad(f, clip_norm=1.0), takes_key):
+        with pytest.raises(TypeError, match="must take parameters, one example and at most a key"):
+            make(loss)
+    assert not takes_key(lambda *both: 0.0) and not takes_key(jnp.vdot)

@@ -14,7 +14,7 @@ from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._isolation import ValueAndAux, is_split
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import tried
+from optax_lsdp._loss import check_arguments, tried
 from optax_lsdp._shards import (
     axis_names,
     check_axes,
@@ -171,6 +171,7 @@ def value_and_clipped_grad(
     [7.  0.5] [5.  0.5]
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
+    check_arguments(loss_fn)
     clip_norm = frozen_clip_norm(clip_norm)
     check_choice("clip_style", clip_style, STYLES)
     check_choice("engine", engine, ("auto", *_ENGINES))
