@@ -13,14 +13,12 @@ QUICK = (
     "rounding slack dropped",
     "an overlap of microbatches counted twice",
     "collectives that are not refused",
-    "padding that repeats an example",
     "split parameters clipped part by part",
     "small leaves that share one key",
     "noise that repeats every 1,000 steps",
     "the same noise on all devices",
     "batches that repeat every 1,000 steps",
     "a plan whose optimizer adds less noise",
-    "an accountant of half the steps",
 )
 
 

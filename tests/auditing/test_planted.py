@@ -12,7 +12,7 @@ from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import audit_noise, audit_sampler, audit_sensitivity
 from tests.cases import FULL, slow
 
-SEEDS = range(20 if FULL else 3)
+SEEDS = range(20 if FULL else 2)
 
 
 @pytest.fixture(autouse=True)

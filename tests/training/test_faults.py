@@ -280,7 +280,11 @@ def raising(example):
     [
         (raising, "must give example 123, but raised OSError"),
         (lambda example: {**example, "x": example["x"] * np.nan}, "infinity in example 123"),
-        (lambda example: {**example, "x": example["x"][:3]}, r"float32\[3\].* at index 123"),
+        pytest.param(
+            lambda example: {**example, "x": example["x"][:3]},
+            r"float32\[3\].* at index 123",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_broken_example_is_named_and_the_run_goes_on(fault, message, tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp import training
+from tests.cases import slow
 from tests.training.problem import (
     PLAN,
     assert_as_if_alone,
@@ -126,8 +127,8 @@ def counted():
     [
         counted(),
         optax.chain(lsdp.add_gaussian_noise(0.1, key=jax.random.key(5)), optax.sgd(0.1)),
-        optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1)),
-        optax.adamw(0.1),
+        *slow(optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(0.1))),
+        *slow(optax.adamw(0.1)),
     ],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
