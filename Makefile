@@ -19,7 +19,7 @@ demo: $(DEMO)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# What takes long too, and forty times the examples of every law (see tests/conftest.py), in parts: what
+# What takes long too, and fifty times the examples of every law (see tests/conftest.py), in parts: what
 # has passed since the code last changed is not run again. Last come all other tests on the oldest versions
 # that pyproject.toml admits, whose own deprecation warnings are not ours.
 FULL := accounting auditing clipping discrete fuzz planning sampling smoothing training rest oldest

@@ -43,6 +43,7 @@ def test_a_planted_bug_is_found(name):
 
 
 SLOW = (
+    "a run that goes on with other data",
     "dp_sgd, engine 'bookkeeping'",
     "dp_lssgd, engine 'bookkeeping'",
     "dp_lssgd, engine 'vmap'",

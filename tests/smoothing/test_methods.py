@@ -68,7 +68,7 @@ def test_short_vectors_with_a_traced_smoothing(method, boundary):
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
-@pytest.mark.parametrize("method", ["fft", "recursive", "auto"])
+@pytest.mark.parametrize("method", ["fft", "recursive", *slow("auto")])
 def test_long_vectors_with_a_traced_smoothing(method, boundary):
     run = traced(method, boundary)
     for size in LONG_SIZES[: -1 if method == "fft" else None]:  # which is slow at a prime
