@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._keys import is_key
 from optax_lsdp._marked import is_marked
+from optax_lsdp._shards import vary, varying_axes
 from optax_lsdp.optimizers import steps_taken
 
 
@@ -61,19 +63,42 @@ def guarded(
                 f"`state` must be of less than {steps} steps, which is all that was planned, got "
                 f"one of {taken}; plan for more steps, and begin anew."
             )
-        moves, after = optimizer.update(updates, state, params, **options)
-        if not isinstance(is_planned, jax.core.Tracer):
-            return moves, after
 
-        def keep(new: Any, old: Any) -> Any:
-            return new if new is old else jnp.where(is_planned, new, old)
+        def take() -> Any:
+            return optimizer.update(updates, state, params, **options)
 
-        # Nothing can be raised inside of jit. Steps beyond the plan move neither the parameters nor
-        # the state, from which some optimizers read an average of the parameters.
-        moves = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
-        return moves, jax.tree.map(keep, after, state)
+        return _if(is_planned, take, state) if isinstance(is_planned, jax.core.Tracer) else take()
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
+
+
+def _if(is_planned: jax.Array, take: Callable[[], Any], state: Any) -> Any:
+    """Return what a step makes of the state, or no moves and the state as it was.
+
+    Nothing can be raised inside of jit. Steps beyond the plan move neither the parameters nor the
+    state, from which some optimizers read an average of the parameters.
+    """
+    if jax.sharding.get_abstract_mesh().explicit_axes:  # branches would have to state shardings
+        moves, after = take()
+        still = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
+        kept = jax.tree.map(lambda new, old: jnp.where(is_planned, new, old), after, state)
+        return still, kept
+    like_moves, like_state = jax.eval_shape(take)
+
+    def keep() -> Any:
+        return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_like, state, like_state)
+
+    # One of two branches: selecting each entry would draw the noise once for each array.
+    return jax.lax.cond(is_planned, take, keep)
+
+
+def _zeros_like(like: Any) -> jax.Array:
+    return vary(jnp.zeros(like.shape, like.dtype), varying_axes(like))
+
+
+def _like(old: jax.Array, like: Any) -> jax.Array:
+    kept = old if is_key(old) else jnp.asarray(old, like.dtype)
+    return vary(kept, varying_axes(like))
 
 
 def _check_masks(updates: Any) -> None:
