@@ -11,7 +11,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full fuzz soak lint bench paper clean
+.PHONY: demo test test-full fuzz mutations soak lint bench paper clean
 
 demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -40,6 +40,12 @@ $(VENV)/full/%.txt: $(SOURCES) | $(READY)
 fuzz: $(READY)
 	FUZZ=1 $(BIN)/python -m pytest -q tests/fuzz 2>&1 | tee $(VENV)/fuzz.log
 	grep -A 5 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
+
+# The whole audit command on each bug that is planted in the library, in two processes. What is in tests/auditing/last.txt is not tried again.
+mutations: export XLA_FLAGS = --xla_force_host_platform_device_count=8
+mutations: $(READY)
+	$(BIN)/python -m tests.auditing.command 0 2 & $(BIN)/python -m tests.auditing.command 1 2; wait
+	sort -o tests/auditing/last.txt tests/auditing/last.txt
 
 # 100,000 steps, left alone and under random kills.
 soak: $(READY)

@@ -186,8 +186,7 @@ def test_a_cached_trace_is_not_taken_for_another_layer():
 
     layer = BatchNorm()
     jax.make_jaxpr(layer)(X[0])
-    loss = lambda w, x: (w * (x - mean(x)) ** 2).mean()  # noqa: E731
-    assert lsdp.check_model(loss, jnp.ones(4), X)
+    assert lsdp.check_model(lambda w, x: (w * (x - mean(x)) ** 2).mean(), jnp.ones(4), X)
     assert not lsdp.check_model(lambda w, x: (w * layer(x) ** 2).mean(), jnp.ones(4), X)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -105,7 +105,7 @@ def clipping(loss_fn: Any, clip_norm: Any, **options: Any) -> Callable[..., Any]
     return release
 
 
-def hard_groups(models: Sequence[str] = tuple(MODELS)) -> dict[str, Group]:
+def hard_groups(models: Sequence[str]) -> dict[str, Group]:
     """Return a group for each hard model, with a clip norm of its own."""
 
     def group(place: int, name: str) -> Group:
@@ -129,13 +129,5 @@ def hard_cases(key: jax.Array, models: Sequence[str], *scales: Sequence[float]) 
     drawn = hard_params(first)
     params = {name: drawn[name] for name in models}
     batches = [hard_batch(one, scale) for one, scale in zip(others, scales, strict=True)]
-    loss = _loss_of(tuple(models))
+    loss = hard_loss(tuple(models))
     return Hard(loss, params, single_gradients(loss, params, *batches))
-
-
-@cache  # one function for the same models, which is compiled once
-def _loss_of(models: tuple[str, ...]) -> Callable[..., jax.Array]:
-    def loss(params: Any, example: Any) -> jax.Array:
-        return hard_loss(params, example, models)
-
-    return loss

@@ -13,7 +13,7 @@ from optax_lsdp.auditing._clipping import hard_cases, hard_groups
 from optax_lsdp.auditing._hard_models import ODD, PLAIN
 from optax_lsdp.auditing._noise import audit_noise
 from optax_lsdp.auditing._oracle import AgreementReport, Group, audit_agreement, single_gradients
-from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport
+from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport, unless_refused
 from optax_lsdp.clipping import Clipped, clip_per_example, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
 
@@ -117,13 +117,13 @@ def audit_collectives(key: jax.Array) -> ClaimsReport:
             loss = partial(_across, collective)
             gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
             claim = f"{name} in a loss, engine {engine!r}, is refused"
-            claims[claim] = _unless_refused(gradient, params, batch)
+            claims[claim] = _on_shards(gradient, params, batch)
     link = add_gaussian_noise(_SCALE, key=key)
 
     def shared(params: Any, updates: jax.Array) -> Any:
         return link.update(updates, link.init(params))[0]
 
-    claims["noise that all shards share is refused"] = _unless_refused(shared, params, batch)
+    claims["noise that all shards share is refused"] = _on_shards(shared, params, batch)
     return ClaimsReport(claims)
 
 
@@ -139,12 +139,8 @@ def _across(collective: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.A
     return jnp.vdot(w, collective(x))
 
 
-def _unless_refused(function: Callable[..., Any], params: Any, batch: Any) -> str:
-    """Return what is wrong if a function of shards can be traced: nothing if it is refused."""
+def _on_shards(function: Callable[..., Any], params: Any, batch: Any) -> str:
+    """Return nothing if a function of parameters and shards of a batch is refused."""
     specs = (jax.P(), jax.P("shards"))
     spread = jax.shard_map(function, mesh=_mesh(), in_specs=specs, out_specs=jax.P("shards"))
-    try:
-        jax.eval_shape(spread, params, batch)
-    except ValueError as error:
-        return "" if "`loss_fn`" in str(error) or "`updates`" in str(error) else str(error)
-    return "it is taken"
+    return unless_refused(lambda: jax.eval_shape(spread, params, batch), "it is taken")

@@ -6,7 +6,8 @@ each group, one compiled function therefore clips all models, each by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -126,10 +127,15 @@ MODELS: dict[str, Model] = {
 }
 
 
-def hard_loss(params: Any, example: Any, names: Iterable[str] = tuple(MODELS)) -> jax.Array:
-    """Return the sum of the models' losses, times the example's scale."""
-    total = sum(MODELS[name](params[name], example) for name in names)
-    return example["scale"] * total
+@cache  # one function for the same models, which is compiled once
+def hard_loss(names: tuple[str, ...]) -> Model:
+    """Return the sum of these models' losses, times the example's scale."""
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        total = sum(MODELS[name](params[name], example) for name in names)
+        return example["scale"] * total
+
+    return loss
 
 
 def hard_params(key: jax.Array) -> Any:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp.auditing._report import ClaimsReport, checked
+from optax_lsdp.auditing._report import ClaimsReport, checked, unless_refused
 from optax_lsdp.clipping import clip_per_example, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler, Sampler, UnamplifiedShuffle
@@ -104,9 +104,7 @@ def _mixes_mapped_batches(engine: Any) -> str:
     for collective in (jax.lax.pmean, jax.lax.psum, jax.lax.pmax):
         gradient = clipped_grad(partial(loss, collective), clip_norm=1.0, engine=engine)
         mapped = jax.vmap(gradient, (None, 0), axis_name="shards")
-        try:
-            jax.eval_shape(mapped, w, batches)
-        except ValueError:
-            continue
-        return f"{collective.__name__} is taken"
+        call = partial(jax.eval_shape, mapped, w, batches)
+        if wrong := unless_refused(call, f"{collective.__name__} is taken"):
+            return wrong
     return ""

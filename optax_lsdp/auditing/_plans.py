@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,12 @@ from scipy.stats import norm
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.auditing._noise import audit_noise
 from optax_lsdp.auditing._renewal import at_noon, what_two_share
-from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport, checked
+from optax_lsdp.auditing._report import (
+    ClaimsReport,
+    StatisticsReport,
+    checked,
+    unless_refused,
+)
 from optax_lsdp.noise import fresh_key
 from optax_lsdp.optimizers import steps_taken
 from optax_lsdp.planning import PrivacyPlan
@@ -129,7 +133,7 @@ def _steps_beyond(key: jax.Array) -> str:
     ]
     if any(np.any(one != other) for one, other in zip(*plain, strict=True)):
         return "inside of jit, a step beyond moves the state"
-    return _is_refused(lambda: optimizer.update(total, state, params), "a step beyond is taken")
+    return unless_refused(lambda: optimizer.update(total, state, params), "a step beyond is taken")
 
 
 def _without_keys(state: Any) -> list[jax.Array]:
@@ -163,9 +167,9 @@ def _without_mask() -> str:
     def stacked(state: Any) -> Any:
         return optimizer.update(batch, state, params)
 
-    return _is_refused(
+    return unless_refused(
         lambda: jax.eval_shape(gradient, params, batch), "a gradient takes a batch without one"
-    ) or _is_refused(
+    ) or unless_refused(
         lambda: jax.eval_shape(stacked, state), "an optimizer takes stacked gradients without one"
     )
 
@@ -178,15 +182,6 @@ def _inside_jit(key: jax.Array) -> str:
         if not all(np.array_equal(one, other) for one, other in pairs):
             return f"that of step {step} is another one"
     return ""
-
-
-def _is_refused(call: Callable[[], Any], otherwise: str) -> str:
-    """Return nothing if a call raises ValueError, and what is wrong otherwise."""
-    try:
-        call()
-    except ValueError:
-        return ""
-    return otherwise
 
 
 def _keys(key: jax.Array) -> str:

@@ -78,6 +78,15 @@ class ClaimsReport(Report):
         return {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}
 
 
+def unless_refused(call: Callable[[], object], otherwise: str) -> str:
+    """Return nothing if a call is refused in a sentence of this library, else what is wrong."""
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return "" if str(error).startswith("`") else f"{type(error).__name__}: {error}"
+    return otherwise
+
+
 def checked(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
     """Return what checks find, by their claims; one that breaks off speaks against its claim."""
 

@@ -58,7 +58,8 @@ def guarded(
         _check_masks(updates)
         taken = steps_taken(state)
         is_planned = taken < steps
-        if not (isinstance(is_planned, jax.core.Tracer) or is_planned):
+        is_traced = isinstance(is_planned, jax.core.Tracer)
+        if not (is_traced or is_planned):
             raise ValueError(
                 f"`state` must be of less than {steps} steps, which is all that was planned, got "
                 f"one of {taken}; plan for more steps, and begin anew."
@@ -67,12 +68,12 @@ def guarded(
         def take() -> Any:
             return optimizer.update(updates, state, params, **options)
 
-        return _if(is_planned, take, state) if isinstance(is_planned, jax.core.Tracer) else take()
+        return _if_planned(is_planned, take, state) if is_traced else take()
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _if(is_planned: jax.Array, take: Callable[[], Any], state: Any) -> Any:
+def _if_planned(is_planned: jax.Array, take: Callable[[], Any], state: Any) -> Any:
     """Return what a step makes of the state, or no moves and the state as it was.
 
     Nothing can be raised inside of jit. Steps beyond the plan move neither the parameters nor the

@@ -18,6 +18,9 @@ from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._report import Report
 
 _LONGEST = 1000  # characters of a name
+# What NumPy and zipfile raise for a file of another kind: an odd header is a SyntaxError, and a
+# compression that zipfile does not know a NotImplementedError.
+_UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
     (2, 0): np.lib.format.read_array_header_2_0,
@@ -90,7 +93,7 @@ def load_params(path: Path | str, like: Any) -> Any:
     wanted = {_name(place): leaf for place, leaf in jax.tree.leaves_with_path(like)}
     try:
         found = _load(_with_suffix(path), {name: x.shape for name, x in wanted.items()})
-    except (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
             f"`path` must be a file that `export_params` wrote, got {str(path)!r}: {error}."
         ) from error

@@ -120,6 +120,33 @@ def test_norms_are_those_of_all_parts_together(name, options):
     assert_same(total, expected(whole, options["clip_norm"]))
 
 
+@maps_psum
+@pytest.mark.parametrize("style", ["threshold", "automatic"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_no_whole_contribution_exceeds_the_clip_norm(dtype, style):
+    """Each example alone, of any size, masked or not finite, in one part of the model only."""
+    small = 0.01  # far below the gradients but for those of the tiny example
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    sizes = jnp.array([1.0, 1e-3, 1e3, jnp.nan, 1e-8, 30.0, jnp.inf, 0.1], dtype)
+    batch = jnp.ones((8, 4), dtype) * sizes[:, None]
+    grad = lsdp.clipped_grad(part, clip_norm=small, clip_style=style)
+    spread = jax.jit(
+        jax.shard_map(
+            grad, mesh=mesh_of("Auto", (1, 8)), in_specs=(SPECS, jax.P(), jax.P()), out_specs=SPECS
+        )
+    )
+
+    def length(params, mask):
+        leaves = jax.tree.leaves(spread(params, batch, jnp.asarray(mask)))
+        return np.sqrt(sum(np.sum(np.asarray(x, np.float64) ** 2) for x in leaves))
+
+    lengths = [length(params, np.arange(8) == i) for i in range(8)]
+    assert max(lengths) <= small * (1 + 1e-6) and lengths[0] > 0.9 * small
+    assert lengths[3] == lengths[6] == length(params, np.zeros(8, bool)) == 0
+    broken = {**params, "v": params["v"].at[-1].set(jnp.nan)}  # on the last device alone
+    assert length(broken, np.ones(8, bool)) == 0
+
+
 def test_bookkeeping_is_refused_where_shards_split_an_example():
     for loss, _, specs in LOSSES.values():
         with pytest.raises(ValueError, match="`engine` must be 'auto' or 'vmap'"):

@@ -8,13 +8,16 @@ import optax_lsdp as lsdp
 from optax_lsdp.accounting import Ledger, SampledGaussian
 from optax_lsdp.planning import Piecewise
 
+FULL_BATCHES = {
+    "dataset_size": 100,
+    "expected_batch_size": 100,
+    "steps": 10,
+    "noise_multiplier": 9.0,
+    "delta": 1e-3,
+    "sampling": "full",
+}
 PLAN = lsdp.PrivacyPlan(
-    dataset_size=100,
-    expected_batch_size=100,
-    steps=10,
-    noise_multiplier=9.0,
-    delta=1e-3,
-    sampling="full",
+    **FULL_BATCHES,
     clip_norm={"w": 1.0, "b": 2.0},
     noise_schedule=Piecewise((0, 5), (1.0, 2.0)),
 )
@@ -114,12 +117,4 @@ def test_clip_norms_that_are_nested_without_end_are_refused():
     for _ in range(100):
         nested = [nested]
     with pytest.raises(ValueError, match=r"`clip_norm` must be .* nested too deeply"):
-        lsdp.PrivacyPlan(
-            dataset_size=100,
-            expected_batch_size=100,
-            steps=10,
-            noise_multiplier=9.0,
-            delta=1e-3,
-            sampling="full",
-            clip_norm=nested,
-        )
+        lsdp.PrivacyPlan(**FULL_BATCHES, clip_norm=nested)

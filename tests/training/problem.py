@@ -27,6 +27,7 @@ def make_plan(**changes):
 
 
 PLAN = make_plan(smoothing=0.5)
+SHORT = make_plan(steps=5)
 
 
 def make_data(size=400):

@@ -12,6 +12,7 @@ from optax_lsdp.training import _run
 from tests.cases import slow
 from tests.training.problem import (
     PLAN,
+    SHORT,
     assert_as_if_alone,
     bits,
     fit,
@@ -20,8 +21,6 @@ from tests.training.problem import (
     make_params,
     make_plan,
 )
-
-SHORT = make_plan(steps=5)
 
 
 def stop_at(step, told=None):

@@ -11,6 +11,7 @@ from optax_lsdp import training
 from tests.cases import slow
 from tests.training.problem import (
     PLAN,
+    SHORT,
     assert_as_if_alone,
     bits,
     fit,
@@ -21,7 +22,6 @@ from tests.training.problem import (
 )
 
 DATA = make_data()
-SHORT = make_plan(steps=5)
 ALL = jnp.asarray(DATA["x"])
 
 
