@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._batch_norm import batch_norm_in_traceback, batch_norm_sentence
+from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
 
 Loss = Callable[..., Any]
 

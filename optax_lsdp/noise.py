@@ -11,10 +11,17 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import check_positive, frozen_number
-from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, fresh_key
-from optax_lsdp._mapped import holds_for_all
-from optax_lsdp._marked import check_unmarked
-from optax_lsdp._shards import (
+from optax_lsdp._clipped import check_unmarked
+from optax_lsdp._keys import (
+    check_key,
+    fold_in_text,
+    fold_in_texts,
+    fresh_key,
+    is_threefry,
+    random_words,
+)
+from optax_lsdp._mesh import (
+    all_under_vmap,
     are_shards_tracked,
     axis_names,
     manual_axes,
@@ -22,7 +29,6 @@ from optax_lsdp._shards import (
     varying_axes,
     with_automatic_axes,
 )
-from optax_lsdp._threefry import is_threefry, random_words
 from optax_lsdp._trees import beside, check_floating, leaf_addresses, path_name, wide_dtype
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
@@ -190,7 +196,7 @@ def _normal_once(keys: jax.Array, room: int, dtype: Any, step: jax.Array) -> jax
     kernels that cut a leaf's noise out of it.
     """
     draw = partial(_normal, shape=(room,), dtype=dtype)
-    return jax.lax.cond(holds_for_all(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
+    return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -15,95 +15,45 @@ ALL_FILES = [p for d in ("optax_lsdp", "tests", "benchmarks") for p in (ROOT / d
 
 LIGHT = {"numpy", "scipy"}
 JAX = {"jax", "jaxlib", "numpy", "optax"}
-STAGE = JAX | {
-    f"optax_lsdp.{name}"
-    for name in (
-        "_batch_norm",
-        "_checks",
-        "_isolation",
-        "_jaxpr",
-        "_json",
-        "_keys",
-        "_loss",
-        "_mapped",
-        "_marked",
-        "_shards",
-        "_threefry",
-        "_trees",
-    )
-}
-# What a file may import besides the standard library and its own folder; the longest match rules.
+
+
+def own(*names):
+    return {f"optax_lsdp.{name}" for name in names}
+
+
+FREE = own("_checks", "_schemes", "_types")  # without JAX: every file may import them
+SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_loss", "_mesh", "_trees")
+STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing")
+# What a file may import besides the standard library, FREE and its own folder; the longest match
+# rules. A name stands for the public names of that module or folder.
 MAY_IMPORT = {
     "__init__": set(),
-    "_arguments": set(),
-    "_batch_norm": {"jax", "optax_lsdp._jaxpr", "optax_lsdp._trees"},
+    "__main__": own("cli"),
     "_checks": {"numpy"},
-    "_isolation": {"jax", "optax", "optax_lsdp._jaxpr", "optax_lsdp._shards"},
+    "_schemes": set(),
+    "_types": set(),
     "_jaxpr": {"jax"},
-    "_json": set(),
     "_keys": {"jax", "numpy"},
-    "_loss": {"jax", "optax_lsdp._batch_norm"},
-    "_mapped": {"jax"},
-    "_marked": {"jax", "optax_lsdp._trees"},
-    "_shards": {"jax"},
-    "_threefry": {"jax", "numpy"},
-    "_trees": {"jax", "numpy", "optax_lsdp._checks"},
-    "accounting": LIGHT | {"optax_lsdp._checks", "optax_lsdp._json"},
-    "accounting._events": {"dp_accounting"},
-    "auditing": {"jax", "numpy", "scipy", "optax_lsdp._checks", "optax_lsdp.accounting"},
-    "auditing._self": JAX
-    | {f"optax_lsdp.{n}" for n in ("accounting", "clipping", "noise", "optimizers", "planning")},
-    "auditing._clipping": {"jax", "optax_lsdp.clipping"},
-    "auditing._devices": {"jax", "optax_lsdp.clipping", "optax_lsdp.noise"},
-    "auditing._grids": {"jax", "numpy", "optax_lsdp.discrete"},
-    "auditing._misuse": {"jax", "numpy"}
-    | {f"optax_lsdp.{n}" for n in ("clipping", "noise", "sampling")},
-    "auditing._plans": JAX
-    | {"scipy"}
-    | {f"optax_lsdp.{n}" for n in ("accounting", "noise", "optimizers", "planning")},
-    "auditing._renewal": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
-    "auditing._training": JAX | {"optax_lsdp.planning", "optax_lsdp.training"},
-    "auditing._bounds": LIGHT | {"optax_lsdp.accounting"},
-    "budget": {
-        "matplotlib",
-        *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "accounting")),
-    },
-    "clipping": STAGE,
-    "discrete": STAGE,
-    "discrete._sampler": {"numpy", "optax_lsdp._threefry"},
-    "noise": STAGE,
-    "smoothing": STAGE,
-    "smoothing._kernel": {"numpy", "optax_lsdp._checks"},
-    "sampling": {
-        "jax",
-        "numpy",
-        "scipy",
-        *(f"optax_lsdp.{n}" for n in ("_checks", "_keys", "_threefry")),
-    },
-    "model_check": JAX
-    | {
-        f"optax_lsdp.{name}"
-        for name in ("_batch_norm", "_checks", "_jaxpr", "_keys", "_loss", "_trees", "clipping")
-    },
-    "planning": STAGE
-    | {"scipy"}
-    | {
-        f"optax_lsdp.{name}"
-        for name in ("accounting", "clipping", "optimizers", "sampling", "smoothing")
-    },
-    "training": STAGE
-    | {"orbax", "tqdm"}
-    | {
-        f"optax_lsdp.{name}"
-        for name in ("accounting", "clipping", "noise", "optimizers", "planning")
-    },
-    "optimizers": STAGE | {"optax_lsdp.clipping", "optax_lsdp.noise", "optax_lsdp.smoothing"},
-    "demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp", "optax_lsdp.accounting"},
-    "__main__": {
-        "optax_lsdp",
-        "jax",
-        *(f"optax_lsdp.{name}" for name in ("_arguments", "_checks", "auditing", "demo")),
-    },
+    "_mesh": {"jax"},
+    "_trees": {"jax", "numpy"},
+    "_clipped": {"jax", "optax"} | own("_trees"),
+    "_isolation": {"jax", "optax"} | own("_jaxpr", "_mesh", "_trees"),
+    "_loss": {"jax"} | own("_isolation"),
+    "accounting": LIGHT | {"dp_accounting"},
+    "sampling": {"jax", "numpy", "scipy"} | own("_keys"),
+    "clipping": JAX | SHARED,
+    "discrete": JAX | SHARED,
+    "discrete._sampler": {"numpy"} | own("_keys"),
+    "noise": JAX | SHARED,
+    "smoothing": JAX | SHARED,
+    "smoothing._kernel": {"numpy"},
+    "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing"),
+    "model_check": JAX | SHARED | own("clipping"),
+    "planning": JAX | {"scipy"} | SHARED | STAGES | own("accounting"),
+    "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
+    "auditing": JAX | {"scipy"} | STAGES | own("accounting", "planning", "training"),
+    "cli": {"jax", "matplotlib", "optax_lsdp"} | own("accounting", "auditing"),
+    "cli.demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp"} | own("accounting"),
 }
 
 
@@ -130,7 +80,7 @@ def allowed(imported, module):
     top = imported.partition(".")[0]
     if (
         top in sys.stdlib_module_names
-        or imported in rule_for(module)
+        or imported in rule_for(module) | FREE
         or top in rule_for(module) - {"optax_lsdp"}
     ):
         return True

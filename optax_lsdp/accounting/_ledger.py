@@ -7,8 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive
-from optax_lsdp._json import read_json
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json
 from optax_lsdp.accounting._calibrate import largest
 from optax_lsdp.accounting._curve import epsilon_curve
 from optax_lsdp.accounting._mechanism import SampledGaussian

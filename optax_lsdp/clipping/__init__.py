@@ -1,7 +1,7 @@
 """Clipping: parameters, a batch and a mask go in, a clipped sum of gradients comes out."""
 
+from optax_lsdp._clipped import Clipped
 from optax_lsdp._isolation import vouch_for_callbacks
-from optax_lsdp._marked import Clipped
 from optax_lsdp.clipping._factors import ClipStyle as ClipStyle
 from optax_lsdp.clipping._factors import sensitivity
 from optax_lsdp.clipping._grad import PerExample, clipped_grad, value_and_clipped_grad

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._shards import axis_size
+from optax_lsdp._clipped import Group
+from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
     leaf_addresses,
     norm_rounding,
@@ -20,18 +21,11 @@ from optax_lsdp._trees import (
     usable_scale,
     widen,
 )
+from optax_lsdp._types import ClipNorm
 
-ClipNorm = Any  # a number, a prefix tree of numbers, or an optax.Schedule
 ClipStyle = Literal["threshold", "automatic"]
 STYLES = ("threshold", "automatic")
 STABILITY = 0.01  # γ of automatic clipping, as Bu et al. chose it
-
-
-class Group(NamedTuple):
-    """One leaf's place in the prefix tree of clip norms: the group's address and clip norm."""
-
-    path: str
-    clip_norm: Any
 
 
 def is_schedule(clip_norm: ClipNorm) -> bool:

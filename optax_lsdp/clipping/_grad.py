@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_choice, check_function, check_whole
-from optax_lsdp._isolation import ValueAndAux, is_split
+from optax_lsdp._clipped import mark
+from optax_lsdp._isolation import ValueAndAux, check_trained, is_split
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import check_arguments, tried
-from optax_lsdp._shards import (
+from optax_lsdp._mesh import (
     axis_names,
     check_axes,
     manual_axes,
@@ -42,7 +42,6 @@ from optax_lsdp.clipping._factors import (
     frozen_clip_norm,
     is_schedule,
 )
-from optax_lsdp.clipping._mark import mark
 from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._vmap import clip_by_vmap
 from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._mesh import vary, varying_axes
 
 
 def in_microbatches(

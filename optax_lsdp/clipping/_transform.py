@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._marked import is_marked
-from optax_lsdp._shards import axis_names, check_axes, varying_axes
+from optax_lsdp._clipped import is_marked, unmark
+from optax_lsdp._mesh import axis_names, check_axes, varying_axes
 from optax_lsdp._trees import (
     beside,
     check_floating,
@@ -25,7 +25,6 @@ from optax_lsdp.clipping._factors import (
     frozen_clip_norm,
     is_schedule,
 )
-from optax_lsdp.clipping._mark import unmark
 
 
 class ClipPerExampleState(NamedTuple):

@@ -5,9 +5,8 @@ from typing import Any
 import jax
 import optax
 
-from optax_lsdp._batch_norm import warn_of_batch_norms
-from optax_lsdp._isolation import ValueAndAux, trace
-from optax_lsdp._shards import varying_axes
+from optax_lsdp._isolation import ValueAndAux, trace, warn_of_batch_norms
+from optax_lsdp._mesh import varying_axes
 from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
 
 

@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._batch_norm import warn_of_batch_norms
 from optax_lsdp._checks import check_positive, check_whole, frozen_number
-from optax_lsdp._isolation import trace
+from optax_lsdp._isolation import trace, warn_of_batch_norms
 from optax_lsdp._loss import tried
-from optax_lsdp._shards import manual_axes
+from optax_lsdp._mesh import manual_axes
 from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
 
 _MOST_CELLS = 46_340  # two squares of it fit into 32 bits

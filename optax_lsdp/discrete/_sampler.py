@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from optax_lsdp._threefry import threefry
+from optax_lsdp._keys import threefry
 
 LARGEST_SCALE = 2**20
 _LAST_WORD = np.uint64(2**64 - 1)

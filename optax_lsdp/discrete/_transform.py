@@ -12,8 +12,7 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import check_positive, is_number
-from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts
-from optax_lsdp._threefry import is_threefry
+from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, is_threefry
 from optax_lsdp._trees import (
     check_not_empty,
     check_not_per_example,

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._batch_norm import batch_norm_sentence, batch_norms, check_trained
 from optax_lsdp._checks import check_function
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_trained
 from optax_lsdp._jaxpr import constants
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import Loss, called, takes_key, why_it_failed

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optax_lsdp._checks import check_delta, check_non_negative, check_whole
-from optax_lsdp._json import check_depth
+from optax_lsdp._checks import check_delta, check_depth, check_non_negative, check_whole
 from optax_lsdp.clipping import sensitivity
 from optax_lsdp.planning._piecewise import Piecewise
 

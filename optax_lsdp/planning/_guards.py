@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lsdp._clipped import is_marked
 from optax_lsdp._keys import is_key
-from optax_lsdp._marked import is_marked
-from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp.optimizers import steps_taken
 
 

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from optax_lsdp._json import read_json
+from optax_lsdp._checks import read_json
 from optax_lsdp.planning._piecewise import Piecewise
 
 _VERSION = 1

@@ -19,8 +19,7 @@ import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_rate, check_whole
-from optax_lsdp._keys import check_key
-from optax_lsdp._threefry import is_threefry
+from optax_lsdp._keys import check_key, is_threefry
 from optax_lsdp.sampling._subsets import Batch, Words, subset
 
 _MOST = 2**31 - 1  # examples, whose indices are int32

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._checks import check_whole
-from optax_lsdp._threefry import threefry
+from optax_lsdp._keys import threefry
 
 _DENSE = 4  # a subset with room for more than n/4 is cut out of a permutation
 

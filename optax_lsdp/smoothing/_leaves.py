@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._shards import axis_names, axis_size, vary, varying_axes
+from optax_lsdp._mesh import axis_names, axis_size, vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._decay import Decay, decay
 from optax_lsdp.smoothing._layout import Walk

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from optax_lsdp._shards import (
+from optax_lsdp._mesh import (
     are_shards_tracked,
     axis_names,
     axis_size,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
-from optax_lsdp._shards import axis_names, manual_axes
+from optax_lsdp._mesh import axis_names, manual_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._leaves import Plan, smooth_leaves
 

@@ -14,7 +14,7 @@ from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole, is_number
-from optax_lsdp._marked import check_unmarked
+from optax_lsdp._clipped import check_unmarked
 from optax_lsdp._trees import check_floating, path_name, wide_dtype, widen
 from optax_lsdp.smoothing._choose import ARRAY_METHODS, METHODS, choose_method
 from optax_lsdp.smoothing._decay import is_zero

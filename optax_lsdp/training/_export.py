@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from optax_lsdp._marked import is_marked
+from optax_lsdp._clipped import is_marked
 from optax_lsdp._trees import path_name
 from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._report import Report

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import is_number
+from optax_lsdp._isolation import check_trained
 from optax_lsdp._keys import is_key
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._batch_norm import batch_norm_sentence, batch_norms
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._loss import Loss, called, reraise, takes_key
 

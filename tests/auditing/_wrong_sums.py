@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp import _isolation, _shards, _trees
+from optax_lsdp import _isolation, _mesh, _trees
 from optax_lsdp.clipping import _factors, _grad, _microbatch, _transform, _vmap
 from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan, _sites
 from optax_lsdp.discrete import _grid
@@ -139,7 +139,7 @@ def _unmasked(run, batch, mask, groups):
 
 
 def _unmasked_on_devices(run, batch, mask, groups):
-    return run(batch, jnp.ones_like(mask) if _shards.manual_axes() else mask, groups)
+    return run(batch, jnp.ones_like(mask) if _mesh.manual_axes() else mask, groups)
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from optax_lsdp.__main__ import main
 from optax_lsdp.auditing import _self, audit_library, audit_noise, audit_sampler
 from optax_lsdp.auditing._child import Child
 from optax_lsdp.auditing._steps import FAR_STEPS, LONGEST_PERIOD
+from optax_lsdp.cli import main
 from optax_lsdp.sampling import PoissonSampler
 from tests.cases import slow
 

@@ -7,7 +7,7 @@ import pytest
 from scipy.stats import binom, chisquare
 
 from optax_lsdp import FixedSizeSampler, PoissonSampler, UnamplifiedShuffle
-from optax_lsdp._threefry import threefry
+from optax_lsdp._keys import threefry
 from optax_lsdp.sampling import FullBatch, room_for_batch
 from optax_lsdp.sampling._subsets import Words
 

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._batch_norm import warn_of_batch_norms
-from optax_lsdp._isolation import Program, ValueAndAux, trace
-from optax_lsdp._shards import is_spread, vary, varying_axes
+from optax_lsdp._isolation import Program, ValueAndAux, trace, warn_of_batch_norms
+from optax_lsdp._mesh import is_spread, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
 from optax_lsdp.clipping.bookkeeping._plan import (

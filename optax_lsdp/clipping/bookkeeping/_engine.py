@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._isolation import ValueAndAux
-from optax_lsdp._mapped import holds_for_all
-from optax_lsdp._shards import vary, varying_axes
+from optax_lsdp._mesh import all_under_vmap, vary, varying_axes
 from optax_lsdp._trees import one_value, wide_dtype
 from optax_lsdp.clipping._factors import ClipStyle, Group
 from optax_lsdp.clipping.bookkeeping._book import (
@@ -81,7 +80,7 @@ def clip_by_bookkeeping(
     certain = are_certain(totals, groups, style)
     settled = certain | broken | ~counted
     # Gram leaves are summed without selection, and 0 · NaN is NaN.
-    safe = holds_for_all((settled & finite if grams else settled).all())
+    safe = all_under_vmap((settled & finite if grams else settled).all())
 
     def quickly(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
         del rows

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._batch_norm import check_trained
 from optax_lsdp._checks import check_function
+from optax_lsdp._isolation import check_trained
 from optax_lsdp._loss import called, reraise, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp.clipping.bookkeeping._book import make_scheme

@@ -1,14 +1,17 @@
-"""The mark: an array goes in, a leaf that remembers how it was clipped comes out."""
+"""The mark of a clipped sum: which clip norm made it, and whether its batch had a mask."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import optax
 
 from optax_lsdp._trees import path_name
+from optax_lsdp._types import ClipNorm
 
 
 @partial(
@@ -72,3 +75,51 @@ def check_unmarked(link: str, updates: Any) -> None:
                 f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
                 f"at {path_name(path)!r}; `privatize` has the links in their order."
             )
+
+
+class Group(NamedTuple):
+    """One leaf's place in the prefix tree of clip norms: the group's address and clip norm."""
+
+    path: str
+    clip_norm: ClipNorm
+
+
+def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Updates:
+    """Wrap each leaf with the clip norm of its group, and with whether there was a mask."""
+    leaves, structure = jax.tree.flatten(sums)
+    counts = Counter(group.path for group in groups)
+    marked = [
+        Clipped(leaf, group.clip_norm, group.path, counts[group.path], masked)
+        for leaf, group in zip(leaves, groups, strict=True)
+    ]
+    return jax.tree.unflatten(structure, marked)
+
+
+def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
+    """Unwrap each leaf, or raise where a leaf is not marked or was clipped otherwise."""
+    leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
+    counts = Counter(group.path for group in groups)
+    for (path, leaf), group in zip(leaves, groups, strict=True):
+        name = path_name(path)
+        if not is_marked(leaf):
+            raise ValueError(
+                f"`updates` must be marked by `clipped_grad` in every leaf, got a plain array at "
+                f"{name!r}; pass its result on as it came."
+            )
+        if Group(leaf.group, leaf.clip_norm) != group:
+            raise ValueError(
+                f"`clip_norm` must be the same on both sides, got "
+                f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
+                f"{_describe(*group)} in the optimizer at {name!r}; pass the same object to both."
+            )
+        if leaf.together < counts[group.path]:
+            raise ValueError(
+                f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
+                f"leaves of which {leaf.together} were clipped together, at {name!r}; clip them "
+                "together, or give each of them its group in a tree of clip norms."
+            )
+    return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
+
+
+def _describe(path: str, clip_norm: ClipNorm) -> str:
+    return f"{clip_norm!r}" + (f" for the group {path}" if path else "")

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from optax_lsdp._arguments import in_options, number, picture
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.accounting import (
     Ledger,
@@ -16,6 +15,7 @@ from optax_lsdp.accounting import (
     steps_of_epochs,
 )
 from optax_lsdp.accounting import show_epsilon as show
+from optax_lsdp.cli._parser import in_options, number, picture
 
 _KINDS: tuple[tuple[str, Any, Any], ...] = (
     ("Poisson, one example added or removed", "poisson", "add_remove"),

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp import demo
-from optax_lsdp.__main__ import main
 from optax_lsdp.accounting import SampledGaussian
+from optax_lsdp.cli import demo, main
 
 SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
 

@@ -1,4 +1,4 @@
-"""Manual mesh axes: what an array inside shard_map shares with the other shards, and what not."""
+"""Code under `shard_map` and `vmap`: what varies between shards, and a reduction under `vmap`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+from jax.custom_batching import custom_vmap
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -96,3 +97,18 @@ def _varying(leaf: Any) -> frozenset[str]:
         return kind.vma or frozenset()
     manual = getattr(kind, "manual_axis_type", None)
     return manual.varying if manual else frozenset()
+
+
+@custom_vmap
+def all_under_vmap(condition: jax.Array) -> jax.Array:
+    """Return the condition, a scalar; under `jax.vmap`, whether it holds of all that are mapped.
+
+    So a `lax.cond` stays one branch under vmap, which would else take both.
+    """
+    return condition
+
+
+@all_under_vmap.def_vmap
+def _mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple[Any, bool]:
+    del size
+    return all_under_vmap(condition.all(axis=0) if mapped[0] else condition), False

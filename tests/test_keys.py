@@ -7,7 +7,7 @@ import pytest
 import scipy.special
 
 from optax_lsdp import noise
-from optax_lsdp._threefry import random_words
+from optax_lsdp._keys import random_words
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (100, 3), (4, 5, 6)])

@@ -1,0 +1,5 @@
+"""The command line: `optax-lsdp`, or `python -m optax_lsdp`."""
+
+from optax_lsdp.cli._main import main
+
+__all__ = ["main"]
