@@ -1,1 +1,1 @@
-"""Measurements: each script writes results/<script>.json, from which report.py fills README."""
+"""Benchmarks: each script writes results/<script>.json, and report.py fills the pages from them."""

@@ -1,4 +1,4 @@
-"""Datasets: a name goes in, arrays come out, from a folder, a cache, or their public homes."""
+"""Load MNIST, Adult and CIFAR-10 from a folder, from the cache, or from the web."""
 
 import gzip
 import hashlib
@@ -30,21 +30,21 @@ ADULT_FILES = {
     "adult.data": "5d7c39d7b8804f071cdd1f2a7c460872",
     "adult.test": "35238206dfdf7f1fe215bbb874adecdc",
 }
-ADULT_RANGES = {  # of numbers, from their meaning alone: no example is looked at for them
+ADULT_RANGES = {  # chosen from what the columns mean, without looking at any example
     0: lambda age: age / 100,
     4: lambda years_of_education: years_of_education / 16,
     10: lambda gain: np.log1p(gain) / np.log1p(100_000),
     11: lambda loss: np.log1p(loss) / np.log1p(100_000),
     12: lambda hours_a_week: hours_a_week / 100,
 }
-ADULT_NAMES = (1, 3, 5, 6, 7, 8, 9, 13)  # columns of categories, whose names are public
+ADULT_NAMES = (1, 3, 5, 6, 7, 8, 9, 13)  # columns of categories; the names of categories are public
 
 
 class Dataset(NamedTuple):
-    """Features, float32, and labels (n,).
+    """Float32 features and labels (n,).
 
-    Images are (n, height, width, channels), of mean 0 and deviation 1; rows of a table are (n, d),
-    between 0 and 1.
+    Images are (n, height, width, channels), standardised to mean 0 and deviation 1. Rows of a
+    table are (n, d), scaled to the range from 0 to 1.
     """
 
     train: tuple[np.ndarray, np.ndarray]
@@ -52,13 +52,13 @@ class Dataset(NamedTuple):
 
 
 def cache_folder() -> Path:
-    """Return where downloads are kept."""
+    """Return the folder for downloads."""
     home = os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")
     return Path(home) / "optax-lsdp"
 
 
 def mnist(folder: Path | None = None) -> Dataset:
-    """Return MNIST; without a folder, from the cache, into which it is downloaded at first."""
+    """Return MNIST from `folder`, or from the cache, downloading it once."""
     arrays = [_read_idx(_read("mnist", name, md5, folder)) for name, md5 in MNIST_FILES.items()]
     images, labels, test_images, test_labels = arrays
 
@@ -72,7 +72,7 @@ def mnist(folder: Path | None = None) -> Dataset:
 
 
 def adult(folder: Path | None = None) -> Dataset:
-    """Return UCI Adult, likewise: numbers by their ranges, categories as one of each."""
+    """Return UCI Adult, as `mnist` does: scaled numbers, and one-hot categories."""
     tables = []
     for name, md5 in ADULT_FILES.items():
         lines = _read("adult", name, md5, folder).decode().splitlines()
@@ -96,7 +96,7 @@ def adult(folder: Path | None = None) -> Dataset:
 
 
 def cifar10(folder: Path | None = None) -> Dataset:
-    """Return CIFAR-10, likewise; a folder may hold mosaics of its batches instead, as WebP."""
+    """Return CIFAR-10, as `mnist` does; a folder may hold WebP mosaics of its batches instead."""
     mosaics = folder is not None and (folder / "cifar10" / "labels.npz").exists()
     images, labels = (_read_mosaics if mosaics else _read_cifar10_archive)(folder)
     found = hashlib.md5(images.tobytes() + labels.tobytes()).hexdigest()
@@ -110,7 +110,7 @@ def cifar10(folder: Path | None = None) -> Dataset:
 
 
 def _read_mosaics(folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Read rows of images of 32 × 32 from one picture for each batch."""
+    """Read images of 32 × 32 pixels from one mosaic per batch."""
 
     def tiles(name: str) -> np.ndarray:
         with Image.open(folder / "cifar10" / f"{name}.webp") as picture:
@@ -124,7 +124,7 @@ def _read_mosaics(folder: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read_cifar10_archive(folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Read rows of a label and 32 × 32 reds, greens and blues."""
+    """Read CIFAR-10's binary archive: rows of a label and 32 × 32 reds, greens and blues."""
     content = _read("cifar10", *CIFAR10_FILE, folder)
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         files = [
@@ -136,9 +136,9 @@ def _read_cifar10_archive(folder: Path | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _read(dataset: str, name: str, md5: str, folder: Path | None) -> bytes:
-    """Return a file whose checksum is right; raise one sentence if there is none.
+    """Return the content of a file with the right checksum, or raise an error.
 
-    A folder may hold it compressed.
+    The file may be gzip-compressed.
     """
     path = (folder or cache_folder()) / dataset / name
     packed = path.with_name(name + ".gz")
@@ -165,7 +165,7 @@ def _download(address: str, path: Path) -> None:
 
 
 def _read_idx(packed: bytes) -> np.ndarray:
-    """Read IDX: a magic number whose last byte counts the dimensions, their sizes, then bytes."""
+    """Read the IDX format: a magic number ending in the rank, the shape, then the bytes."""
     content = gzip.decompress(packed)
     dimensions = content[3]
     shape = np.frombuffer(content, ">u4", dimensions, 4)

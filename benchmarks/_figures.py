@@ -1,4 +1,4 @@
-"""Figures: results files go in, the pictures of README.md come out."""
+"""Draw the figures of README.md from the records."""
 
 import math
 
@@ -39,7 +39,7 @@ def draw_accounting() -> None:
 
 
 def plot_costs(axes: Axes, looks: dict[str, tuple[str, str, str]]) -> None:
-    """Plot each model's time against an ordinary gradient's, by label: way, marker and colour."""
+    """Plot each model's time relative to an ordinary gradient, one marker per engine."""
     models = list(times("bookkeeping"))
     for label, (way, marker, color) in looks.items():
         costs = [times(way).get(model, math.nan) for model in models]
@@ -54,7 +54,7 @@ def plot_costs(axes: Axes, looks: dict[str, tuple[str, str, str]]) -> None:
 
 
 def draw_clipping() -> None:
-    """Draw the cost of clipping by every library, and its growth."""
+    """Draw the cost of clipping with every library, and how it grows."""
     record = load("clipping")
     figure = Figure(figsize=(12.5, 4.8), layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=[1.7, 1, 1])
@@ -89,7 +89,7 @@ def draw_clipping() -> None:
 
 
 def draw_smoothing() -> None:
-    """Draw the time of every method, and of noise, against the size of a vector."""
+    """Draw the time of every smoothing method, and of noise, against the size of a vector."""
     figure = Figure(figsize=(9.5, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     looks = {"recursive": ("o", "#c1121f"), "banded": ("s", "#e09f3e"), "fft": ("^", "#2a6f97")}
@@ -110,7 +110,7 @@ def draw_smoothing() -> None:
 
 
 def draw_scaling() -> None:
-    """Draw the time of a step against batch, parameters and devices, and of sampling."""
+    """Draw the time of a step against batch size, parameters and devices, and of sampling."""
     record = load("scaling")
     figure = Figure(figsize=(11, 3.2), layout="constrained")
     labels = {

@@ -1,4 +1,4 @@
-"""The front door: records go in, README's numbers and its picture come out."""
+"""Generate README's headline numbers and its figure from the records."""
 
 from collections.abc import Callable
 
@@ -14,24 +14,24 @@ from benchmarks.paper._tables import PRINTED
 
 
 def accuracies(kind: str) -> np.ndarray:
-    """Return test accuracies of softmax regression on MNIST: the paper's ε by seeds."""
+    """Return test accuracies of softmax regression on MNIST: (ε of the paper, seeds)."""
     final = load("paper/best")["final"]
     return np.array([final[f"{e} {kind}"]["found"]["test_accuracies"] for e in EPSILONS])
 
 
 def printed() -> list[float]:
-    """Return the best that the paper's table has for each ε."""
+    """Return the paper's best printed accuracy for each ε."""
     return [max(row[epsilon][0] for row in PRINTED.values()) for epsilon in EPSILONS]
 
 
 def _with_and_without_the_worst(ratios: dict[str, float]) -> tuple[float, float]:
-    """Return two geometric means: much of the first may be due to one model."""
+    """Return the geometric mean of all models, and of all but the worst one."""
     *others, worst = sorted(ratios.values())
     return geometric_mean([*others, worst]), geometric_mean(others)
 
 
 def claim() -> str:
-    """Return the numbers that matter."""
+    """Return the headline numbers."""
     ours, *peers = (times(name) for name in ("bookkeeping", "JAX Privacy", "Optax"))
     (theirs, rest), (optax, optax_rest) = map(_with_and_without_the_worst, peers)
     where = load("clipping")["circumstances"]
@@ -77,7 +77,7 @@ def paper() -> str:
 
 
 def draw() -> None:
-    """Draw what privacy costs in time, and what it leaves of the accuracy."""
+    """Draw the cost of privacy in time and in accuracy."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     looks = {

@@ -1,4 +1,4 @@
-"""Ways to draw normal numbers: ours, JAX's, and the textbook's, by each of JAX's generators."""
+"""Normal numbers by several methods and JAX generators, for comparison."""
 
 import math
 from collections.abc import Callable
@@ -16,13 +16,13 @@ UNIT = 2.0**-32
 
 
 def ours(impl: str, size: int) -> tuple[Any, ...]:
-    """Return `add_gaussian_noise` to zeros, and its arguments: 64 bits, tails to 9.1."""
+    """Return `add_gaussian_noise` on zeros, with its arguments: 64 bits, tails to 9.1."""
     tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0, impl=impl))
     return lambda state: tx.update(jnp.zeros(size), state)[0], tx.init(None)
 
 
 def drawn_by(draw: Draw, impl: str, size: int) -> tuple[Any, ...]:
-    """Return a draw from a generator, and its key."""
+    """Return a function that draws with one generator, and its key."""
     return partial(draw, size=size), jax.random.key(0, impl=impl)
 
 
@@ -32,13 +32,13 @@ def normal(key: jax.Array, size: int) -> jax.Array:
 
 
 def _uniforms(key: jax.Array, size: int) -> jax.Array:
-    """Return uniform numbers of 64 bits, in (0, 1]."""
+    """Return uniform numbers in (0, 1] from 64 bits."""
     high, low = (jax.random.bits(k, (size,), jnp.uint32) for k in jax.random.split(key))
     return (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * UNIT) * UNIT
 
 
 def inverse(key: jax.Array, size: int) -> jax.Array:
-    """Return ±Φ⁻¹ of uniform numbers of 64 bits by JAX's own means, tails to 9.1."""
+    """Return ±Φ⁻¹ of 64-bit uniform numbers with JAX's `ndtri`: tails to 9.1."""
     signs, place = jax.random.split(key)
     tail = ndtri(_uniforms(place, size) / 2)
     return jnp.where(jax.random.bits(signs, (size,), jnp.uint8) < 128, tail, -tail)
@@ -60,7 +60,7 @@ def sum_of_three(key: jax.Array, size: int) -> jax.Array:
 
 
 def ways(size: int) -> dict[str, Callable[[], tuple[Any, ...]]]:
-    """Return all ways, by name and generator."""
+    """Return all methods, by name and generator."""
     drawn = {
         "jax.random.normal": normal,
         "inverse of 64 bits": inverse,

@@ -1,4 +1,4 @@
-"""Peers: the same clipped sum by other libraries, where they are installed and can express it."""
+"""Compute the same clipped sum with other libraries, if they are installed and support it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,7 +37,7 @@ def optax_clip(model: Model) -> Callable[..., Any]:
 
 
 def _torch_model(name: str) -> Any:
-    """Return the zoo's model in PyTorch."""
+    """Return a model of the zoo in PyTorch."""
     from torch import nn
 
     if name == "MLP":
@@ -56,7 +56,7 @@ def _torch_model(name: str) -> Any:
 
 
 def opacus_steps(name: str, model: Model) -> dict[str, Callable[[], Any]]:
-    """Return whole steps of PyTorch: non-private, and private by Opacus, hooks and ghost."""
+    """Return whole PyTorch steps: not private, Opacus with hooks, Opacus with ghost clipping."""
     import numpy as np
     import torch
     from opacus import PrivacyEngine

@@ -1,4 +1,4 @@
-"""The record: results files and the ratios that tables and figures show."""
+"""Read the records, and compute the ratios that tables and figures show."""
 
 import json
 import math
@@ -12,7 +12,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def load(name: str) -> dict[str, Any]:
-    """Read one results file."""
+    """Return one record."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
@@ -32,7 +32,7 @@ PEERS = {
 
 
 def ratios(way: str, field: str, base: str = "non-private") -> dict[str, float]:
-    """Return how much each model of the zoo takes by a way, compared with another."""
+    """Return the ratio of two engines for each model of the zoo."""
     models = load("clipping")["models"]
     return {
         name: row["ways"][way][field] / row["ways"][base][field]
@@ -42,7 +42,7 @@ def ratios(way: str, field: str, base: str = "non-private") -> dict[str, float]:
 
 
 def times(way: str) -> dict[str, float]:
-    """Return what a private gradient takes, in ordinary ones, by the better of a peer's ways."""
+    """Return the cost of a peer's private gradient, relative to an ordinary one."""
     found = [ratios(name, "milliseconds") for name in PEERS.get(way, (way,))]
     names = {name: None for part in found for name in part}
     return {name: min(part.get(name, math.inf) for part in found) for name in names}
@@ -54,7 +54,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 class SmoothedVector(NamedTuple):
-    """What each method took for one size and σ: milliseconds, and memory in copies of the vector.
+    """Milliseconds of each method for one size and σ, and memory in copies of the vector.
 
     `times` holds the noise as well.
     """
@@ -67,7 +67,7 @@ class SmoothedVector(NamedTuple):
 
     @property
     def smoothers(self) -> dict[str, float]:
-        """Return the times of the methods alone."""
+        """Return the times of the methods, without noise."""
         return {name: time for name, time in self.times.items() if name != "noise"}
 
 

@@ -1,4 +1,4 @@
-"""Timing: compiled functions go in, medians of one interleaved run come out."""
+"""Time compiled functions in interleaved rounds, and write records."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from benchmarks._results import RESULTS
 
 
 def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Return each function's median milliseconds, all of them taking turns in every round.
+    """Return each function's median milliseconds; every round calls all functions in turn.
 
     Every round has another order, so that none always follows the same neighbour.
     """
@@ -39,7 +39,7 @@ def medians(functions: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str
 
 
 def circumstances() -> dict[str, Any]:
-    """Say where, when and with what a number was measured."""
+    """Return the device, date, versions and command of a measurement."""
     packages = ("jax", "jaxlib", "optax", "flax", "optax-lsdp")
     return {
         "device": jax.devices()[0].device_kind,
@@ -54,13 +54,13 @@ def circumstances() -> dict[str, Any]:
 
 
 def _module() -> str:
-    """Return the name of the script that is running."""
+    """Return the name of the running script."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec else "benchmarks." + Path(sys.argv[0]).stem
 
 
 def _without_folders(words: list[str]) -> list[str]:
-    """Return a command line without the places of this machine."""
+    """Return a command line without local paths."""
     return ["PATH" if "/" in word else word for word in words]
 
 
@@ -73,9 +73,9 @@ def arguments(description: str, default: str) -> argparse.Namespace:
 
 
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
-    """Run what is not in the record yet, and write each result as soon as it is there."""
+    """Run every task that has no record yet, and write each result at once."""
     record = load_record(path)
-    is_whole = record.pop("is_whole", bool(record))  # older records say nothing, and are
+    is_whole = record.pop("is_whole", bool(record))  # older records lack the entry, and are whole
     for part, runs in work.items():
         known = record.setdefault(part, {})
         for name, run in tqdm(runs.items(), desc=f"{path.stem}, {part}"):
@@ -87,14 +87,14 @@ def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any
 
 
 def load_record(path: Path) -> dict[str, Any]:
-    """Return what has been measured so far."""
+    """Return the record so far."""
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """Write a record beside the circumstances in which it was made."""
+    """Write a record together with device, date and versions."""
     record = {**record, "circumstances": circumstances()}
     text = json.dumps(record, indent=1, ensure_ascii=False)
     draft = path.with_suffix(".draft")
     draft.write_text(text + "\n", encoding="utf-8")
-    draft.replace(path)  # at once: a kill leaves the one or the other
+    draft.replace(path)  # atomic: after a kill, the file is either old or new

@@ -31,7 +31,7 @@ SETTINGS = {  # noise multiplier, sampling rate, steps, δ
     "δ = 1e-12": (1.0, 0.01, 10_000, 1e-12),
     "a million steps, δ = 1e-13": (1.0, 1e-3, 10**6, 1e-13),
 }
-REFERENCE = 8  # the first of them are the reference list, over which times are compared
+REFERENCE = 8  # the first settings are the reference list for comparing times
 MESHES = {"PLD, mesh 1e-4": 1e-4, "PLD, mesh 1e-3": 1e-3}
 COLD = {
     "optax_lsdp": "from optax_lsdp.accounting import SampledGaussian as S\n"
@@ -46,7 +46,7 @@ ABSENT = "import sys\nsys.modules.update(jax=None, jaxlib=None, optax=None, dp_a
 def accountants(
     noise: float, rate: float, steps: int, delta: float
 ) -> dict[str, Callable[[], float]]:
-    """Return a function for every way to ask for ε."""
+    """Return a function for every accountant that computes ε."""
     run = SampledGaussian(noise, rate, steps)
     event = run.to_dp_event()
     ways: dict[str, Callable[[], float]] = {"optax_lsdp": lambda: run.epsilon(delta)}
@@ -61,7 +61,7 @@ def accountants(
 def calibrations(
     noise: float, rate: float, steps: int, delta: float, epsilon: float
 ) -> dict[str, Callable[[], float]]:
-    """Return a function for both ways to find the noise for ε, to 1e-4."""
+    """Return both functions that calibrate the noise for ε, to 1e-4."""
 
     def theirs() -> float:
         return dp.calibrate_dp_mechanism(
@@ -84,7 +84,7 @@ def calibrations(
 
 
 def timed(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[str, float]]:
-    """Return every way's value and median milliseconds, all of them taking turns."""
+    """Return each function's value and median milliseconds, called in turn."""
     values: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
@@ -99,7 +99,7 @@ def timed(ways: dict[str, Callable[[], float]], rounds: int) -> dict[str, dict[s
 
 
 def cold_start(rounds: int) -> dict[str, float]:
-    """Return the median seconds of a new process that imports, and asks one question."""
+    """Return the median seconds of a new process that imports and computes one ε."""
     seconds: dict[str, list[float]] = {name: [] for name in COLD}
     for _ in range(rounds):
         for name, script in COLD.items():
@@ -111,7 +111,7 @@ def cold_start(rounds: int) -> dict[str, float]:
 
 
 def speedups(rows: dict[str, Any], kind: str) -> float:
-    """Return the geometric mean of theirs over ours, over the reference list."""
+    """Return the geometric mean of dp-accounting's time over ours, on the reference list."""
     ratios = [
         row[kind]["PLD, mesh 1e-4"]["milliseconds"] / row[kind]["optax_lsdp"]["milliseconds"]
         for row in list(rows.values())[:REFERENCE]
@@ -121,7 +121,7 @@ def speedups(rows: dict[str, Any], kind: str) -> float:
 
 
 def main() -> None:
-    """Measure everything that has not been measured yet."""
+    """Measure everything that has no record yet."""
     options = _timing.arguments(__doc__ or "", "accounting.json")
     settings = dict(list(SETTINGS.items())[:1] if options.smoke else SETTINGS)
     record: dict[str, Any] = {"rows": {}}

@@ -23,11 +23,11 @@ from benchmarks import _peers, _timing
 from benchmarks._results import RESULTS
 from benchmarks.zoo import WIDTHS, ZOO, Model, mlp
 
-SLOW = 2.0  # seconds of a call, beyond which a peer is timed once
+SLOW = 2.0  # seconds per call above which a peer is timed only once
 
 
 def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """Return every way to a gradient, made when it is asked for: a peer may be missing."""
+    """Return a factory for each engine and peer; a peer may not be installed."""
     return {
         "non-private": partial(_peers.mean_gradient, model),
         "bookkeeping": lambda: lsdp.clipped_grad(model.loss, clip_norm=1.0),
@@ -39,7 +39,7 @@ def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
 
 
 def compiled(function: Callable[..., Any], model: Model) -> tuple[Any, dict[str, float]]:
-    """Return the compiled function, and what compiling took."""
+    """Return the compiled function and its compile time."""
     jax.clear_caches()
     start = time.perf_counter()
     run = jax.jit(function).lower(model.params, model.batch).compile()
@@ -52,7 +52,7 @@ def compiled(function: Callable[..., Any], model: Model) -> tuple[Any, dict[str,
 
 
 def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Compile every way, then time all of them in turn for about so many seconds."""
+    """Compile every function, then time all of them in turn for about `seconds`."""
     runs, rows = {}, {}
     for name, make in chosen.items():
         try:
@@ -60,7 +60,7 @@ def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, A
             start = time.perf_counter()
             jax.block_until_ready(runs[name]())
             rows[name]["first_seconds"] = time.perf_counter() - start
-        except Exception as error:  # a peer's failure is a result
+        except Exception as error:  # if a peer fails, that is its result
             rows[name] = {"error": f"{type(error).__name__}: {error}"[:300]}
             runs.pop(name, None)
     for name, milliseconds in time_in_turn(runs, rows, seconds).items():
@@ -69,7 +69,7 @@ def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, A
 
 
 def time_in_turn(runs: dict[str, Any], rows: dict[str, Any], seconds: float) -> dict[str, float]:
-    """Return medians; of peers that are slow, the time of their first call."""
+    """Return medians; for slow peers, the time of the first call."""
     ours = ("non-private", "bookkeeping")
     slow = {n for n in runs if n not in ours and rows[n]["first_seconds"] > SLOW}
     quick = {name: run for name, run in runs.items() if name not in slow}
@@ -80,7 +80,7 @@ def time_in_turn(runs: dict[str, Any], rows: dict[str, Any], seconds: float) -> 
 
 
 def whole_steps(name: str, model: Model, seconds: float) -> dict[str, float]:
-    """Return the median time of a step from batch to new parameters, private and not."""
+    """Return the median time of a whole step, private and not private."""
 
     def step(grad: Callable[..., Any], tx: optax.GradientTransformation) -> Callable[[], Any]:
         @jax.jit
@@ -122,7 +122,7 @@ def growth(sizes: list[int], widths: list[int], seconds: float) -> list[dict[str
 
 
 def microbatches(name: str, sizes: list[int], seconds: float) -> dict[str, Any]:
-    """Return time and memory of a model by microbatches of several sizes."""
+    """Return time and memory of a model for several microbatch sizes."""
     model = ZOO[name](None)
     chosen = {
         f"microbatches of {size}": partial(
@@ -136,7 +136,7 @@ def microbatches(name: str, sizes: list[int], seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is not in the record yet."""
+    """Measure everything that has no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS / "clipping.json")
     parser.add_argument("--models", nargs="*", choices=list(ZOO), help="to be measured anew")

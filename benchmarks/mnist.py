@@ -24,7 +24,7 @@ def loss(params: Any, example: Any) -> jax.Array:
 
 
 def accuracy(params: Any, images: np.ndarray, labels: np.ndarray) -> float:
-    """Return the share of images that are recognised."""
+    """Return the accuracy."""
     predict = jax.jit(lambda x: jax.vmap(lambda image: MODEL.apply(params, image).argmax())(x))
     right = [
         np.asarray(predict(images[i : i + 1000])) == labels[i : i + 1000]
@@ -54,7 +54,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train, and tell what it cost."""
+    """Train, and print accuracy and ε."""
     args = parse()
     data = _data.mnist(args.data_dir)
     plan = lsdp.PrivacyPlan(

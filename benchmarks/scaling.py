@@ -1,4 +1,4 @@
-"""How runs grow: batches, parameters, devices and datasets, each against time and memory.
+"""Time and memory of runs as batches, parameters, devices and datasets grow.
 
 Every result is written as soon as it is there; a run that was interrupted goes on.
 """
@@ -27,7 +27,7 @@ MICROBATCH = 256
 
 
 def plan_of(size: int, batch: int, steps: int = 100) -> lsdp.PrivacyPlan:
-    """Return a plan whose privacy does not matter here."""
+    """Return a plan; its privacy does not matter here."""
     return lsdp.PrivacyPlan(
         dataset_size=size, expected_batch_size=batch, steps=steps, noise_multiplier=1.0, delta=1e-9
     )
@@ -40,14 +40,14 @@ def images(size: int) -> Any:
 
 
 def memory(field: str) -> int:
-    """Return the bytes that Linux counts for this process: now (VmRSS), or at most (VmHWM)."""
+    """Return this process's memory in bytes: current (VmRSS) or peak (VmHWM)."""
     status = Path("/proc/self/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith(field))
     return 1024 * int(line.split()[1])
 
 
 def measured(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any) -> dict[str, Any]:
-    """Time whole steps of `fit`, reading included, and the memory that they take at most."""
+    """Measure the time and peak memory of whole `fit` steps, including reading."""
     before, times = memory("VmRSS"), []
     mesh = None
     if jax.device_count() > 1:
@@ -57,8 +57,8 @@ def measured(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any) -> di
     def look(report: training.Report) -> None:
         jax.block_until_ready(report.private_loss)
         times.append(time.perf_counter())
-        if report.step == 1:  # all is compiled
-            Path("/proc/self/clear_refs").write_text("5")  # begin with VmHWM anew
+        if report.step == 1:  # everything is compiled now
+            Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
 
     training.fit(
         plan,
@@ -78,12 +78,12 @@ def measured(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any) -> di
 
 
 def batches(batch: int, rounds: int) -> dict[str, Any]:
-    """Measure a logical batch of the MNIST CNN at a fixed microbatch."""
+    """Measure one batch size of the MNIST CNN at a fixed microbatch size."""
     return measured(plan_of(100_000, batch, rounds), first_params(0), loss, images(100_000))
 
 
 def parameters(count: int, rounds: int) -> dict[str, Any]:
-    """Measure a linear model of so many parameters on small batches."""
+    """Measure a linear model with a given number of parameters on small batches."""
     width = count // 100
     data = np.ones((1000, width), np.float32)
 
@@ -94,13 +94,13 @@ def parameters(count: int, rounds: int) -> dict[str, Any]:
 
 
 def devices(count: int, rounds: int) -> dict[str, Any]:
-    """Measure a batch that is spread over the devices of this host, which are so many."""
+    """Measure a batch that is split over all devices of this host."""
     assert count == jax.device_count()
     return measured(plan_of(10_000, 1024, rounds), first_params(0), loss, images(10_000))
 
 
 def apart(function: str, size: int, rounds: int) -> dict[str, Any]:
-    """Measure in a process of its own, which holds nothing else."""
+    """Measure in a new process."""
     count = size if function == "devices" else 1
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     script = (
@@ -118,7 +118,7 @@ def apart(function: str, size: int, rounds: int) -> dict[str, Any]:
 
 
 def datasets(size: int, rounds: int) -> dict[str, Any]:
-    """Measure how long the sampler takes to choose 256 examples out of so many."""
+    """Measure how long sampling 256 examples from a dataset of a given size takes."""
     sampler = plan_of(size, 256).sampler(jax.random.key(0))
     sampler.batch(0)
     begin = time.perf_counter()
@@ -128,7 +128,7 @@ def datasets(size: int, rounds: int) -> dict[str, Any]:
 
 
 def overhead(rounds: int) -> dict[str, Any]:
-    """Compare steps of `fit`, which chooses and reads, with the bare compiled step on one batch."""
+    """Compare steps of `fit`, with sampling and reading, with the compiled step alone."""
     plan, data = plan_of(60_000, 256, steps=rounds), images(60_000)
     gradient = plan.value_and_clipped_grad(loss)
     optimizer = plan.optimizer(optax.sgd(0.1), jax.random.key(0))
@@ -181,7 +181,7 @@ def overhead(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is not in the record yet."""
+    """Measure everything that has no record yet."""
     args = _timing.arguments(__doc__, "scaling.json")
     smoke, rounds = args.smoke, 3 if args.smoke else 6
     work: dict[str, dict[str, Callable[[], Any]]] = {

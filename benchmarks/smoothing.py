@@ -20,11 +20,11 @@ from benchmarks.zoo import ZOO, Model
 PRIMES = {3: 1_009, 4: 10_007, 5: 100_003, 6: 1_000_003, 7: 10_000_019, 8: 100_000_007}
 SMOOTHINGS = (0.1, 1.0, 10.0, 1000.0)
 METHODS = ("auto", "recursive", "banded", "fft")
-SLOW = 1.0  # seconds of a first call, beyond which a method is not called again
+SLOW = 1.0  # a method whose first call takes longer (seconds) is not called again
 
 
 def sizes(decades: range) -> dict[int, str]:
-    """Return sizes of every kind: a power of two, a round number and a prime for each decade."""
+    """Return a power of two, a power of ten and a prime for each decade."""
     found = {}
     for decade in decades:
         found[1 << (10**decade).bit_length()] = "power of two"
@@ -34,7 +34,7 @@ def sizes(decades: range) -> dict[int, str]:
 
 
 def measure(ways: dict[str, Callable[[], Any]], seconds: float, fed: int = 0) -> dict[str, Any]:
-    """Compile every way, then time all of them in turn for about so many seconds.
+    """Compile every function, then time all of them in turn for about `seconds`.
 
     A way makes a function and its arguments. The first `fed` of these are given away, as training
     does with gradients, parameters and states, and are next what the function returned.
@@ -45,7 +45,7 @@ def measure(ways: dict[str, Callable[[], Any]], seconds: float, fed: int = 0) ->
             function, *arguments = make()
             donated = tuple(range(fed))
             run = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
-        except ValueError as error:  # not for this size and σ
+        except ValueError as error:  # this method does not support this size and σ
             rows[name] = {"error": str(error)}
             continue
         memory = run.memory_analysis()
@@ -62,7 +62,7 @@ def measure(ways: dict[str, Callable[[], Any]], seconds: float, fed: int = 0) ->
 
 
 def _again(run: Callable[..., Any], arguments: list[Any], fed: int) -> Callable[[], Any]:
-    """Return a call that takes the results of the last one instead of the first arguments."""
+    """Return a function that feeds its results back as its first arguments."""
     given, rest = jax.tree.map(jnp.copy, arguments[:fed]), arguments[fed:]
 
     def call() -> Any:
@@ -85,7 +85,7 @@ def stage(tx: optax.GradientTransformation, updates: Any) -> tuple[Any, ...]:
 
 
 def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
-    """Measure every method on a vector, and the noise that is drawn for it."""
+    """Measure every method on a vector, and the noise for it."""
     vector = jnp.ones(size)
 
     def smooth(method: Any) -> tuple[Any, ...]:
@@ -97,7 +97,7 @@ def methods(size: int, smoothing: float, seconds: float) -> dict[str, Any]:
 
 
 def trees(total: int, counts: tuple[int, ...], seconds: float) -> dict[str, Any]:
-    """Measure `privatize` over as many entries in one leaf and in several."""
+    """Measure `privatize` with the same number of entries in one leaf and in several."""
 
     def private(count: int) -> tuple[Any, ...]:
         tx = lsdp.privatize(
@@ -120,7 +120,7 @@ def _linear(params: Any, example: jax.Array) -> jax.Array:
 
 
 def steps(model: Model, seconds: float) -> dict[str, Any]:
-    """Measure whole training steps, without privacy, without smoothing and with it."""
+    """Measure whole steps: not private, private, and private with smoothing."""
     size = len(jax.tree.leaves(model.batch)[0])
     private: Any = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": size}
     private["key"] = jax.random.key(0)
@@ -142,7 +142,7 @@ def steps(model: Model, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is not in the record yet."""
+    """Measure everything that has no record yet."""
     args = _timing.arguments(__doc__, "smoothing.json")
     seconds = 0.1 if args.smoke else 3.0
     decades, names = (range(3, 5), list(ZOO)[:1]) if args.smoke else (range(3, 9), list(ZOO))

@@ -13,7 +13,7 @@ VOCABULARY = 8_000
 
 
 class Model(NamedTuple):
-    """A model as users have it.
+    """A model as users write it.
 
     Attributes:
         loss: (params, example) → scalar, for one example without batch axis.
@@ -42,7 +42,7 @@ class Dense(nn.Module):
 
 
 def max_pool_by_slices(x: jax.Array, size: int, stride: int) -> jax.Array:
-    """Return the maximum over windows, whose gradient XLA's CPU backend computes fast."""
+    """Return the maximum over windows, in a form whose gradient is fast on XLA's CPU backend."""
     height, width = ((side - size) // stride + 1 for side in x.shape[:2])
     windows = [
         x[i : i + stride * height : stride, j : j + stride * width : stride][:height, :width]
@@ -60,7 +60,7 @@ def max_pool(x: jax.Array, size: int, stride: int) -> jax.Array:
 def conv_by_blocks(
     x: jax.Array, kernel: jax.Array, strides: Any, padding: str, **options: Any
 ) -> jax.Array:
-    """Return a convolution of stride 2 as one of stride 1, fast on a CPU where channels are few.
+    """Return a stride-2 convolution as a stride-1 one, which is fast on CPUs with few channels.
 
     The four pixels of each block of 2 × 2 are its channels.
     """
@@ -93,12 +93,12 @@ class MnistCNN(nn.Module):
 
 
 def half_by_max_pool(x: jax.Array) -> jax.Array:
-    """Return the maximum over windows of 3 × 3, every other one, by `reduce_window`."""
+    """Return the maximum over 3 × 3 windows with stride 2, by `reduce_window`."""
     return nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
 
 
 def half_by_slices(x: jax.Array) -> jax.Array:
-    """Return the same of what is nowhere negative and has even sides, fast on a CPU."""
+    """Return the same for non-negative input with even sides, in a form that is fast on CPUs."""
     return max_pool_by_slices(jnp.pad(x, ((0, 1), (0, 1), (0, 0))), 3, 2)
 
 
@@ -161,7 +161,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return as many vectors as came in."""
+        """Return one vector per input vector."""
         mask = nn.make_causal_mask(x[:, 0]) if self.causal else None
         y = nn.LayerNorm()(x)
         x = x + nn.MultiHeadDotProductAttention(4)(y, mask=mask)

@@ -1,4 +1,4 @@
-"""Figures of the CNNs: the records of the paper's networks go in, pictures come out."""
+"""Draw the figures of the paper's networks from their records."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SHADES = ("#1d3557", "#2a6f97", "#9a8c98", "#e09f3e", "#c1121f")
 
 
 def draw_curves(axes: Any, runs: dict[str, list[Any]]) -> None:
-    """Draw validation accuracy by epoch, the mean and the range of the seeds, with ε dashed."""
+    """Draw validation accuracy by epoch (mean and range over seeds), with ε as a dashed line."""
     for name, found in runs.items():
         seen = np.array([run["validation_accuracies"] for run in found])
         epochs = np.arange(1, seen.shape[1] + 1)
@@ -62,7 +62,7 @@ def draw_cnn() -> None:
 
 
 def draw_cnn_effects() -> None:
-    """Draw what σ and the learning rate do."""
+    """Draw accuracy against σ and against the learning rate."""
     effects = load("paper/cnn_effects")
     by_smoothing = {name: row["found"] for name, row in effects["smoothing"].items()}
     figure = Figure(figsize=(10, 4), layout="constrained")
@@ -92,7 +92,7 @@ def draw_cnn_effects() -> None:
 
 
 def draw_cnn_budgets() -> None:
-    """Draw test accuracy against ε, each optimizer at the setting that public images chose."""
+    """Draw test accuracy against ε, each optimizer at its publicly chosen setting."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for name, label in OPTIMIZERS.items():
@@ -125,7 +125,7 @@ def draw_cifar() -> None:
     save(figure, "cifar")
 
 
-CNN_FIGURES = {  # as FIGURES
+CNN_FIGURES = {  # same columns as FIGURES in _figures.py
     "cnn": (("cnn",), draw_cnn, "Validation accuracy of four private optimizers"),
     "cnn_effects": (("cnn_effects",), draw_cnn_effects, "Accuracy by σ and learning rate"),
     "cnn_budgets": (("cnn_budgets",), draw_cnn_budgets, "Test accuracy against ε"),

@@ -1,4 +1,4 @@
-"""Tables of the CNNs: the records of the paper's networks go in, Markdown and numbers come out."""
+"""Generate tables and headline numbers of the paper's networks from their records."""
 
 from itertools import product
 from typing import Any
@@ -11,24 +11,24 @@ from benchmarks.paper.cnn_best import EPSILONS, PARTS, gains, tried
 
 OPTIMIZERS = {"sgd": "DP-SGD", "lssgd": "DP-LSSGD", "adam": "DP-Adam", "lsadam": "DP-LSAdam"}
 BEST = RESULTS / "paper" / "cnn_best.json"
-DECAYS = 10_000  # the step from which on the learning rate is a tenth
+DECAYS = 10_000  # from this step on, the learning rate is a tenth
 PRINTED_GAINS = {0.4: "+3.2", 0.2: "+5.0"}
-WARM = 5  # epochs after which an accuracy that falls is a sign of instability
+WARM = 5  # after these epochs, a falling accuracy is a sign of instability
 
 
 def runs_of(record: str, part: str, start: str) -> list[Any]:
-    """Return all runs whose name starts like this."""
+    """Return all runs whose name starts with a prefix."""
     rows = load(f"paper/{record}")[part]
     return [row["found"] for name, row in rows.items() if name.startswith(start)]
 
 
 def ends(runs: list[Any]) -> list[float]:
-    """Return the test accuracies with which runs ended."""
+    """Return the final test accuracies of runs."""
     return [run["test_accuracies"][-1] for run in runs]
 
 
 def curves(noise_multiplier: float) -> dict[str, list[Any]]:
-    """Return all seeds of each optimizer's runs of fifteen epochs."""
+    """Return each optimizer's runs of fifteen epochs, for all seeds."""
     return {name: runs_of("cnn", "noise", f"{name} {noise_multiplier:g} ") for name in OPTIMIZERS}
 
 
@@ -38,7 +38,7 @@ def worst(run: Any) -> float:
 
 
 def fall(run: Any) -> float:
-    """Return by how much the validation accuracy has fallen at most, from the best before."""
+    """Return the largest fall of the validation accuracy from an earlier maximum."""
     seen = np.array(run["validation_accuracies"])
     return float((np.maximum.accumulate(seen) - seen).max())
 
@@ -61,7 +61,7 @@ def cnn() -> str:
 
 
 def cnn_long() -> str:
-    """Return how sixty epochs went: where they end, before the rate decays and after, and falls."""
+    """Return the runs of sixty epochs: final accuracy, accuracy before the decay, and falls."""
     rows = []
     for name, row in load("paper/cnn")["long"].items():
         run, (kind, *layout) = row["found"], name.split(", ")
@@ -102,7 +102,7 @@ def budget_accuracies(name: str) -> dict[float, list[float]]:
 
 
 def cnn_budgets() -> str:
-    """Return test accuracies by ε, with what was chosen for each, and what smoothing gained."""
+    """Return test accuracies by ε with their chosen settings, and the gain of smoothing."""
     final = load("paper/cnn_budgets")["final"]
     rows = []
     for epsilon in budget_accuracies("sgd"):
@@ -123,7 +123,7 @@ def cnn_budgets() -> str:
 
 
 def cnn_gains() -> str:
-    """Return what smoothing gained at the paper's batch and learning rates, seed by seed."""
+    """Return the gain of smoothing at the paper's batch size and learning rates, by seed."""
     rows = []
     for z in (2, 5, 8, 10):
         runs = curves(z)
@@ -156,18 +156,18 @@ def best_kind(epsilon: float) -> str:
 
 
 def best_runs(epsilon: float, kind: str, choice: str) -> list[Any]:
-    """Return all seeds of a model on private images, with the best parts or without."""
+    """Return all runs of a model on private images, with or without the best techniques."""
     return runs_of("cnn_best", "final", f"{epsilon} {kind}, {choice}, ")
 
 
 def how(first: Any) -> str:
-    """Say with what a run was made."""
+    """Describe the setting of a run."""
     plain = f"batch {first['batch']}, rate {first['learning_rate']:g}"
     return ", ".join([plain, *first["parts"]])
 
 
 def cnn_settings() -> str:
-    """Return what batch and learning rate did on public images."""
+    """Return accuracies on public images by batch size and learning rate."""
     found: dict[str, dict[str, float]] = {}
     for name, row in load("paper/cnn_best")["settings"].items():
         epsilon, words = name.split(" ", 1)
@@ -177,7 +177,7 @@ def cnn_settings() -> str:
 
 
 def cnn_parts() -> str:
-    """Return what each part did on public images."""
+    """Return what each technique gained on public images."""
     rows = []
     for kind in PARTS:
         found = [dict(tried(BEST, epsilon, kind)) for epsilon in EPSILONS]

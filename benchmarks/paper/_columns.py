@@ -1,11 +1,11 @@
-"""Columns: ε and σ go in, accuracies and curves of the paper's protocol come out, in two ways.
+"""The paper's protocol in two columns: as published, and as private.
 
 *As published* does what the authors' code does: it clips each tensor of a batch's mean gradient,
 shuffles all 60,000 images, and adds the noise of their Theorem 1 divided by √5. It is not
 differentially private. *As private* clips every example, samples by Poisson from 50,000 images, and
-adds the least noise that suffices. Both take 50 epochs of batches of 128 of standardised pixels,
-from zero, with a weight decay of 1e-4 and the step size a/t, t being the number of the step with
-which the epoch began.
+adds the least noise that suffices. Both train for 50 epochs of batches of 128 on standardised
+pixels, starting at zero, with weight decay 1e-4 and step size a/t, where t is the first step of the
+epoch.
 """
 
 import math
@@ -20,10 +20,10 @@ from optax_lsdp import PrivacyPlan
 from optax_lsdp.accounting import PaperNoise, paper_noise
 
 BATCH, EPOCHS = 128, 50
-MEAN, DEVIATION = np.float32(0.1307), np.float32(0.3081)  # of MNIST's pixels, as is well known
+MEAN, DEVIATION = np.float32(0.1307), np.float32(0.3081)  # the published values for MNIST's pixels
 COLUMNS = ("published", "private")
-OF_THE_CODE = 1 / math.sqrt(5)  # by which the authors' code multiplies their theorem's noise
-NO_NOISE = 1e-9  # for ε = ∞: the link for noise refuses to add none
+OF_THE_CODE = 1 / math.sqrt(5)  # the authors' code multiplies the theorem's noise by it
+NO_NOISE = 1e-9  # for ε = ∞, since `add_gaussian_noise` refuses zero
 
 
 def noise(column: str, data: _record.Split, epsilon: float, epochs: int) -> tuple[int, float]:
@@ -45,7 +45,7 @@ def noise(column: str, data: _record.Split, epsilon: float, epochs: int) -> tupl
 
 
 def theorem_noise(epsilon: float, size: int, batch: int, steps: int) -> PaperNoise:
-    """Return what the paper's Theorem 1 says, whether its conditions hold or not."""
+    """Return the noise of the paper's Theorem 1, whether or not its conditions hold."""
     return paper_noise(
         epsilon=epsilon,
         delta=_record.DELTA,
@@ -74,7 +74,9 @@ def column(
     data = _record.Split(*(((x - MEAN) / DEVIATION, labels) for x, labels in data))
     together = [np.concatenate(parts) for parts in zip(data.private, data.public, strict=True)]
     examples = data.private if private else (together[0], together[1])
-    validation = data.public if private else data.test  # what is published has trained on the rest
+    validation = (
+        data.public if private else data.test
+    )  # the published protocol trains on all others
     curves = train(
         Protocol(
             steps=found[0][0],
@@ -107,5 +109,5 @@ def column(
 
 
 def _some(examples: Any, count: int = 10_000) -> Any:
-    """Return as many examples as suffice to tell a loss."""
+    """Return enough examples to estimate a loss."""
     return tuple(part[:count] for part in examples)

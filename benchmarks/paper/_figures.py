@@ -1,4 +1,4 @@
-"""Figures: the records of the paper's experiments go in, pictures of the paper's axes come out."""
+"""Draw the figures of the paper's experiments from their records."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def save(figure: Figure, name: str) -> None:
 
 
 def tidy(axes: Any) -> None:
-    """Take away what is not needed."""
+    """Remove the upper and right axes."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -78,7 +78,7 @@ def draw_losses() -> None:
 
 
 def draw_table1() -> None:
-    """Draw accuracy against ε: the paper, its protocol here, in private, and the best."""
+    """Draw accuracy against ε: the paper's numbers, both columns, and the best models."""
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.subplots()
     for smoothing, style in ((0.0, ":"), (3.0, "-")):
@@ -187,7 +187,7 @@ def draw_when() -> None:
 
 
 def draw_errors() -> None:
-    """Draw what smoothing loses of the signal against the noise it leaves, and both along a run."""
+    """Draw lost signal against remaining noise, and both along a run."""
     rows = load("paper/errors")["runs"]["0.1"]["found"]
     figure = Figure(figsize=(12, 3.8), layout="constrained")
     *trades, along = figure.subplots(1, 3)
@@ -233,7 +233,7 @@ def draw_errors() -> None:
     save(figure, "errors")
 
 
-FIGURES = {  # by name: the records that are drawn, what draws them, and what is seen
+FIGURES = {  # name: (records, function that draws them, alternative text)
     "table1": (("table1", "best"), draw_table1, "Accuracy against ε"),
     "losses": (("table1",), draw_losses, "Losses at ε = 0.2 and 0.1"),
     "degradation": (("degradation",), draw_degradation, "Losses of DP-SGD by ε"),

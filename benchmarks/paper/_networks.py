@@ -1,6 +1,6 @@
-"""Networks: a setting goes in, `fit` makes a private run of it, its accuracies and ε come out.
+"""Train the paper's networks privately with `fit`.
 
-A run is kept in a folder of the cache until it has ended, so that one that is killed goes on.
+A run keeps a folder in the cache until it ends, so a killed run can resume.
 """
 
 import hashlib
@@ -71,7 +71,7 @@ class Setting:
         return optax.sgd(rate, momentum=self.momentum or None)
 
     def plan(self, size: int) -> lsdp.PrivacyPlan:
-        """Return the plan; σ has no part in it, so batches and noise are the same for all."""
+        """Return the plan. It does not contain σ, so batches and noise are the same for all σ."""
         return lsdp.PrivacyPlan(
             dataset_size=size,
             expected_batch_size=min(self.batch, size),
@@ -107,16 +107,16 @@ def run(task: Task, setting: Setting) -> Any:
     if done.stopped == "signal":
         raise SystemExit(f"Stopped at step {done.steps}; the same command goes on from there.")
     shutil.rmtree(folder)
-    if done.stopped == "budget":  # a code or version changed within the run: begin anew
+    if done.stopped == "budget":  # code or versions changed during the run: start again
         return run(task, setting)
     return {**asdict(setting), "steps": done.steps, **curve.columns()}
 
 
 def rehearse(task: Task, setting: Setting, seeds: tuple[int, ...]) -> Any:
-    """Train on four fifths of the public examples, and judge by the rest, another with each seed.
+    """Train on four fifths of the public examples, test on the rest; each seed has its own split.
 
-    The mean gradient has the noise that it will have on all private examples. There are fewer of
-    them, though: what keeps a model from learning single examples is worth more here.
+    The mean gradient has the noise of the final run on all private examples. But there are fewer
+    examples here, so techniques against overfitting gain more than in the final run.
     """
     found = [_rehearse_once(task, replace(setting, seed=seed)) for seed in seeds]
     return {**asdict(setting), "accuracies": found, "accuracy": float(np.mean(found))}
@@ -154,7 +154,7 @@ def _count_right(model: nn.Module, params: Any, images: jax.Array, labels: jax.A
 
 
 def accuracy(model: nn.Module, params: Any, examples: _record.Examples) -> float:
-    """Return the percentage of images that are recognised."""
+    """Return the accuracy in percent."""
     size = len(examples[1])
     cuts = range(0, size, EVALUATED)
     right = (_count_right(model, params, *(x[i : i + EVALUATED] for x in examples)) for i in cuts)
@@ -162,7 +162,7 @@ def accuracy(model: nn.Module, params: Any, examples: _record.Examples) -> float
 
 
 class _Curve:
-    """A callback that looks at the model once an epoch, and remembers what it saw in a file."""
+    """A callback that evaluates the model once per epoch and appends the result to a file."""
 
     def __init__(self, task: Task, plan: lsdp.PrivacyPlan, setting: Setting, path: Path) -> None:
         self.task, self.path, self.is_averaged = task, path, setting.average is not None
@@ -176,7 +176,7 @@ class _Curve:
             return
         params = report.average if self.is_averaged else report.params
         private, public, test = self.task.data
-        del private  # its accuracy would be private
+        del private  # the accuracy on private images would be private
         found = [accuracy(self.task.model, params, part) for part in (public, test)]
         self.seen[report.step] = [report.epsilon, *found]
         draft = self.path.with_suffix(".draft")
@@ -184,7 +184,7 @@ class _Curve:
         draft.replace(self.path)
 
     def columns(self) -> dict[str, list[Any]]:
-        """Return what was seen, name by name."""
+        """Return the evaluations as columns, by name."""
         names = ("epsilons", "validation_accuracies", "test_accuracies")
         columns = zip(*(self.seen[step] for step in self.due), strict=True)
         return {name: _record.rounded(column) for name, column in zip(names, columns, strict=True)}
@@ -204,7 +204,7 @@ def _loss(model: nn.Module, views: int) -> Callable[..., jax.Array]:
 
 
 def _shift(key: jax.Array, example: Any) -> Any:
-    """Return an image moved by up to two pixels each way."""
+    """Return an image shifted by up to two pixels in each direction."""
     image, label = example
     padded = jnp.pad(image, ((2, 2), (2, 2), (0, 0)))
     row, column = jax.random.randint(key, (2,), 0, 5)

@@ -1,4 +1,4 @@
-"""Records: tasks go in, a JSON file that holds what each has found comes out, bit by bit."""
+"""Run the tasks of an experiment, and write each result to its JSON record at once."""
 
 import argparse
 import tempfile
@@ -16,7 +16,7 @@ from benchmarks import _data, _timing
 from benchmarks._results import RESULTS
 
 DELTA = 1e-5
-EPSILONS = (0.30, 0.25, 0.20, 0.15, 0.10)  # of the paper's Table 1
+EPSILONS = (0.30, 0.25, 0.20, 0.15, 0.10)  # the ε of the paper's Table 1
 Examples = tuple[np.ndarray, np.ndarray]
 
 
@@ -29,11 +29,11 @@ class Split(NamedTuple):
 
     @property
     def classes(self) -> int:
-        """How many labels there are, which is public."""
+        """The number of classes, which is public."""
         return int(self.test[1].max()) + 1
 
     def centred(self) -> "Split":
-        """Subtract the mean of the public features: the same model, which starts nearer."""
+        """Subtract the mean of the public features; the model is the same, but starts closer."""
         mean = self.public[0].mean(axis=0)
         return Split(*((features - mean, labels) for features, labels in self))
 
@@ -47,7 +47,7 @@ def arguments(description: str | None, name: str) -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="digits instead of MNIST, in seconds")
     parser.add_argument("--output", type=Path, help="a JSON file (default: in benchmarks/results)")
     args = parser.parse_args()
-    if args.output is None:  # a smoke run must not write over a real record
+    if args.output is None:  # a smoke run must not overwrite a real record
         folder = Path(tempfile.mkdtemp()) if args.smoke else RESULTS / "paper"
         args.output = folder / f"{name}.json"
     return args
@@ -69,20 +69,20 @@ def mnist(args: argparse.Namespace) -> Split:
 
 
 def adult(args: argparse.Namespace) -> Split:
-    """Return Adult, of whose training rows 6,000 are treated as public."""
+    """Return Adult; 6,000 of its training rows are treated as public."""
     data = _data.adult(args.data_dir)
     return cut(data.train, data.test, 6_000)
 
 
 def cut(train: Examples, test: Examples, public: int) -> Split:
-    """Return data, a random part of whose training examples is treated as public."""
+    """Return data with a random part of the training examples marked as public."""
     order = np.random.default_rng(0).permutation(len(train[1]))
     parts = [(train[0][cut], train[1][cut]) for cut in (order[:-public], order[-public:])]
     return Split(*parts, test)
 
 
 def asked(task: Callable[[], Any]) -> str:
-    """Return what a task is asked for: its arguments, but for data and places."""
+    """Return the arguments of a task, without data and paths."""
 
     def is_plain(x: Any) -> bool:
         if isinstance(x, tuple):
@@ -94,7 +94,7 @@ def asked(task: Callable[[], Any]) -> str:
 
 
 def timed(task: Callable[[], Any]) -> dict[str, Any]:
-    """Return what a task finds, what it was asked for, and how many seconds it took."""
+    """Return the result of a task, its arguments, and its seconds."""
     begin = time.perf_counter()
     found = task()
     return {
@@ -105,10 +105,10 @@ def timed(task: Callable[[], Any]) -> dict[str, Any]:
 
 
 def measure(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:
-    """Run what is not in the record yet, and write each result as soon as it is there.
+    """Run every task that has no result yet, and write each result at once.
 
-    What was asked for otherwise is run again, and so is whatever reads the record after it: tasks
-    that are given its path.
+    A task whose arguments changed runs again. So do all later tasks that read the record, which
+    are those with its path among their arguments.
     """
     record = _timing.load_record(path)
     stale = False
@@ -134,5 +134,5 @@ def measure(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> 
 
 
 def rounded(values: Any) -> list[Any]:
-    """Return numbers with six digits, which is all that they are good for."""
+    """Round numbers to six digits, which is more than their precision."""
     return np.vectorize(lambda x: float(f"{x:.6g}"))(np.asarray(values, np.float64)).tolist()

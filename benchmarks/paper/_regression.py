@@ -1,7 +1,7 @@
-"""Softmax regression: many runs go in, differing in seed, noise, σ and step size; curves come out.
+"""Train many runs of softmax regression at once, with different seeds, noise, σ and step sizes.
 
-All runs of a protocol are trained together by `jax.vmap`. Private runs are made of the library's
-own parts; published ones do what the authors' code does, and are not differentially private.
+`jax.vmap` trains all runs of a protocol together. Private runs use the library. Published runs do
+what the authors' code does, and are not differentially private.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RATES: dict[str, Callable[[int, int], Rate]] = {  # (steps, steps of an epoch) �
 
 @dataclass(frozen=True)
 class Protocol:
-    """What all runs that are trained together have in common.
+    """The settings that runs trained together have in common.
 
     Attributes:
         steps: how many noisy sums are used.
@@ -61,7 +61,7 @@ class Protocol:
 
 
 class Settings(NamedTuple):
-    """In what the runs of one seed differ: arrays of one length."""
+    """The settings in which runs of one seed differ: arrays of equal length."""
 
     noise_multiplier: Any
     smoothing: Any
@@ -69,7 +69,7 @@ class Settings(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What was found at each point: (seeds, settings, points)."""
+    """The evaluations at each point: arrays (seeds, settings, points)."""
 
     losses: dict[str, np.ndarray]
     accuracies: dict[str, np.ndarray]
@@ -90,13 +90,13 @@ def train(
     seeds: Sequence[int],
     classes: int = 10,
 ) -> Curves:
-    """Train all settings for all seeds, and look at each model on other examples."""
+    """Train all settings for all seeds, and evaluate each model."""
     width = data[0].shape[1]
     first = {"kernel": jnp.zeros((width, classes)), "bias": jnp.zeros(classes)}
     shape = (len(seeds), len(settings.step_size))
     params = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)) + 0, first)
     state = params, jax.tree.map(jnp.zeros_like, params)
-    keys = jax.vmap(jax.random.key)(jnp.array(seeds))  # known to all, as a real run's must not be
+    keys = jax.vmap(jax.random.key)(jnp.array(seeds))  # public, unlike the key of a real run
     settings = Settings(*(jnp.asarray(x, jnp.float32) for x in settings))
     data, looked_at = jax.tree.map(jnp.asarray, (data, looked_at))
     ends = np.linspace(0, protocol.steps, protocol.points + 1).round().astype(int)
@@ -138,7 +138,7 @@ def _advance(
     factor = RATES[protocol.rate](protocol.steps, epoch)
     gradient = (_clipped if protocol.is_private else _published)(protocol, data)
 
-    def shuffle(key: jax.Array) -> jax.Array:  # once an epoch, which is as long as a call
+    def shuffle(key: jax.Array) -> jax.Array:  # one call is one epoch
         return jax.random.permutation(jax.random.fold_in(key, begin // epoch), size)
 
     orders = None if protocol.is_private else jax.vmap(shuffle)(keys)
@@ -194,7 +194,7 @@ def _clipped(protocol: Protocol, data: Examples) -> Callable[..., Any]:
 
 
 def _published(protocol: Protocol, data: Examples) -> Callable[..., Any]:
-    """Return what the authors' code clips: each tensor of the mean gradient of a shuffled batch."""
+    """Return a shuffled batch's mean gradient, each tensor clipped, as in the authors' code."""
     size = len(data[1])
 
     def mean_loss(params: Any, batch: Examples) -> jax.Array:

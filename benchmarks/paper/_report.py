@@ -1,4 +1,4 @@
-"""The report: records go in, the text of this folder's README comes out, with its figures."""
+"""Generate the tables and figures of this folder's README from the records."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -15,18 +15,18 @@ NOT_RUN = "*Not run yet.*"
 
 
 def are_run(records: Iterable[str]) -> bool:
-    """Tell whether all records are there and whole."""
+    """Return whether all records exist and are complete."""
     paths = [RESULTS / "paper" / f"{name}.json" for name in records]
     return all(load_record(path).get("is_whole") for path in paths)
 
 
 def numbers() -> dict[str, float]:
-    """Return the headline numbers of what has been run."""
+    """Return the headline numbers of all complete records."""
     return summary(lambda name: are_run([name]))
 
 
 def times() -> str:
-    """Return how long each script took, and on what."""
+    """Return how long each script took, and on which device."""
     rows = []
     for path in sorted((RESULTS / "paper").glob("*.json")):
         record = load_record(path)
@@ -46,7 +46,7 @@ def times() -> str:
 
 
 def parts() -> dict[str, Callable[[], str]]:
-    """Return what fills each place of the text."""
+    """Return the content of each generated block."""
     found: dict[str, Callable[[], str]] = {"times": times}
     for name, (record, table) in (TABLES | CNN_TABLES).items():
         found[name] = table if are_run([record]) else lambda: NOT_RUN
@@ -57,7 +57,7 @@ def parts() -> dict[str, Callable[[], str]]:
 
 
 def draw() -> None:
-    """Draw all figures whose records are there."""
+    """Draw all figures whose records exist."""
     for records, function, _ in (FIGURES | CNN_FIGURES).values():
         if are_run(records):
             function()

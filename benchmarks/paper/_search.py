@@ -1,8 +1,8 @@
-"""Search: settings are compared on public examples, and what is chosen is trained on private ones.
+"""Choose settings on public examples, and train the chosen ones on private examples.
 
-All examples are in every batch, and the step size falls linearly to zero. The public mean is
-subtracted from all features. Public examples get the noise that the mean over all private ones will
-have, and each fifth of them judges what the others have taught.
+Batches are full, and the step size falls linearly to zero. The public mean is subtracted from all
+features. The search uses five-fold cross-validation on the public examples, with the noise that the
+mean gradient of all private examples will have.
 """
 
 from itertools import product
@@ -15,25 +15,25 @@ from benchmarks.paper._regression import Protocol, Settings, train
 from optax_lsdp.accounting import calibrate_noise_multiplier
 
 FOLDS = 5
-FIRST_SEED = 1000  # of searches: what is chosen must not depend on the noise of the final runs
+FIRST_SEED = 1000  # for searches: the choice must not depend on the noise of the final runs
 
 
 class Variant(NamedTuple):
-    """What cannot be a setting among others, as it changes the program."""
+    """Settings that change the compiled program, and so cannot be mapped over."""
 
     steps: int
     layout: str = "inputs"
     scope: Any = "leaf"
 
     def protocol(self, size: int) -> Protocol:
-        """Return the protocol for so many examples."""
+        """Return the protocol for a given number of examples."""
         return Protocol(
             steps=self.steps, batch=size, layout=self.layout, scope=self.scope, rate="linear"
         )
 
 
 def noise(epsilon: float, steps: int) -> float:
-    """Return a noise multiplier that suffices for full batches, as a float32 too."""
+    """Return a noise multiplier that suffices for full batches, even after rounding to float32."""
     return (1 + 1e-6) * calibrate_noise_multiplier(
         epsilon=epsilon, delta=_record.DELTA, steps=steps, sampling="full", sampling_rate=1.0
     )
@@ -46,7 +46,7 @@ def search(
     smoothings: tuple[float, ...],
     step_sizes: tuple[float, ...],
 ) -> Any:
-    """Return the accuracy of every σ and step size on public examples, cross-validated."""
+    """Return the cross-validated accuracy of every σ and step size on public examples."""
     features, labels = data.centred().public
     grid = np.array(list(product(smoothings, step_sizes)))
     accuracies = []
@@ -72,12 +72,12 @@ def search(
 
 
 def best(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the setting that was best on public examples."""
+    """Return the best setting on public examples."""
     return max(rows, key=lambda row: row["accuracy"])
 
 
 def final(data: _record.Split, epsilon: float, chosen: dict[str, Any], seeds: int) -> Any:
-    """Train what was chosen on private examples, and return its accuracies on the test set."""
+    """Train the chosen setting on private examples, and return its test accuracies."""
     variant = Variant(chosen["steps"], chosen["layout"], chosen["scope"])
     multiplier = noise(epsilon, variant.steps)
     centred = data.centred()

@@ -1,4 +1,4 @@
-"""The summary: records go in, headline numbers come out, by flat names."""
+"""Collect the headline numbers of all records under flat names."""
 
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -26,7 +26,7 @@ Numbers = Iterator[tuple[str, float]]
 
 
 def summary(is_run: Callable[[str], bool]) -> dict[str, float]:
-    """Return the headline numbers of all records that are whole; accuracies are in percent."""
+    """Return the headline numbers of all complete records; accuracies are in percent."""
     found: dict[str, float] = {}
     for name, numbers in NUMBERS.items():
         if is_run(name):

@@ -1,4 +1,4 @@
-"""Tables: the records of the paper's experiments go in, Markdown and headline numbers come out."""
+"""Generate the tables of the paper's experiments from their records."""
 
 import math
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def rows_of(column: str) -> dict[tuple[float, float], Any]:
 
 
 def table1() -> str:
-    """Return Table 1: the paper's numbers, ours by its protocol, and ours in private."""
+    """Return Table 1: the paper's numbers, our numbers as published, and as private."""
     published, private = rows_of("published"), rows_of("private")
     rows = []
     for smoothing, printed in PRINTED.items():
@@ -51,7 +51,7 @@ def table1() -> str:
 
 
 def best() -> str:
-    """Return the best accuracies under a true guarantee, and how they were reached."""
+    """Return the best private accuracies, with their settings."""
     final = load("paper/best")["final"]
     rows = []
     for epsilon in EPSILONS:
@@ -81,7 +81,7 @@ def gain(name: str, epsilon: float, variant: str) -> tuple[float, float]:
 
 
 def when() -> str:
-    """Return by how much smoothing helps, with intervals."""
+    """Return the gain of smoothing, with intervals."""
     final = load("paper/when")["final"]
     keys = [key.split(" ", 2) for key in final]
     rows = []
@@ -104,7 +104,7 @@ def when() -> str:
 
 
 def constants() -> str:
-    """Return γ and β beside the printed ones."""
+    """Return γ and β beside the printed values."""
     exact = load("paper/theory")["constants"]["tables"]["found"]
     rows = []
     for name, symbol in (("gamma", "γ"), ("beta", "β")):
@@ -115,7 +115,7 @@ def constants() -> str:
 
 
 def noises() -> str:
-    """Return Theorem 1's noise, that of the code, and the least that suffices."""
+    """Return the noise of Theorem 1, of the authors' code, and the least that suffices."""
     rows = [
         [
             epsilon,
@@ -141,7 +141,7 @@ def noises() -> str:
 
 
 def bounds() -> str:
-    """Return by what smoothing multiplies Theorem 2's bound, and the energies of noise."""
+    """Return the factor of smoothing in Theorem 2's bound, and the energy of noise."""
     record = load("paper/theory")
     factors = record["bounds"]["Theorem 2"]["found"]["factors"]
     rows = []
@@ -176,7 +176,9 @@ def example() -> str:
     return markdown(["point", "distance", "‖∇f‖ from inside", "‖∇f‖ from outside"], rows)
 
 
-TABLES: dict[str, tuple[str, Callable[[], str]]] = {  # by name: a record, and what it shows
+TABLES: dict[
+    str, tuple[str, Callable[[], str]]
+] = {  # name: (record, function that makes the table)
     "table1": ("table1", table1),
     "best": ("best", best),
     "when": ("when", when),

@@ -1,4 +1,4 @@
-"""Tasks: what the networks learn, MNIST or CIFAR-10, of which a part is treated as public."""
+"""The tasks of the networks: MNIST or CIFAR-10, with a part treated as public."""
 
 import argparse
 from collections.abc import Callable
@@ -14,12 +14,12 @@ from benchmarks.zoo import CifarCNN, MnistCNN, conv_by_blocks, half_by_slices, m
 
 
 class Task(NamedTuple):
-    """A model and labelled images (n, height, width, channels), under a name of their own."""
+    """A named task: a model, and labelled images (n, height, width, channels)."""
 
     name: str
     model: nn.Module
     data: _record.Split
-    microbatch_size: int  # that processors are fastest at
+    microbatch_size: int  # processors are fastest at this size
 
 
 def mnist(args: argparse.Namespace) -> Task:
@@ -33,7 +33,7 @@ def mnist(args: argparse.Namespace) -> Task:
 
 
 class Softmax(nn.Module):
-    """Softmax regression on features (row, column, channel), which begins at zero."""
+    """Softmax regression on features (row, column, channel), with zero initial weights."""
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -42,7 +42,7 @@ class Softmax(nn.Module):
 
 
 def on_wavelets(task: Task) -> Task:
-    """Return softmax regression on wavelets of the same images, of public mean and deviation."""
+    """Return softmax regression on scattering coefficients, standardised on public images."""
     features = _changed(task.data, _wavelets.scatter)
     public = features.public[0]
     mean = public.mean(axis=0)
@@ -52,7 +52,7 @@ def on_wavelets(task: Task) -> Task:
 
 
 def cifar10(args: argparse.Namespace) -> Task:
-    """Return CIFAR-10 for TensorFlow's network, the middle of each image; likewise."""
+    """Return CIFAR-10 for TensorFlow's network, cropped; digits for a smoke run."""
     if args.smoke:
         digits = _changed(_record.mnist(args), lambda x: x.reshape(-1, 8, 8, 1))
         data = _changed(digits, lambda x: np.repeat(_thrice(x), 3, axis=3))

@@ -1,21 +1,21 @@
-"""Wavelets: images go in, their scattering coefficients come out, from filters that no data chose.
+"""Scattering coefficients of images: wavelet features that depend on no data.
 
 Bruna and Mallat, Invariant scattering convolution networks, 2013: |x ⋆ ψ| at two scales and eight
-angles, the same once more at the coarser scale, each blurred and taken at every fourth pixel.
+angles, then again at the coarser scale, each blurred and subsampled by four.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-SIDE, MARGIN, STRIDE = 32, 2, 4  # images of 28 × 28 with two pixels around them
+SIDE, MARGIN, STRIDE = 32, 2, 4  # 28 × 28 pixels with a margin of two
 SCALES, ANGLES = 2, 8
-TURNS = 2  # of the ring each way, beyond which wavelets vanish
+TURNS = 2  # periods on each side; wavelets vanish beyond them
 AT_ONCE = 500  # images
 
 
 def _morlet(scale: int, angle: float) -> np.ndarray:
-    """Return a wave under a Gaussian, less what gives it a mean of zero, wound around a ring."""
+    """Return a periodic Morlet wavelet: a wave times a Gaussian, corrected to mean zero."""
     x, y = np.meshgrid(*2 * [np.arange(-TURNS * SIDE, TURNS * SIDE)], indexing="ij")
     along, across = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
     deviation, slant = 0.8 * 2**scale, 4 / ANGLES
@@ -34,7 +34,7 @@ def _spectra() -> np.ndarray:
 
 
 def _blur() -> np.ndarray:
-    """Return a Gaussian blur of a line as a matrix whose rows are every fourth pixel."""
+    """Return a one-dimensional Gaussian blur with stride 4 as a matrix."""
     distance = np.arange(STRIDE, SIDE, STRIDE)[:, None] - np.arange(SIDE)
     weights = np.exp(-(distance**2) / (2 * (0.8 * 2 ** (SCALES - 1)) ** 2))
     return (weights / weights.sum(axis=1, keepdims=True)).astype(np.float32)

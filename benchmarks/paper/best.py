@@ -1,7 +1,7 @@
 """Table 1, better: the best accuracy of softmax regression under each true (ε, 1e-5).
 
-Hyper-parameters are found on the 10,000 validation images, which are treated as public; then each
-model is trained once per seed on the other 50,000.
+The script chooses hyper-parameters on the 10,000 validation images, which are treated as public. It
+then trains each model once per seed on the other 50,000.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ SMOOTHINGS = {"inputs": (0.0, 3.0, 10.0), "grid": (3.0, 10.0, 30.0)}
 STEP_SIZES = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
 STEPS = (160, 320)
 SEEDS = 5
-KINDS = {  # of which the best is trained
+KINDS = {  # the best of these is trained
     "unsmoothed": lambda row: row["smoothing"] == 0,
     "smoothed": lambda row: row["smoothing"] > 0 and row["layout"] == "inputs",
     "best": lambda row: True,
@@ -35,7 +35,7 @@ def chosen(path: Path, data: _record.Split, epsilon: float, kind: str) -> Any:
 
 
 def main() -> None:
-    """Search and train what is not in the record yet."""
+    """Search and train everything that has no record yet."""
     args = _record.arguments(__doc__, "best")
     data = _record.mnist(args)
     epsilons = _record.EPSILONS[-1:] if args.smoke else _record.EPSILONS

@@ -13,7 +13,7 @@ EPOCHS, SEEDS = 5, 2
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "cifar")
     task = cifar10(args)
     epochs, seeds = (1, 1) if args.smoke else (EPOCHS, SEEDS)

@@ -21,7 +21,7 @@ def named(name: str, noise_multiplier: float) -> Setting:
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "cnn")
     task = mnist(args)
     few, many, seeds = (1, 2, 1) if args.smoke else (15, 60, 3)
@@ -34,7 +34,7 @@ def main() -> None:
     }
     longest = names[:1] if args.smoke else names
     long = {name: replace(named(name, 10.0), epochs=many) for name in longest}
-    if not args.smoke:  # in the order in which TensorFlow, and so the authors, store a tensor
+    if not args.smoke:  # the order in which TensorFlow stores a tensor
         for name in ("lssgd", "lsadam"):
             long[f"{name}, stored"] = replace(long[name], layout="stored")
     work = {

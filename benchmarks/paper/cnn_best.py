@@ -1,8 +1,8 @@
-"""The best MNIST accuracy at ε = 1 and ε = 3, by any means of the library, and what each is worth.
+"""The best MNIST accuracy at ε = 1 and ε = 3, and the gain of each technique of the library.
 
-Two models: the paper's CNN with tanh instead of ReLU, and softmax regression on wavelets, which
-nobody's images have chosen. Public images decide everything: one fifth of them batch and learning
-rate, the four others what each part adds alone, and what all that helped add together.
+There are two models: the paper's CNN with tanh instead of ReLU, and softmax regression on fixed
+wavelets. All choices use public images. One fifth of them chooses batch size and learning rate. The
+other four fifths measure what each technique gains alone, and what the helpful ones gain together.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ from benchmarks.paper.cnn_budgets import least_noise
 from benchmarks.zoo import Dense, MnistCNN, conv_by_blocks, max_pool_by_slices
 
 EPSILONS, EPOCHS, SEEDS = (1.0, 3.0), 20, 3
-FIRST, OTHERS = 100, (101, 102, 103, 104)  # seeds of rehearsals, each of which holds out a fifth
+FIRST, OTHERS = 100, (101, 102, 103, 104)  # seeds of rehearsals; each holds out another fifth
 BATCHES = {"CNN": (512, 2048), "wavelets": (1024, 8192)}
 RATES = {"CNN": (0.5, 1.0, 2.0), "wavelets": (0.1, 0.3, 1.0, 3.0)}
-HELPS = 2  # standard errors by which a part must help in rehearsals to be taken
+HELPS = 2  # a technique is used if its gain exceeds so many standard errors
 
-MEANS: dict[str, dict[str, Any]] = {  # of the library, and what each changes in the setting
+MEANS: dict[str, dict[str, Any]] = {  # techniques of the library: the settings that each changes
     "none": {},
     "momentum 0.9": {"momentum": 0.9},
     "averaged parameters": {"average": 0.95},
@@ -48,7 +48,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def networks(args: Any) -> dict[str, Task]:
-    """Return both models with their features of the same images."""
+    """Return both models, each with its own features of the same images."""
     task = mnist(args)
     cnn = task._replace(model=MnistCNN(max_pool_by_slices, conv_by_blocks, nn.tanh))
     return {"CNN": cnn, "wavelets": on_wavelets(task)}
@@ -57,10 +57,10 @@ def networks(args: Any) -> dict[str, Task]:
 def changed(
     task: Task, setting: Setting, kind: str, names: tuple[str, ...]
 ) -> tuple[Task, Setting]:
-    """Return a model and a setting with some parts changed.
+    """Return a model and a setting with some techniques applied.
 
-    Momentum multiplies the length of a step, so that the rate is divided; other parts may want a
-    larger one.
+    Momentum lengthens steps, so the learning rate is divided. Other techniques may need a larger
+    rate.
     """
     rate = setting.learning_rate or 0.0
     for name in names:
@@ -73,7 +73,7 @@ def changed(
 
 
 def first(path: Path, epsilon: float, kind: str) -> Setting:
-    """Return the setting of a model that was best in rehearsals, without parts."""
+    """Return the best setting of a model in rehearsals without techniques."""
     rows = load_record(path)["settings"].items()
     found = [row["found"] for name, row in rows if name.startswith(f"{epsilon} {kind}, ")]
     best = max(found, key=lambda row: row["accuracy"])
@@ -88,13 +88,13 @@ def try_parts(
     names: tuple[str, ...],
     seeds: tuple[int, ...],
 ) -> Any:
-    """Rehearse with some parts."""
+    """Rehearse with some techniques."""
     task, setting = changed(task, first(path, epsilon, kind), kind, names)
     return {"parts": names, **rehearse(task, setting, seeds)}
 
 
 def tried(path: Path, epsilon: float, kind: str) -> Iterator[tuple[tuple[str, ...], np.ndarray]]:
-    """Return what was rehearsed, and the accuracy of each rehearsal."""
+    """Return the rehearsed techniques, and the accuracy of each rehearsal."""
     record = load_record(path)
     for name, row in [*record["parts"].items(), *record.get("together", {}).items()]:
         if name.startswith(f"{epsilon} {kind}, "):
@@ -102,7 +102,7 @@ def tried(path: Path, epsilon: float, kind: str) -> Iterator[tuple[tuple[str, ..
 
 
 def gains(path: Path, epsilon: float, kind: str) -> dict[tuple[str, ...], tuple[float, float]]:
-    """Return by how much parts have helped, and the standard error of that, fold by fold."""
+    """Return the mean gain of techniques over the folds, and its standard error."""
     found = dict(tried(path, epsilon, kind))
     changes = {names: seen - found["none",] for names, seen in found.items()}
     roots = {names: len(change) ** 0.5 for names, change in changes.items()}
@@ -114,27 +114,27 @@ def gains(path: Path, epsilon: float, kind: str) -> dict[tuple[str, ...], tuple[
 
 
 def helpful(path: Path, epsilon: float, kind: str) -> dict[tuple[str, ...], float]:
-    """Return the gains of parts that have certainly helped."""
+    """Return the gains of techniques that helped by enough standard errors."""
     known = gains(path, epsilon, kind).items()
     return {names: mean for names, (mean, error) in known if mean > HELPS * error}
 
 
 def try_together(path: Path, task: Task, epsilon: float, kind: str, seeds: tuple[int, ...]) -> Any:
-    """Rehearse with all parts that helped; of those that change the same thing, with the best."""
+    """Rehearse with all helpful techniques; if several change one setting, with the best."""
     chosen: list[str] = []
     better = {names[0]: gain for names, gain in helpful(path, epsilon, kind).items()}
     for name in sorted(better, key=better.__getitem__, reverse=True):
         taken = {field for other in chosen for field in PARTS[kind][other]} - {"rate"}
         if not taken & PARTS[kind][name].keys():
             chosen.append(name)
-    if len(chosen) < 2:  # which was rehearsed by itself
+    if len(chosen) < 2:  # already rehearsed alone
         known = load_record(path)["parts"][f"{epsilon} {kind}, {(*chosen, 'none')[0]}"]["found"]
         return {**known, "parts": chosen}
     return try_parts(path, task, epsilon, kind, tuple(chosen), seeds)
 
 
 def final(path: Path, task: Task, epsilon: float, kind: str, choice: str, seed: int) -> Any:
-    """Train on private images, without parts or with those that have helped most."""
+    """Train on private images, without techniques or with the most helpful ones."""
     better = helpful(path, epsilon, kind) if choice == "best" else {}
     names = max(better, key=better.__getitem__, default=())
     if choice == "best" and not names:  # the same run
@@ -144,7 +144,7 @@ def final(path: Path, task: Task, epsilon: float, kind: str, choice: str, seed: 
 
 
 def main() -> None:
-    """Rehearse and train what is not in the record yet."""
+    """Rehearse and train everything that has no record yet."""
     args = _record.arguments(__doc__, "cnn_best")
     few, path = 1 if args.smoke else None, args.output
     others = OTHERS[:2] if args.smoke else OTHERS

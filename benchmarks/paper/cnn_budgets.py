@@ -1,7 +1,7 @@
-"""ε against accuracy: four private optimizers, whose learning rate and σ public images have chosen.
+"""Accuracy against ε: four private optimizers, with learning rate and σ chosen on public images.
 
-Ten epochs of batches of 1,024 for every ε; beside them one run of the paper's settings with so
-little noise and so wide a clip norm that it is ordinary training.
+Each run takes ten epochs of batches of 1,024. One more run uses the paper's settings with so little
+noise and so large a clip norm that it is ordinary training.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ SEEDS, REHEARSALS = 3, (100, 101)  # each rehearsal holds out another fifth of t
 
 
 def least_noise(epsilon: float, size: int, setting: Setting) -> Setting:
-    """Return a setting with the smallest noise that ε admits for so many examples."""
+    """Return a setting with the smallest noise that ε allows for a number of examples."""
     plan = PrivacyPlan(
         dataset_size=size,
         expected_batch_size=min(setting.batch, size),
@@ -36,7 +36,7 @@ def least_noise(epsilon: float, size: int, setting: Setting) -> Setting:
 
 
 def chosen(path: Path, task: Task, name: str, usual: Setting, seeds: int) -> Any:
-    """Train the setting that was best on public images."""
+    """Train the best setting on public images."""
     rows = [
         row["found"]
         for key, row in load_record(path)["rehearsal"].items()
@@ -49,7 +49,7 @@ def chosen(path: Path, task: Task, name: str, usual: Setting, seeds: int) -> Any
 
 
 def main() -> None:
-    """Rehearse and train what is not in the record yet."""
+    """Rehearse and train everything that has no record yet."""
     args = _record.arguments(__doc__, "cnn_budgets")
     task = mnist(args)
     size = len(task.data.private[1])

@@ -1,6 +1,6 @@
-"""What σ, the learning rate and the layout do to the CNN at noise multiplier 10.
+"""The effect of σ, learning rate and layout on the CNN at noise multiplier 10.
 
-σ = 0 and 1 are in the record of `cnn` too: that a second run finds the same is tested.
+The record of `cnn` has σ = 0 and 1 too, and a test checks that both records agree.
 """
 
 from dataclasses import replace
@@ -15,19 +15,19 @@ from benchmarks.paper._networks import Setting, run
 from benchmarks.paper._tasks import Task, mnist
 
 SMOOTHINGS = (0.0, 0.5, 1.0, 2.0, 3.0)
-LAYOUT_SEEDS = (1, 2)  # not the one that has chosen σ
+LAYOUT_SEEDS = (1, 2)  # not the seed that chose σ
 LEARNING_RATES = (0.05, 0.3, 0.6)  # ours, beside the paper's 0.15
 
 
 def by_layout(path: Path, task: Task, setting: Setting) -> Any:
-    """Train with a layout, at the σ that was best on the validation images."""
+    """Train with a layout, at the best σ on the validation images."""
     rows = [row["found"] for s, row in load_record(path)["smoothing"].items() if s != "0"]
     best = max(rows, key=lambda row: row["validation_accuracies"][-1])
     return run(task, replace(setting, smoothing=best["smoothing"]))
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "cnn_effects")
     task = mnist(args)
     usual = Setting(epochs=1 if args.smoke else 15)

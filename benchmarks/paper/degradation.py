@@ -10,7 +10,7 @@ EPSILONS = (math.inf, 1.0, 0.5, 0.3, 0.2, 0.1)
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "degradation")
     data = _record.mnist(args)
     epsilons, epochs = (EPSILONS[:2], 2) if args.smoke else (EPSILONS, EPOCHS)

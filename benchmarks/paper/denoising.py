@@ -15,14 +15,14 @@ PLACE = 2 * np.pi * np.arange(1, 101) / 100
 
 
 def lines() -> dict[str, np.ndarray]:
-    """Return a sine, with noise, and smoothed."""
+    """Return a sine: exact, noisy and smoothed."""
     signal = np.sin(PLACE)
     noisy = signal + 0.1 * np.random.default_rng(0).normal(size=100)
     return {"signal": signal, "noisy": noisy, "σ = 10": smooth(noisy, 10.0, "stored")}
 
 
 def planes() -> dict[str, np.ndarray]:
-    """Return a product of sines, with noise, and smoothed in three ways, first the paper's."""
+    """Return a product of sines: exact, noisy, and smoothed in three ways, the paper's first."""
     signal = np.outer(np.sin(PLACE), np.sin(PLACE))
     noisy = signal + 0.2 * np.random.default_rng(1).normal(size=(100, 100))
     return {
@@ -35,19 +35,19 @@ def planes() -> dict[str, np.ndarray]:
 
 
 def smooth(v: np.ndarray, smoothing: float, layout: Any) -> np.ndarray:
-    """Smooth an array by the library's transform."""
+    """Smooth an array with `laplacian_smooth`."""
     tx = lsdp.laplacian_smooth(smoothing, layout=layout)
     return np.asarray(jax.jit(tx.update)(jnp.asarray(v, jnp.float32), tx.init(None))[0])
 
 
 def errors(make: Callable[[], dict[str, np.ndarray]]) -> dict[str, float]:
-    """Return the root of the mean squared error of each."""
+    """Return the root mean squared error of each."""
     found = make()
     return {name: float(np.sqrt(np.mean((v - found["signal"]) ** 2))) for name, v in found.items()}
 
 
 def main() -> None:
-    """Compute what is not in the record yet."""
+    """Compute everything that has no record yet."""
     args = _record.arguments(__doc__, "denoising")
     work = {make.__name__: partial(errors, make) for make in (lines, planes)}
     _record.measure(args.output, {"errors": work})

@@ -1,8 +1,8 @@
 """Bias and variance of the smoothed gradient along a private run, against the true gradient.
 
-The mean of all clipped gradients is g. Smoothing the noisy one gives A⁻¹(g + n): its bias is
-A⁻¹g − g, and its variance E‖A⁻¹n‖², of which β says that it is β times that of the noise. What
-clipping has changed, g minus the mean of all gradients, comes to the bias at every σ alike.
+Let g be the mean of all clipped gradients. Smoothing the noisy gradient gives A⁻¹(g + n). Its bias
+is A⁻¹g − g. Its variance is E‖A⁻¹n‖², which is β times that of the noise. Clipping adds its own
+bias, g minus the mean of all gradients, which is the same for every σ.
 """
 
 from functools import partial
@@ -24,7 +24,7 @@ STEPS, STEP_SIZE, LOOKS, DRAWS = 80, 8.0, 9, 20
 
 
 def layouts(side: int, classes: int) -> dict[str, Any]:
-    """Return the layouts of a kernel of images, and what each leaves of the energy of noise."""
+    """Return the layouts of an image kernel, and the share of noise that each leaves."""
     size = side * side * classes
     return {
         "inputs": ("inputs", lambda s: ring_beta(s, size)),
@@ -37,12 +37,12 @@ def layouts(side: int, classes: int) -> dict[str, Any]:
 
 
 def errors(data: _record.Split, epsilon: float, steps: int) -> Any:
-    """Train with DP-SGD, and split the error of every σ and layout at some of its steps."""
+    """Train with DP-SGD, and compute bias and variance of every σ and layout at some steps."""
     features, labels = data.centred().private
     size, width, classes = len(labels), features.shape[1], data.classes
     batch = jnp.asarray(features), jnp.asarray(labels)
     multiplier = noise(epsilon, steps)
-    deviation = multiplier / size  # of each entry of the mean, for a clip norm of 1
+    deviation = multiplier / size  # standard deviation per entry of the mean, for clip norm 1
     rate = optax.linear_schedule(STEP_SIZE, 0.0, steps)
     optimizer = lsdp.privatize(
         optax.sgd(rate),
@@ -80,7 +80,7 @@ def errors(data: _record.Split, epsilon: float, steps: int) -> Any:
 
 
 def _split(mean: np.ndarray, deviation: float, layouts: dict[str, Any]) -> dict[str, Any]:
-    """Return squared bias and variance of every layout and σ, and what there is without."""
+    """Return squared bias and variance of every layout and σ, and of the unsmoothed gradient."""
     energy = mean.size * deviation**2
     rows: dict[str, Any] = {"signal": float(np.sum(mean**2)), "noise": energy}
     noise = deviation * jax.random.normal(jax.random.key(0), (DRAWS, *mean.shape))
@@ -102,7 +102,7 @@ def _split(mean: np.ndarray, deviation: float, layouts: dict[str, Any]) -> dict[
 
 
 def main() -> None:
-    """Compute what is not in the record yet."""
+    """Compute everything that has no record yet."""
     args = _record.arguments(__doc__, "errors")
     data = _record.mnist(args)
     steps = 10 if args.smoke else STEPS

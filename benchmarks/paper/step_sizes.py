@@ -10,7 +10,7 @@ EPSILONS, SMOOTHINGS = (0.1, 0.2), (0.0, 1.0, 3.0)
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "step_sizes")
     data = _record.mnist(args)
     sizes, epochs = (STEP_SIZES[:1], 2) if args.smoke else (STEP_SIZES, EPOCHS)

@@ -9,7 +9,7 @@ SMOOTHINGS = (0.0, 1.0, 2.0, 3.0)
 
 
 def main() -> None:
-    """Train what is not in the record yet."""
+    """Train everything that has no record yet."""
     args = _record.arguments(__doc__, "table1")
     data = _record.mnist(args)
     epsilons = _record.EPSILONS[-1:] if args.smoke else _record.EPSILONS

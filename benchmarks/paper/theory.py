@@ -1,4 +1,4 @@
-"""The paper's theory against the truth: γ and β, Theorem 1, the utility bounds, the example."""
+"""Check the paper's theory: γ and β, Theorem 1, the utility bounds, the nonconvex example."""
 
 import math
 from functools import partial
@@ -34,7 +34,7 @@ def constants() -> Any:
 
 
 def noise(epsilon: float) -> Any:
-    """Compare Theorem 1's noise for Table 1 with what its ε takes, and say what it is worth."""
+    """Compare Theorem 1's noise for Table 1 with the noise that its ε needs."""
     size, batch, steps = SETTINGS["logistic regression"]
     theorem = theorem_noise(epsilon, size, batch, steps)
     tight = calibrate_noise_multiplier(
@@ -67,7 +67,7 @@ def holds_from(name: str) -> Any:
 
 
 def bounds(data: _record.Split, iterations: int) -> Any:
-    """Return by what each σ multiplies Theorem 2's bound, at the optimum of a real problem.
+    """Return the factor of each σ in Theorem 2's bound, at the optimum of a real problem.
 
     The bound is proportional to √(γ(D_σ + G²/b)), with D_σ = ‖w⁰ − w*‖² in the norm of A_σ: γ falls
     with σ, but D_σ grows. G = 1 is the clip norm, b = 128.
@@ -114,7 +114,7 @@ def bounds(data: _record.Split, iterations: int) -> Any:
 
 
 def example() -> Any:
-    """Return gradient norms of the nonconvex example on both sides of the points it compares."""
+    """Return gradient norms of the nonconvex example on both sides of its two points."""
 
     def inside(p: jax.Array) -> jax.Array:
         return p[0] ** 2 / 4 + p[1] ** 2
@@ -136,7 +136,7 @@ def example() -> Any:
 
 
 def energy(smoothing: float, size: int) -> Any:
-    """Return what smoothing leaves of the energy of noise, and ⟨n, A⁻¹n⟩/⟨n, n⟩: β and γ, seen."""
+    """Return ‖A⁻¹n‖²/‖n‖² and ⟨n, A⁻¹n⟩/⟨n, n⟩ of random noise n: estimates of β and γ."""
     noise = np.asarray(jax.random.normal(jax.random.key(0), (size,)), np.float64)
     tx = lsdp.laplacian_smooth(smoothing)
     smoothed, _ = tx.update(jnp.asarray(noise, jnp.float32), tx.init(None))
@@ -149,7 +149,7 @@ def energy(smoothing: float, size: int) -> Any:
 
 
 def main() -> None:
-    """Compute what is not in the record yet."""
+    """Compute everything that has no record yet."""
     args = _record.arguments(__doc__, "theory")
     data = _record.mnist(args)
     size = 10**4 if args.smoke else 10**6

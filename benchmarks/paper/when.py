@@ -1,6 +1,7 @@
 """When does smoothing help? Its gain over σ = 0, each with its own tuned step size.
 
-By noise level, layout, scope and data; twenty seeds, which draw the same noise with and without.
+The script varies noise level, layout, scope and data. Its twenty seeds draw the same noise with and
+without smoothing.
 """
 
 from functools import partial
@@ -31,7 +32,7 @@ def chosen(path: Path, data: _record.Split, epsilon: float, name: str, seeds: in
 
 
 def main() -> None:
-    """Search and train what is not in the record yet."""
+    """Search and train everything that has no record yet."""
     args = _record.arguments(__doc__, "when")
     sets = {"MNIST": _record.mnist(args)}
     if not args.smoke:
@@ -42,7 +43,7 @@ def main() -> None:
     for (title, data), epsilon, (name, variant) in product(
         sets.items(), epsilons, VARIANTS.items()
     ):
-        if title == "Adult" and name == "grid":  # a table has none
+        if title == "Adult" and name == "grid":  # a table has no grid
             continue
         smoothings = SMOOTHINGS if name != "none" else (0.0,)
         key = f"{title} {epsilon} {name}"
