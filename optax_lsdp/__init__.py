@@ -1,7 +1,7 @@
 """Differentially private training for JAX and Optax, with Laplacian smoothing.
 
-The public names below are loaded on first use, so that importing this package, or
-its accountant alone, imports no JAX.
+A public name is loaded when it is first used. Importing this package, or only
+`optax_lsdp.accounting`, therefore does not import JAX.
 """
 
 from importlib import import_module

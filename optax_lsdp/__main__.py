@@ -1,4 +1,4 @@
-"""Run the command line: `python -m optax_lsdp`."""
+"""Start the command line: `python -m optax_lsdp`."""
 
 from optax_lsdp.cli import main
 

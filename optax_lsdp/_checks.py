@@ -1,23 +1,29 @@
-"""Checks of arguments and of JSON text, each with a one-sentence error message."""
+"""Check arguments and JSON text; each failure raises an error of one sentence.
+
+The sentence names the argument, what it must be, the value, and the remedy if there is one.
+"""
 
 import json
 import math
 from collections.abc import Collection
 from numbers import Integral, Real
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar, cast
 
-MOST_STEPS = 10**9  # that a run is planned for
-MOST = 10**18  # of whatever is counted; floats know its neighbours, and int64 holds it
-_SHOWN = 200  # characters of a value
+MOST_STEPS = 10**9  # the longest run that can be planned
+_LARGEST_COUNT = 10**18  # fits into int64
+_LONGEST_VALUE = 200  # characters of a value that a message quotes
+_DEEPEST_JSON = 64  # levels of lists and objects
+
+_Value = TypeVar("_Value")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Tell a plain number from an array, a schedule or a mistake."""
+    """Return whether `value` is a plain number: no bool, no array, no schedule."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: object, remedy: str = "", *, schedule: bool = False) -> None:
-    """Raise unless a number is in (0, ∞); functions pass if a `schedule` will do.
+    """Raise unless a number is in (0, ∞); with `schedule`, accept any function too.
 
     >>> check_positive("clip_norm", -1.0)
     Traceback (most recent call last):
@@ -29,34 +35,34 @@ def check_positive(name: str, value: object, remedy: str = "", *, schedule: bool
 
 
 def check_non_negative(name: str, value: object, *, schedule: bool = False) -> None:
-    """Raise unless a number is in [0, ∞); functions pass if a `schedule` will do."""
+    """Raise unless a number is in [0, ∞); with `schedule`, accept any function too."""
     known = _known_number(name, value, schedule)
     if known is not None and not 0 <= known < math.inf:
         raise ValueError(_sentence(name, "zero or positive, and finite", value))
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
-    """Raise unless `value` is an integer of at least `least`, and no larger than anything is."""
+    """Raise unless `value` is an integer from `least` to 10¹⁸."""
     if not (is_number(value) and isinstance(value, Integral) and value >= least):
         raise ValueError(_sentence(name, f"a whole number, {least} or more", value))
-    if value > MOST:
-        raise ValueError(_sentence(name, f"a whole number, {MOST:.0e} at most", value))
+    if value > _LARGEST_COUNT:
+        raise ValueError(_sentence(name, f"a whole number, {_LARGEST_COUNT:.0e} at most", value))
 
 
 def check_rate(name: str, value: object) -> None:
-    """Raise unless `value` is a share above 0, and 1 at most."""
+    """Raise unless `value` is a number in (0, 1]."""
     if not (is_number(value) and 0 < value <= 1):
         raise ValueError(_sentence(name, "above 0 and at most 1", value))
 
 
 def check_delta(name: str, value: object) -> None:
-    """Raise unless `value` is a probability strictly between 0 and 1."""
+    """Raise unless `value` is a number in (0, 1)."""
     if not (is_number(value) and 0 < value < 1):
         raise ValueError(_sentence(name, "above 0 and below 1", value))
 
 
 def check_function(name: str, value: object, of_what: str) -> None:
-    """Raise unless `value` can be called."""
+    """Raise unless `value` is callable; `of_what` describes its arguments in the message."""
     if not callable(value):
         raise TypeError(_sentence(name, f"a function {of_what}", value))
 
@@ -67,71 +73,37 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(_sentence(name, "one of " + ", ".join(map(repr, choices)), value))
 
 
-def frozen_number(value: Any) -> Any:
-    """Return a number in place of an array of one, whose owner may write another into it."""
+def frozen_number(value: _Value) -> _Value:
+    """Replace a NumPy scalar array by its number, so that the caller cannot change it later."""
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
-    return value.item() if is_writable else value
-
-
-def _known_number(name: str, value: object, schedule: bool) -> float | None:
-    """Return the number if it is known: traced arrays and schedules have none yet."""
-    if is_number(value):
-        return _as_float(value)
-    if callable(value) and schedule:
-        return None
-    if getattr(value, "shape", None) != ():
-        kinds = "a number or a function of the step" if schedule else "a number"
-        raise TypeError(_sentence(name, kinds, value))
-    try:
-        return float(value)  # type: ignore[arg-type]  # an array of no axes
-    except TypeError:  # traced
-        return None
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # an integer
-        return math.inf if value > 0 else -math.inf
-
-
-def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
-    if isinstance(value, int) and abs(value) > 10**_SHOWN:  # Python refuses to write it
-        got = f"an integer of {value.bit_length()} bits"
-    else:
-        got = repr(value)
-    got = got if len(got) <= _SHOWN else got[:_SHOWN] + "…"
-    return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."
-
-
-_DEEPEST = 64  # lists and objects inside of each other
+    return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return what a text says, or raise a ValueError that says why it cannot be trusted.
+    """Return the value that a JSON text describes, or raise a ValueError that says what is wrong.
 
-    Refused are, besides what is no JSON: names that occur twice in an object, of which Python would
-    keep the last, and lists in lists beyond any use.
+    Besides text that is not JSON, refuse objects in which a name occurs twice, because Python
+    would keep only the last value, and values that are nested too deeply.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
     ValueError: the name 'steps' occurs twice
     """
     if not isinstance(text, str | bytes):
-        raise ValueError(f"it is no text but of type {type(text).__name__}")
+        raise ValueError(f"it is not text but of type {type(text).__name__}")
     try:
-        found = json.loads(text, object_pairs_hook=_object)
+        value = json.loads(text, object_pairs_hook=_object_of_unique_names)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    check_depth(found)
-    return found
+    check_depth(value)
+    return value
 
 
-def check_depth(value: Any) -> None:
-    """Raise a ValueError if lists, tuples and dicts are in each other too deeply."""
+def check_depth(value: object) -> None:
+    """Raise a ValueError if lists, tuples and dicts are nested too deeply."""
     level, depth = [value], 0
     while level:
-        if depth > _DEEPEST:
+        if depth > _DEEPEST_JSON:
             raise ValueError("it is nested too deeply")
         depth += 1
         level = [
@@ -142,10 +114,41 @@ def check_depth(value: Any) -> None:
         ]
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
             raise ValueError(f"the name {name[:40]!r} occurs twice")
         found[name] = value
     return found
+
+
+def _known_number(name: str, value: object, schedule: bool) -> float | None:
+    """Return a number as a float, or None if it is not known yet: traced, or a schedule."""
+    if is_number(value):
+        return _as_float(value)
+    if callable(value) and schedule:
+        return None
+    if getattr(value, "shape", None) != ():
+        kinds = "a number or a function of the step" if schedule else "a number"
+        raise TypeError(_sentence(name, kinds, value))
+    try:
+        return float(value)  # type: ignore[arg-type]  # an array without axes
+    except TypeError:  # traced
+        return None
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # a large integer
+        return math.inf if value > 0 else -math.inf
+
+
+def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
+    if isinstance(value, int) and abs(value) > 10**_LONGEST_VALUE:
+        got = f"an integer of {value.bit_length()} bits"  # repr raises above 4300 digits
+    else:
+        got = repr(value)
+    got = got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + "…"
+    return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."

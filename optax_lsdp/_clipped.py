@@ -1,11 +1,15 @@
-"""The mark of a clipped sum: which clip norm made it, and whether its batch had a mask."""
+"""The mark on a clipped sum: which clip norm bounds it, and whether its batch had a mask.
+
+`clipped_grad` wraps each leaf of its sum in `Clipped`. The optimizer unwraps the leaves, and
+refuses a sum that was clipped otherwise than the noise assumes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn, TypeGuard
 
 import jax
 import optax
@@ -21,23 +25,23 @@ from optax_lsdp._types import ClipNorm
 )
 @dataclass(frozen=True)
 class Clipped:
-    """One leaf of a clipped sum, with the clip norm that made it.
+    """One leaf of a clipped sum, with the clip norm that bounds each example's part in it.
 
-    A pytree node with one child: `jax.tree.leaves` gives the arrays, and
-    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if they were clipped alike.
-    The mark catches accidents, not adversaries: it tells who made the sum, not what was
-    done to it since. `optax.apply_if_finite` cannot carry it, and is not needed, as examples
-    whose gradient is not finite contribute nothing.
+    `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
+    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both were clipped alike.
+    The mark catches accidents, not adversaries: it records how the sum was made, and cannot tell
+    whether the sum was changed afterwards. `optax.apply_if_finite` cannot carry the mark. It is
+    not needed either, because an example without a finite gradient contributes nothing.
 
     Attributes:
-        value: the sum of clipped gradients, float32 at least; under a schedule of
-            clip norms, in units of the clip norm, so that its sensitivity is 1 at every step.
+        value: the sum of clipped gradients, in float32 or float64. Under a schedule of clip norms
+            it is divided by the clip norm, so that its sensitivity is 1 at every step.
         clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
-        group: the group's path in the prefix tree of clip norms; "" where there is one group.
-        together: how many leaves of the group were clipped together. Sums that were clipped
-            apart, each to C, are no sum of sensitivity C when they are merged into one tree.
-        masked: whether the batch had a mask. One that is padded, and has none, counts an example
-            as often as there is padding: a plan with such batches takes no sum without.
+        group: the group's path in the prefix tree of clip norms; "" if there is one group.
+        together: how many leaves were clipped together with this one, including it. Sums that
+            were clipped separately, each to C, have a joint sensitivity above C.
+        masked: whether the batch had a mask. Without a mask, padding counts as examples, so plans
+            with padded batches refuse such sums.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -46,46 +50,46 @@ class Clipped:
     """
 
     value: jax.Array
-    clip_norm: Any
+    clip_norm: ClipNorm
     group: str = ""
     together: int = 1
     masked: bool = False
 
-    def __radd__(self, *other: Any) -> NoReturn:
-        """Refuse to be reckoned with, as if it were an update: there is no noise in it."""
+    def __radd__(self, *other: object) -> NoReturn:
+        """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
-            "pass all of it through `privatize`, and to train some parameters only, differentiate "
-            "with respect to those."
+            "pass the whole sum through `privatize`, and to train only some parameters, "
+            "differentiate with respect to those."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
 
 
-def is_marked(leaf: Any) -> bool:
-    """Tell a marked leaf from an array."""
-    return isinstance(leaf, Clipped)
-
-
-def check_unmarked(link: str, updates: Any) -> None:
-    """Raise if a marked leaf has come to a link that may only follow `clip_per_example`."""
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
-        if is_marked(leaf):
-            raise ValueError(
-                f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
-                f"at {path_name(path)!r}; `privatize` has the links in their order."
-            )
-
-
-class Group(NamedTuple):
-    """One leaf's place in the prefix tree of clip norms: the group's address and clip norm."""
+class ClipGroup(NamedTuple):
+    """A group of leaves that are clipped together: its path in the prefix tree, its clip norm."""
 
     path: str
     clip_norm: ClipNorm
 
 
-def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Updates:
-    """Wrap each leaf with the clip norm of its group, and with whether there was a mask."""
+def is_marked(leaf: object) -> TypeGuard[Clipped]:
+    """Return whether a leaf is marked, that is, a `Clipped`."""
+    return isinstance(leaf, Clipped)
+
+
+def check_unmarked(link: str, updates: optax.Updates) -> None:
+    """Raise if a marked sum reaches `link`, which must come after `clip_per_example`."""
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
+        if is_marked(leaf):
+            raise ValueError(
+                f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
+                f"at {path_name(path)!r}; `privatize` chains the links in the right order."
+            )
+
+
+def mark(sums: optax.Updates, groups: list[ClipGroup], masked: bool) -> optax.Updates:
+    """Wrap each leaf of a clipped sum in `Clipped`; `groups` has one entry per leaf."""
     leaves, structure = jax.tree.flatten(sums)
     counts = Counter(group.path for group in groups)
     marked = [
@@ -95,8 +99,8 @@ def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Update
     return jax.tree.unflatten(structure, marked)
 
 
-def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
-    """Unwrap each leaf, or raise where a leaf is not marked or was clipped otherwise."""
+def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
+    """Unwrap each leaf; raise if one has no mark, or a mark other than `groups` demands."""
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
     for (path, leaf), group in zip(leaves, groups, strict=True):
@@ -104,9 +108,9 @@ def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
         if not is_marked(leaf):
             raise ValueError(
                 f"`updates` must be marked by `clipped_grad` in every leaf, got a plain array at "
-                f"{name!r}; pass its result on as it came."
+                f"{name!r}; pass the result of `clipped_grad` unchanged."
             )
-        if Group(leaf.group, leaf.clip_norm) != group:
+        if ClipGroup(leaf.group, leaf.clip_norm) != group:
             raise ValueError(
                 f"`clip_norm` must be the same on both sides, got "
                 f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
@@ -115,8 +119,8 @@ def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
         if leaf.together < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves of which {leaf.together} were clipped together, at {name!r}; clip them "
-                "together, or give each of them its group in a tree of clip norms."
+                f"leaves of which {leaf.together} were clipped together, at {name!r}; clip all "
+                "leaves in one call, or give each call its own group in a tree of clip norms."
             )
     return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
 

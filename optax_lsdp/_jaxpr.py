@@ -1,42 +1,62 @@
-"""The only door to jax.extend: programs of equations, and how to walk and evaluate them."""
+"""Walk, evaluate and describe jaxprs.
+
+This is the only module that imports `jax.extend`, so a change of JAX's internals is met here.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import takewhile
-from typing import Any, TypeGuard
+from typing import TypeAlias, TypeGuard
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
-Equation = core.JaxprEqn
-ClosedJaxpr = core.ClosedJaxpr
+from optax_lsdp._types import PyTree
 
-_BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "custom_transpose_call")
-_LOOPS = ("scan", "while", "cond")
+Atom: TypeAlias = core.Var | core.Literal
+ClosedJaxpr: TypeAlias = core.ClosedJaxpr
+Equation: TypeAlias = core.JaxprEqn
+MappedAxes: TypeAlias = frozenset[Hashable]
+
+_CUSTOM_BACKWARD = (
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "linear_call",
+    "custom_transpose_call",
+)
+_CONTROL_FLOW = ("scan", "while", "cond")
 
 
-def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation, frozenset[Any]]]:
-    """Walk all equations, with the axes that a shard_map or pmap around each of them maps over."""
+def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
+    """Yield all equations, including those inside calls, loops and branches."""
+    return (equation for equation, _ in equations_with_mapped_axes(jaxpr, frozenset()))
+
+
+def equations_with_mapped_axes(
+    jaxpr: core.Jaxpr, mapped: MappedAxes
+) -> Iterator[tuple[Equation, MappedAxes]]:
+    """Yield all equations, each with the axes that the surrounding shard_map or pmap maps over.
+
+    Args:
+        jaxpr: the program to walk.
+        mapped: axes that are already mapped around the whole program.
+    """
     for equation in jaxpr.eqns:
-        yield equation, bound
-        axes: Any = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
+        yield equation, mapped
+        axes = equation.params.get("newly_manual_axes", equation.params.get("manual_axes", ()))
         if equation.primitive.name == "xla_pmap":
             axes = (equation.params["axis_name"],)
         if not equation.params.get("check_vma", True):
             axes = ()  # vmap may put other examples on axes that JAX does not track
-        for inner in _programs(equation):
-            yield from scoped(inner, bound | frozenset(axes))
+        for inner in _inner_jaxprs(equation):
+            yield from equations_with_mapped_axes(inner, mapped | frozenset(axes))
 
 
-def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
-    """Walk all equations, those inside of calls, loops and branches included."""
-    return (equation for equation, _ in scoped(jaxpr, frozenset()))
-
-
-def _programs(equation: Equation) -> Iterator[core.Jaxpr]:
-    """Return the programs that an equation calls, loops over or chooses from."""
+def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
+    """Yield the jaxprs that an equation calls, loops over or chooses from."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, core.ClosedJaxpr):
@@ -46,77 +66,87 @@ def _programs(equation: Equation) -> Iterator[core.Jaxpr]:
 
 
 def has_custom_backward(equation: Equation) -> bool:
-    """Tell whether a user wrote the backward pass of an equation, or of one inside of it."""
-    if equation.primitive.name in _BY_HAND:
+    """Return whether a user wrote the backward pass of an equation, or of one inside it."""
+    if equation.primitive.name in _CUSTOM_BACKWARD:
         return True
     return any(
-        has_custom_backward(inner) for called in _programs(equation) for inner in called.eqns
+        has_custom_backward(inner) for called in _inner_jaxprs(equation) for inner in called.eqns
     )
 
 
-def constants(program: core.ClosedJaxpr) -> Iterator[Any]:
-    """Return all arrays that a program closes over: JAX keeps them beside it or inside of it."""
+def constants(program: ClosedJaxpr) -> Iterator[PyTree]:
+    """Yield all arrays that a program closes over, as constants or as literals of an equation."""
     yield from program.consts
     for equation in equations(program.jaxpr):
         yield from (atom.val for atom in equation.invars if is_literal(atom))
 
 
-def uses_inputs(program: core.ClosedJaxpr, count: int) -> bool:
-    """Tell whether a program uses any of its first `count` inputs."""
+def uses_inputs(program: ClosedJaxpr, count: int) -> bool:
+    """Return whether a program uses any of its first `count` inputs."""
     jaxpr = program.jaxpr
     atoms = [*jaxpr.outvars, *(atom for equation in jaxpr.eqns for atom in equation.invars)]
     used = {id(atom) for atom in atoms}
     return any(id(variable) in used for variable in jaxpr.invars[:count])
 
 
-def is_literal(atom: Any) -> TypeGuard[core.Literal]:
-    """Tell a constant that is written into an equation from a variable."""
+def is_literal(atom: Atom) -> TypeGuard[core.Literal]:
+    """Return whether an operand is a constant written into the equation, not a variable."""
     return isinstance(atom, core.Literal)
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
-    """Return the shape of a variable."""
-    return atom.aval.shape
+def shape_of(atom: Atom) -> tuple[int, ...]:
+    """Return the shape of an operand."""
+    return atom.aval.shape  # type: ignore[attr-defined]  # operands of a loss are arrays
 
 
-def evaluate(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    """Return the outputs of one equation."""
+def dtype_of(atom: Atom) -> jnp.dtype:
+    """Return the dtype of an operand."""
+    return atom.aval.dtype  # type: ignore[attr-defined]  # operands of a loss are arrays
+
+
+def evaluate(equation: Equation, values: Sequence[jax.typing.ArrayLike]) -> list[jax.Array]:
+    """Return the outputs of one equation for the values of its operands."""
     primitive = equation.primitive
     with equation.ctx.manager, jax.named_scope(primitive.name):
-        bound: Any = primitive.get_bind_params(equation.params)
+        bound: PyTree = primitive.get_bind_params(equation.params)
         functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.10
         outputs = primitive.bind(*functions, *values, **params)
     return list(outputs) if primitive.multiple_results else [outputs]
 
 
+def is_call(equation: Equation) -> bool:
+    """Return whether an equation calls one jaxpr and passes on its operands unchanged."""
+    inner = _called(equation)
+    jaxpr = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
+    if not isinstance(jaxpr, core.Jaxpr) or equation.primitive.name in _CONTROL_FLOW:
+        return False
+    return len(jaxpr.invars) == len(equation.invars)
+
+
 def body(equation: Equation) -> ClosedJaxpr:
-    """Return the program that an equation calls."""
-    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    """Return the jaxpr that an equation calls."""
+    inner = _called(equation)
     return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
 
 
-def calls(equation: Equation) -> bool:
-    """Tell whether an equation is a call, whose operands are those of its body."""
-    inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    jaxpr = getattr(inner, "jaxpr", inner)
-    is_program = isinstance(jaxpr, core.Jaxpr) and equation.primitive.name not in _LOOPS
-    return is_program and len(jaxpr.invars) == len(equation.invars)
+def _called(equation: Equation) -> PyTree:
+    return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
 def source_files(equation: Equation) -> list[str]:
-    """Return the files of the calls that wrote an equation, the innermost first."""
+    """Return the source files on the call stack that traced an equation, innermost first."""
     frames = getattr(equation.source_info.traceback, "frames", ())
     return [frame.file_name for frame in frames]
 
 
-def whereabouts(equation: Equation) -> str:
-    """Say which layer an equation is in: the scopes of its module, or the line that wrote it."""
+def describe_location(equation: Equation) -> str:
+    """Name the layer of an equation: its named scopes, or else the function that traced it."""
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
     frames = getattr(equation.source_info.traceback, "frames", ())
-    here = os.path.join(os.path.dirname(__file__), "")  # what called us is outside of the loss
-    frames = takewhile(lambda frame: not frame.file_name.startswith(here), frames)
+    package = os.path.join(os.path.dirname(__file__), "")  # frames beyond it called the library
+    frames = takewhile(lambda frame: not frame.file_name.startswith(package), frames)
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]
     for frame in (layers or own)[:1]:

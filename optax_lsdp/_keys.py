@@ -1,9 +1,10 @@
-"""Typed keys, and random bits from them.
+"""Make and check typed keys, derive keys from texts, and draw random bits.
 
-JAX's generator, Threefry-2x32 with 20 rounds, discards half of its output, and runs as a loop over
-memory on CPUs. `random_words` uses both words and writes all rounds as one expression, which XLA
-fuses with the code that follows: a third of the time, and no memory. The bits of an entry depend
-on its key and its index alone, so they are the same on any mesh.
+JAX's default generator, Threefry-2x32 with 20 rounds, computes two words per entry and returns
+their exclusive or; on CPUs it runs as a loop that writes to memory. `random_words` returns both
+words and writes all rounds as one expression, which XLA fuses with the code that follows. That
+takes a third of the time and no memory. The bits of an entry depend only on the key and on the
+entry's index, so they are the same on any mesh.
 
 References:
     Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
@@ -13,19 +14,25 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+_Words = TypeVar("_Words", jax.Array, np.ndarray)
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = 0x1BD11BDA
+
 
 def fresh_key() -> jax.Array:
-    """Return a typed key filled with entropy of the operating system.
+    """Return a typed key filled with entropy from the operating system.
 
-    An integer seed keeps 32 bits of itself (`jax.random.key(2**40 + 5)` is `key(5)`, unless
-    `jax_enable_x64` is set), which can be guessed. The key is a secret: whoever has it can subtract
-    the noise. Inside of `jax.vmap` one key would be that of all: map over keys made outside.
+    An integer seed keeps only 32 of its bits (`jax.random.key(2**40 + 5)` is `key(5)`, unless
+    `jax_enable_x64` is set), and 32 bits can be guessed. The key is a secret: whoever has it can
+    subtract the noise. Inside `jax.vmap` all mapped calls would share one key, so make the keys
+    outside and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
@@ -33,19 +40,19 @@ def fresh_key() -> jax.Array:
     words = jax.random.key_data(jax.random.key(0))
     if isinstance(words, jax.core.Tracer):
         raise RuntimeError(
-            "`fresh_key()` must be called outside jit, got called while tracing: its result would "
-            "be a constant of the compiled program; pass the key in."
+            "`fresh_key()` must be called outside jit, got a call while tracing: its result would "
+            "be a constant of the compiled program; pass the key in as an argument."
         )
     entropy = np.frombuffer(os.urandom(words.nbytes), words.dtype).reshape(words.shape)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
 
 
-def is_key(array: Any) -> bool:
-    """Tell an array of typed keys from one of numbers."""
+def is_key(array: jax.Array | np.ndarray) -> bool:
+    """Return whether an array holds typed keys instead of numbers."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def check_key(name: str, key: Any) -> None:
+def check_key(name: str, key: object) -> None:
     """Raise unless `key` is one typed key."""
     if not (isinstance(key, jax.Array) and is_key(key) and key.ndim == 0):
         got = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
@@ -56,12 +63,12 @@ def check_key(name: str, key: Any) -> None:
 
 
 def fold_in_text(key: jax.Array, text: str) -> jax.Array:
-    """Fold 64 bits of the hash of `text` into `key`, so that two texts never share a stream."""
+    """Return a key for `text`: fold 64 bits of its hash into `key`."""
     return fold_in_texts(key, [text])[0]
 
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Return a key for each text: (len(texts),). Different texts must have different hashes."""
+    """Return a key for each text: (len(texts),); raise if two texts have the same hash."""
     digests = [
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
         for text in texts
@@ -73,33 +80,29 @@ def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     return jax.vmap(jax.random.fold_in)(keys, words[:, 1])
 
 
-_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
-_PARITY = 0x1BD11BDA
-
-
 def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return two words of 32 bits for each entry of arrays (*keys.shape, *shape).
+    """Return two arrays of random 32-bit words, both of shape (*keys.shape, *shape).
 
-    The exclusive or of both is `jax.random.bits` of the key. Generators other than JAX's default
-    are drawn from twice.
+    With JAX's default generator, the exclusive or of both is `jax.random.bits` of the key. Other
+    generators are called twice.
     """
     if not is_threefry(keys) or math.prod(shape) >= 2**32:
         return _draw_twice(keys, shape)
     data = jax.random.key_data(keys).reshape(*keys.shape, *[1] * len(shape), 2)
-    place = jnp.zeros(shape, jnp.uint32)
+    index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         stride = jnp.uint32(math.prod(shape[axis + 1 :]))
-        place += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-    return threefry((data[..., 0], data[..., 1]), (jnp.zeros_like(place), place))
+        index += stride * jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return threefry((data[..., 0], data[..., 1]), (jnp.zeros_like(index), index))
 
 
 def is_threefry(keys: jax.Array) -> bool:
-    """Tell JAX's default generator from others."""
+    """Return whether keys belong to JAX's default generator, Threefry-2x32."""
     return str(jax.random.key_impl(keys)) == "threefry2x32"
 
 
-def threefry(key: tuple[Any, Any], count: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Return both words of the cipher of a count under a key, of NumPy's arrays or of JAX's."""
+def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
+    """Encrypt a count of two words with a key of two words; all are uint32 arrays."""
     first, second = key
     schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
     x, y = count[0] + first, count[1] + second
@@ -119,5 +122,5 @@ def _draw_twice(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax
 
     if keys.ndim == 0:
         return draw(keys)
-    words = [draw(key) for key in keys]  # mapped, some generators repeat themselves
+    words = [draw(key) for key in keys]  # under vmap, some generators repeat their bits
     return jnp.stack([high for high, _ in words]), jnp.stack([low for _, low in words])

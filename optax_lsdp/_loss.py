@@ -1,76 +1,84 @@
-"""How a loss is called, with or without a key, and why a call failed.
+"""Call a loss, with or without a key, and explain why a call failed.
 
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
-`explain_clipping` make the keys; for `clipped_grad` they are part of the batch.
+`explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
+
+If a loss fails, it is traced again in the ways its author may have meant: with a batch instead of
+one example, with the parts of the example as arguments, and so on. The way that works explains the
+failure.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
+from optax_lsdp._types import PyTree
 
-Loss = Callable[..., Any]
+LossFn: TypeAlias = Callable[..., PyTree]
+_Call: TypeAlias = Callable[[optax.Params, PyTree], PyTree]
 
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_ROWS = 2  # examples of the batch on which a loss is tried that fails on one example
-_FLAX = {  # errors of Flax, by name, and the remedy
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_TRIAL_BATCH_SIZE = 2  # of the batch on which a loss is tried that fails on one example
+_FLAX_REMEDIES = {  # by the name of Flax's error
     "InvalidRngError": "let it take a key, `loss_fn(params, example, key)`, and pass "
     'rngs={"dropout": key} to `apply`',
     "TraceContextError": "merge a copy in it, `nnx.merge(graph, params, rest, copy=True)`",
 }
-_KEPT = (TypeError, ValueError, IndexError)  # kinds of errors that stay what they are
+_KEPT_ERRORS = (TypeError, ValueError, IndexError)  # an explained error keeps these types
 
 
-def takes_key(loss_fn: Loss) -> bool:
-    """Tell a loss with a third argument, the key of its example, from one without."""
-    check_arguments(loss_fn)
-    return len(_needed(loss_fn)) == 3 or _names_key(loss_fn)
+def takes_key(loss_fn: LossFn) -> bool:
+    """Check the signature of a loss, and return whether its third argument is a key."""
+    check_loss_signature(loss_fn)
+    return len(_required(loss_fn)) == 3 or _names_key(loss_fn)
 
 
-def check_arguments(loss_fn: Loss) -> None:
+def check_loss_signature(loss_fn: LossFn) -> None:
     """Raise unless a loss can be called with parameters and one example, or with a key as well."""
-    parameters, needed = _parameters(loss_fn), _needed(loss_fn)
-    by_place = [p for p in parameters if p.kind in _BY_PLACE]
-    takes_few = len(by_place) < 2 and not any(p.kind == p.VAR_POSITIONAL for p in parameters)
-    if len(needed) > 3 or (parameters and takes_few):
+    parameters = _parameters(loss_fn)
+    positional = [p for p in parameters if p.kind in _POSITIONAL]
+    takes_few = len(positional) < 2 and not any(p.kind == p.VAR_POSITIONAL for p in parameters)
+    if len(_required(loss_fn)) > 3 or (parameters and takes_few):
         raise TypeError(
             "`loss_fn` must take parameters, one example and at most a key, got a function of "
-            f"{', '.join(p.name for p in parameters)}; several arrays of an example come as one "
-            "tuple, and what is not trained comes from around the function."
+            f"{', '.join(p.name for p in parameters)}; pass several arrays of an example as one "
+            "tuple, and let the function close over what is not trained."
         )
 
 
-def needs_key(loss_fn: Loss) -> bool:
-    """Tell whether a loss cannot be called without a key."""
+def needs_key(loss_fn: LossFn) -> bool:
+    """Return whether a loss cannot be called without a key."""
     keys = [p for p in _parameters(loss_fn) if p.name == "key" and p.default is p.empty]
-    return len(_needed(loss_fn)) == 3 or any(p.kind == p.KEYWORD_ONLY for p in keys)
+    return len(_required(loss_fn)) == 3 or any(p.kind == p.KEYWORD_ONLY for p in keys)
 
 
-def _parameters(loss_fn: Loss) -> list[inspect.Parameter]:
+def _parameters(loss_fn: LossFn) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):  # some functions that are not written in Python have none
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return []
 
 
-def _needed(loss_fn: Loss) -> list[str]:
+def _required(loss_fn: LossFn) -> list[str]:
+    """Return the positional parameters without a default."""
     found = _parameters(loss_fn)
-    return [p.name for p in found if p.kind in _BY_PLACE and p.default is p.empty]
+    return [p.name for p in found if p.kind in _POSITIONAL and p.default is p.empty]
 
 
-def _names_key(loss_fn: Loss) -> bool:
+def _names_key(loss_fn: LossFn) -> bool:
     parameters = _parameters(loss_fn)[2:]
     return any(p.name == "key" and p.kind != p.POSITIONAL_ONLY for p in parameters)
 
 
-def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
-    """Call the loss of one example, with its key if it takes one."""
+def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.Array) -> PyTree:
+    """Call the loss of one example; pass the key, if there is one, by name or by position."""
     if not key:
         return loss_fn(params, example)
     if _names_key(loss_fn):
@@ -85,97 +93,101 @@ def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
         raise
 
 
-def of_pairs(loss_fn: Loss) -> Loss:
+def with_key_in_example(loss_fn: LossFn) -> LossFn:
     """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
-    return lambda params, pair: called(loss_fn, params, *pair)
+    return lambda params, pair: call_loss(loss_fn, params, *pair)
 
 
-def tried(loss_fn: Loss, params: Any, example: Any) -> Any:
-    """Evaluate the loss of an example; raise an error that explains the cause if it fails."""
+def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
+    """Call the loss of one example; if it fails, raise an error that explains the cause."""
     try:
         return loss_fn(params, example)
     except Exception as error:
-        reraise(error, loss_fn, params, example)
+        raise_explained(error, loss_fn, params, example)
 
 
-def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoReturn:
-    """Raise an error that explains why a loss failed, or the original error if nobody knows.
-
-    The loss is traced again in the ways in which it may have been meant. One that works so is the
-    proof of what went wrong.
-    """
-    sentence = why_it_failed(error, loss_fn, params, example)
+def raise_explained(
+    error: Exception, loss_fn: LossFn, params: optax.Params, example: PyTree
+) -> NoReturn:
+    """Raise an error that explains why a loss failed, or `error` itself if no cause is found."""
+    sentence = explain_failure(error, loss_fn, params, example)
+    note = _describe_call(example)
     if sentence is None:
-        error.add_note(_was_given(example))
+        error.add_note(note)
         raise error
-    kind = type(error) if type(error) in _KEPT else ValueError
+    kind = type(error) if type(error) in _KEPT_ERRORS else ValueError
     explained = kind(sentence)
-    for note in (*getattr(error, "__notes__", ()), _was_given(example)):
-        explained.add_note(note)
+    for each in (*getattr(error, "__notes__", ()), note):
+        explained.add_note(each)
     raise explained from error
 
 
-def why_it_failed(
-    error: Exception, loss_fn: Loss, params: Any, example: Any, *, batched: bool = False
+def explain_failure(
+    error: Exception,
+    loss_fn: LossFn,
+    params: optax.Params,
+    example: PyTree,
+    *,
+    batched: bool = False,
 ) -> str | None:
-    """Explain why a loss failed, in one sentence, if the cause can be found.
+    """Return one sentence that explains why a loss failed, or None if no cause is found.
 
     With `batched`, the loss is one of whole batches, and `example` is such a batch.
     """
     layer = batch_norm_in_traceback(error)
     if layer:
         return batch_norm_sentence([layer])
-    if type(error).__name__ in _FLAX:
+    if type(error).__name__ in _FLAX_REMEDIES:
         reason = str(error).splitlines()[0].split(" (https")[0].rstrip(".")
-        remedy = _FLAX[type(error).__name__]
+        remedy = _FLAX_REMEDIES[type(error).__name__]
         demand = "`loss_fn` must be a function of its arguments alone"
         return f"{demand}, got an error of Flax, {reason}; {remedy}."
     if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
         return (
-            "`loss_fn` must put a model together that was filtered, got None for a part of it; "
-            "split it by `params, static = eqx.partition(model, eqx.is_inexact_array)`, and begin "
-            "the loss with `model = eqx.combine(params, static)`."
+            "`loss_fn` must combine a filtered model before it calls it, got None for a part of "
+            "it; split the model by `params, static = eqx.partition(model, eqx.is_inexact_array)`, "
+            "and begin the loss with `model = eqx.combine(params, static)`."
         )
-    one, rows, params = _shapes(example), _shapes(example, _ROWS), _shapes(params)
+    one, rows, params = _shapes(example), _shapes(example, _TRIAL_BATCH_SIZE), _shapes(params)
     demand = f"`loss_fn` must take parameters and {'a batch' if batched else 'one example'}"
 
-    def as_it_is(params: Any, example: Any) -> Any:
-        return _plainly(loss_fn, params, example)
+    def unchanged(params: optax.Params, example: PyTree) -> PyTree:
+        return _call_with_any_key(loss_fn, params, example)
 
-    if _gives_a_loss(as_it_is, params, one):
+    if _returns_a_loss(unchanged, params, one):
         if not (needs_key(loss_fn) and "missing" in str(error)):
             return None
         return (
-            f"{demand}, got one that needs a key as well; keys are part of the batch, (examples, "
-            "jax.random.split(key, n)), for `lambda params, example: loss_fn(params, *example)`, "
-            "and `training.fit` makes them itself."
+            f"{demand}, got one that needs a key as well; pass keys in the batch, (examples, "
+            "jax.random.split(key, n)), with `lambda params, example: loss_fn(params, *example)`, "
+            "or use `training.fit`, which makes the keys itself."
         )
-    for call, words in _in_parts(loss_fn):
-        if _gives_a_loss(call, params, one):
-            return f"{demand}, {words}."
-        if not batched and _gives_a_loss(call, params, rows):
-            return f"{demand} without batch axis, {words}, and drop vmap and the mean from it."
-    if not batched and _gives_a_loss(as_it_is, params, rows):
+    for call, advice in _calls_with_parts(loss_fn):
+        if _returns_a_loss(call, params, one):
+            return f"{demand}, {advice}."
+        if not batched and _returns_a_loss(call, params, rows):
+            return f"{demand} without batch axis, {advice}, and drop vmap and the mean from it."
+    if not batched and _returns_a_loss(unchanged, params, rows):
         return (
             "`loss_fn` must be the loss of one example, got one of a whole batch: it fails on "
-            f"{_in_words(one)} and works on {_in_words(rows)}; drop vmap and the mean over the "
-            "batch from it, or give it batches of one example with keep_batch_axis=True, for "
-            "`fit` with `training.keep_batch_axis(loss_fn)`; `check_model` takes it with "
-            "batched=True."
+            f"{_describe_arrays(one)} and works on {_describe_arrays(rows)}; drop vmap and the "
+            "mean over the batch from it, or call it on batches of one example with "
+            "keep_batch_axis=True (for `fit`, `training.keep_batch_axis(loss_fn)`; for "
+            "`check_model`, batched=True)."
         )
-    for call, words in _otherwise(loss_fn):
-        if _gives_a_loss(call, params, one):
-            return f"{demand}, {words}."
+    for call, advice in _other_calls(loss_fn):
+        if _returns_a_loss(call, params, one):
+            return f"{demand}, {advice}."
     return None
 
 
-def _plainly(loss_fn: Loss, params: Any, example: Any) -> Any:
+def _call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
     key = (jax.random.key(0),) if takes_key(loss_fn) else ()
-    return called(loss_fn, params, example, *key)
+    return call_loss(loss_fn, params, example, *key)
 
 
-def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
-    """Return calls that pass the parts of an example as arguments, with the advice if one works."""
+def _calls_with_parts(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
+    """Yield calls that pass the parts of an example as arguments, each with advice if it works."""
     yield (
         lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
         "got one with the parts of the example as arguments; write "
@@ -188,10 +200,10 @@ def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
     )
 
 
-def _otherwise(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
-    """Return other calls of a loss, with the advice to give if one works."""
+def _other_calls(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
+    """Yield other likely calls of a loss, each with advice if it works."""
     yield (
-        lambda params, example: _plainly(loss_fn, example, params),
+        lambda params, example: _call_with_any_key(loss_fn, example, params),
         "got one that takes the example first; write "
         "`lambda params, example: loss_fn(example, params)`",
     )
@@ -201,31 +213,31 @@ def _otherwise(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
         "`lambda params, example, key: loss_fn(params, key, example)`",
     )
     yield (
-        lambda params, example: _plainly(loss_fn, params, _squeezed(example)),
-        "got arrays of one entry in the example, and a loss that works with single numbers; give "
+        lambda params, example: _call_with_any_key(loss_fn, params, _squeeze(example)),
+        "got arrays of one entry in the example, and a loss that works with scalars; pass "
         "columns as labels[:, 0]",
     )
     yield (
-        lambda params, example: _plainly(loss_fn, {"params": params}, example),
+        lambda params, example: _call_with_any_key(loss_fn, {"params": params}, example),
         'got one that wants them in a dict; write `lambda params, example: loss_fn({"params": '
         "params}, example)`",
     )
 
 
-def _squeezed(example: Any) -> Any:
-    """Return an example with single numbers for arrays of one entry, as columns give them."""
+def _squeeze(example: PyTree) -> PyTree:
+    """Replace arrays of shape (1,), as columns of a table give them, by scalars."""
     return jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, example)
 
 
-def _parts(example: Any, kind: Any) -> Any:
-    """Return the parts of an example of that kind; raise if it has none to pass as arguments."""
+def _parts(example: PyTree, kind: PyTree) -> PyTree:
+    """Return an example that is of a kind and has several parts; raise if it is not."""
     if not (isinstance(example, kind) and len(example) > 1):
         raise TypeError("the example has no such parts")
     return example
 
 
-def _gives_a_loss(function: Callable[..., Any], params: Any, example: Any) -> bool:
-    """Tell whether a call returns a real number, or one for each row of what it is given."""
+def _returns_a_loss(function: _Call, params: optax.Params, example: PyTree) -> bool:
+    """Return whether a call returns a real number, or one for each row of `example`."""
     try:
         found = jax.eval_shape(function, params, example)
     except Exception:
@@ -236,7 +248,8 @@ def _gives_a_loss(function: Callable[..., Any], params: Any, example: Any) -> bo
     return is_real and (value.shape == () or {value.shape} == lengths)
 
 
-def _shapes(tree: Any, *rows: int) -> Any:
+def _shapes(tree: PyTree, *rows: int) -> PyTree:
+    """Return shapes and dtypes of all leaves, with further leading axes of lengths `rows`."""
     return jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct((*rows, *jnp.shape(x)), jnp.result_type(x))
@@ -247,15 +260,14 @@ def _shapes(tree: Any, *rows: int) -> Any:
     )
 
 
-def _in_words(example: Any) -> Any:
+def _describe_arrays(example: PyTree) -> PyTree:
     return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
 
 
-def _was_given(example: Any) -> str:
-    """Return what a loss that fails most often did not expect."""
+def _describe_call(example: PyTree) -> str:
+    """Return a note on what a loss was called with, which authors of a failing loss overlook."""
     return (
-        f"`loss_fn(params, example)` was given one example without batch axis, "
-        f"{_in_words(_shapes(example))}; several "
-        "arrays come as one tuple, and keep_batch_axis=True, or `training.keep_batch_axis` for "
-        "`fit`, gives an axis of length 1."
+        f"`loss_fn(params, example)` was called with one example without batch axis, "
+        f"{_describe_arrays(_shapes(example))}; several arrays come as one tuple, and "
+        "keep_batch_axis=True, or `training.keep_batch_axis` for `fit`, adds an axis of length 1."
     )

@@ -1,51 +1,34 @@
-"""Code under `shard_map` and `vmap`: what varies between shards, and a reduction under `vmap`."""
+"""Ask about meshes inside `jit` and `shard_map`, and reduce a condition under `vmap`.
+
+Inside `shard_map` or `pmap`, a mesh axis is *manual*: each shard runs the function by itself. A
+value *varies* over a manual axis if its shards may differ there. JAX tracks this for every value,
+except under `check_vma=False` and in `pmap`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import jax
 from jax.custom_batching import custom_vmap
 
+from optax_lsdp._types import PyTree
+
+_Function = TypeVar("_Function", bound=Callable[..., PyTree])
+
 
 def manual_axes() -> tuple[str, ...]:
-    """Return the mesh axes over which the surrounding shard_map or pmap maps, if any."""
+    """Return the mesh axes of the surrounding shard_map or pmap, if there is one."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_spread() -> bool:
-    """Tell whether a mesh is set over whose devices XLA may spread arrays."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
-
-
 def are_shards_tracked() -> bool:
-    """Tell whether JAX knows what varies: not under check_vma=False, and not in pmap."""
+    """Return whether JAX tracks which values vary over the manual axes."""
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 
-def check_axes(named: tuple[str, ...], params: Any, by_example: Any) -> None:
-    """Raise if it is not known whether a manual axis splits the parameters or the batch.
-
-    Args:
-        named: the axes over which the caller says that all parameters are replicated.
-        params: the parameters.
-        by_example: the batch and its mask.
-    """
-    unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
-    if are_shards_tracked():
-        unknown -= varying_axes(params) ^ varying_axes(by_example)  # exactly one of them is split
-    if unknown:
-        raise ValueError(
-            "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
-            f"are replicated, got none for {', '.join(sorted(unknown))}, over which parameters and "
-            "batch both vary, or neither, or JAX does not tell (check_vma=False, pmap); name it, "
-            "or fold a shard's index into keys inside the loss."
-        )
-
-
-def varying_axes(tree: Any) -> set[str]:
+def varying_axes(tree: PyTree) -> set[str]:
     """Return the manual axes over which any leaf varies, as far as JAX tracks them.
 
     Leaves are arrays, or shapes with dtypes as `jax.eval_shape` returns them.
@@ -53,11 +36,20 @@ def varying_axes(tree: Any) -> set[str]:
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
-def vary(tree: Any, axes: Iterable[str]) -> Any:
-    """Let every leaf vary over `axes`, though its shards are still equal.
+def _varying(leaf: PyTree) -> frozenset[str]:
+    is_described = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.AbstractValue)
+    described = leaf if is_described else jax.typeof(leaf)
+    if hasattr(described, "vma"):  # before jax 0.10
+        return described.vma or frozenset()
+    manual = getattr(described, "manual_axis_type", None)
+    return manual.varying if manual else frozenset()
 
-    What varies is differentiated shard by shard. The gradient of what does not is the sum over
-    all shards, which is no gradient of one example any more.
+
+def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
+    """Mark every leaf as varying over `axes`, although its shards stay equal.
+
+    JAX differentiates with respect to a varying value shard by shard. The gradient with respect
+    to any other value is the sum over all shards, which is not the gradient of one example.
     """
 
     def vary_leaf(leaf: jax.Array) -> jax.Array:
@@ -67,48 +59,65 @@ def vary(tree: Any, axes: Iterable[str]) -> Any:
     return jax.tree.map(vary_leaf, tree)
 
 
-def axis_names(entry: Any) -> tuple[str, ...]:
-    """Return the mesh axes that an entry of a PartitionSpec names."""
+def axis_names(entry: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the mesh axes that one entry of a PartitionSpec names."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def axis_size(names: tuple[str, ...]) -> int:
-    """Return how many shards there are along manual mesh axes."""
+    """Return the number of shards along manual mesh axes."""
     return jax.lax.psum(1, names) if names else 1
 
 
-def with_automatic_axes(function: Callable[..., Any], out_shardings: Any) -> Callable[..., Any]:
-    """Let XLA decide on shardings inside of `function`, if the mesh has axes that state them."""
+def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask: PyTree) -> None:
+    """Raise if a manual axis may split the parameters or the batch, and nobody says which.
+
+    Args:
+        named: the axes over which the caller says that all parameters are replicated.
+        params: the parameters.
+        batch_and_mask: everything with an axis of examples.
+    """
+    unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
+    if are_shards_tracked():
+        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # exactly one is split
+    if unknown:
+        raise ValueError(
+            "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
+            f"are replicated, got none for {', '.join(sorted(unknown))}, over which parameters and "
+            "batch both vary, or neither, or JAX does not tell (check_vma=False, pmap); name it, "
+            "or fold a shard's index into keys inside the loss."
+        )
+
+
+def is_multi_device_mesh() -> bool:
+    """Return whether XLA may spread arrays over several devices along axes that are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
+
+
+def with_automatic_axes(function: _Function, out_shardings: PyTree) -> _Function:
+    """Let XLA choose the shardings inside `function` if the mesh has explicit axes."""
     explicit = tuple(jax.sharding.get_abstract_mesh().explicit_axes)
     if not explicit:
         return function
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings)
 
 
-def stated_sharding(array: Any, axes: int | None = None) -> jax.P:
-    """Return how the first `axes` axes of an array, or all, are stated to be sharded."""
+def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P:
+    """Return the explicit sharding of the first `axes` axes of an array, or of all its axes."""
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
-
-
-def _varying(leaf: Any) -> frozenset[str]:
-    is_described = isinstance(leaf, jax.ShapeDtypeStruct | jax.core.AbstractValue)
-    kind: Any = leaf if is_described else jax.typeof(leaf)
-    if hasattr(kind, "vma"):  # before jax 0.10
-        return kind.vma or frozenset()
-    manual = getattr(kind, "manual_axis_type", None)
-    return manual.varying if manual else frozenset()
 
 
 @custom_vmap
 def all_under_vmap(condition: jax.Array) -> jax.Array:
-    """Return the condition, a scalar; under `jax.vmap`, whether it holds of all that are mapped.
+    """Return a scalar condition; under `jax.vmap`, return whether it holds for all mapped values.
 
-    So a `lax.cond` stays one branch under vmap, which would else take both.
+    `lax.cond` then keeps one branch under `vmap`, where it would otherwise run both.
     """
     return condition
 
 
 @all_under_vmap.def_vmap
-def _mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple[Any, bool]:
+def _reduce_mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
     del size
     return all_under_vmap(condition.all(axis=0) if mapped[0] else condition), False

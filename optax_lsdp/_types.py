@@ -1,11 +1,11 @@
-"""Type aliases that several modules share."""
+"""Type aliases that several folders share."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""Any nesting of registered containers with arrays as leaves; JAX has no narrower type for it."""
+"""A nesting of registered containers with arrays as leaves; JAX has no narrower type for it."""
 
 ClipNorm: TypeAlias = PyTree
-"""A positive number, a prefix tree of them, or a schedule: a function of the step."""
+"""A positive number, a prefix tree of positive numbers, or a schedule: a function of the step."""

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "_trees": {"jax", "numpy"},
     "_clipped": {"jax", "optax"} | own("_trees"),
     "_isolation": {"jax", "optax"} | own("_jaxpr", "_mesh", "_trees"),
-    "_loss": {"jax"} | own("_isolation"),
+    "_loss": {"jax", "optax"} | own("_isolation"),
     "accounting": LIGHT | {"dp_accounting"},
     "sampling": {"jax", "numpy", "scipy"} | own("_keys"),
     "clipping": JAX | SHARED,

@@ -112,7 +112,7 @@ def test_what_is_explained_is_what_is_trained():
 
 @pytest.mark.parametrize("one", [by_name, by_place])
 def test_keys_are_part_of_the_batch_of_clipped_grad(one):
-    with pytest.raises(TypeError, match=r"keys are part of the batch, .*random\.split"):
+    with pytest.raises(TypeError, match=r"pass keys in the batch, .*random\.split"):
         by_clipped_grad(one, W, BATCH)
     pairs = BATCH, jax.random.split(jax.random.key(0), 6)
     assert by_clipped_grad(lambda p, e: keyed(p, *e), W, pairs)  # as the sentence says

@@ -1,4 +1,4 @@
-"""Model check: a loss goes in, what is in the way of training it privately comes out."""
+"""Check a loss before private training: does it mix examples, and is it finite everywhere?"""
 
 from optax_lsdp.model_check._check import ModelReport, check_model
 

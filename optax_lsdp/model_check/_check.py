@@ -1,48 +1,56 @@
-"""check_model: a loss, parameters and a batch go in, what is in the way of privacy comes out."""
+"""check_model: list what prevents a model from being trained privately.
+
+The loss is traced, which finds layers of batch normalisation and data that it closes over. Its
+gradient is then computed for every example of the batch, which finds values that are not finite
+and parameters without a gradient. Gradients of eight examples at a time are in memory; a few bools
+per example are kept. Losses of whole batches are also searched for mixing, in `_mixing`.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lsdp._checks import check_function
-from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_trained
-from optax_lsdp._jaxpr import constants
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
+from optax_lsdp._jaxpr import ClosedJaxpr, constants
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import Loss, called, takes_key, why_it_failed
+from optax_lsdp._loss import LossFn, call_loss, explain_failure, takes_key
 from optax_lsdp._trees import (
     check_floating,
     check_not_empty,
     count_examples,
+    dtype_name,
     is_floating,
     is_numeric,
-    kind_of,
     path_name,
+    widen,
 )
+from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad
-from optax_lsdp.model_check._finite import (
-    MOST_AT_ONCE,
-    another_point,
-    look_at_all,
-    make_look,
-    not_finite,
-)
 from optax_lsdp.model_check._mixing import mixing
+
+_CHUNK = 8  # examples whose gradients are in memory at the same time
+_STEP = 1e-2  # between two points, relative to the size of a leaf's entries, or absolute below 1
+_REMEDY = "look for labels out of range, large scales, logarithms and divisions by zero"
+
+_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is wrong with a model. It was found on a batch, of which it tells: use public examples.
+    """What is wrong with a model. The report reveals facts about its batch: use public examples.
 
     Attributes:
-        problems: a sentence each; none if all is well.
-        notes: what may be meant so, such as parameters that are not trained.
+        problems: one sentence for each obstacle to private training; empty if there is none.
+        notes: what may be intended, such as parameters without a gradient.
     """
 
     problems: tuple[str, ...]
@@ -50,7 +58,7 @@ class ModelReport:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there are no problems."""
         return not self.problems
 
     def __bool__(self) -> bool:
@@ -63,29 +71,25 @@ class ModelReport:
 
 
 def check_model(
-    loss_fn: Loss,
-    params: optax.Params,
-    batch: Any,
-    *,
-    batched: bool = False,
+    loss_fn: LossFn, params: optax.Params, batch: PyTree, *, batched: bool = False
 ) -> ModelReport:
-    """Tell whether a model can be trained privately, and which layer is in the way if not.
+    """Report whether a model can be trained privately and, if not, which layer prevents it.
 
-    Looked for are: examples whose loss or gradient depends on another example (batch
+    The report names examples whose loss or gradient depends on another example (batch
     normalisation, batch statistics, auxiliary losses), layers of batch normalisation in a loss of
-    one example, losses and gradients that are not finite, and parameters that get no gradient,
-    neither at `params` nor at a point near by. Mixing cannot happen with a loss for one example,
-    unless it hands examples out; it is what a loss for a whole batch is searched for.
+    one example, losses and gradients that are not finite, and parameters that get no gradient at
+    `params` or at a point nearby. A loss of one example cannot mix examples unless it hands them
+    to a callback, so only losses of whole batches are searched for mixing.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, a scalar for one example, as `clipped_grad` takes it;
-            or with `batched`, `loss_fn(params, batch)` as ordinary training has it, which returns
-            each example's loss, their mean or their sum. Either may take a key as a third
-            argument, as for `fit`.
-        params: the parameters, as they are at the start.
-        batch: examples with a leading axis; public ones, as the report tells of them. All are
-            searched for what is not finite, and eight for mixing.
-        batched: which of the two `loss_fn` is.
+        loss_fn: `loss_fn(params, example)`, a scalar for one example, as for `clipped_grad`; or
+            with `batched`, `loss_fn(params, batch)` as in ordinary training, which returns each
+            example's loss, their mean or their sum. Either may take a key as a third argument, as
+            for `fit`.
+        params: the parameters at the start of training.
+        batch: public examples with a leading axis, because the report reveals facts about them.
+            All are searched for values that are not finite, and the first eight for mixing.
+        batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
     ...     centred = batch - batch.mean(axis=0)
@@ -97,71 +101,65 @@ def check_model(
     """
     check_not_empty("params", params)
     try:
-        check_trained(params)
-        loss = _without_key(loss_fn, batched)
+        check_no_layer_state(params)
+        loss = _with_fixed_key(loss_fn, batched)
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
     check_floating("params", params)
-    for path, leaf in jax.tree.leaves_with_path(batch):
-        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
-            raise TypeError(
-                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
-                "encode text and dates first."
-            )
-    size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
+    size = _check_batch(batch, batched)
     batch = jax.tree.map(jnp.asarray, batch)
-    if batched and size < 2:
-        raise ValueError("`batch` must hold two examples or more, got one.")
-    count = min(size, MOST_AT_ONCE)
+    count = min(size, _CHUNK)
     few = jax.tree.map(lambda x: x[:count], batch)
-    given = few if batched else jax.tree.map(lambda x: x[0], batch)
+    sample = few if batched else jax.tree.map(lambda x: x[0], batch)
     try:
-        program = _program(loss, params, given, ((), (count,)) if batched else ((),))
-        layers = [] if batched else batch_norms(program)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are among the problems
-            if not batched:
+        program = _trace(loss, params, sample, ((), (count,)) if batched else ((),))
+        if not batched:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # batch normalisation is among the problems below
                 jax.eval_shape(clipped_grad(loss, clip_norm=1.0), params, few)
-        look = make_look(
-            _of_batch(loss) if batched else jax.vmap(jax.value_and_grad(loss), (None, 0))
+        scan = _make_scan(
+            _grads_of_batch(loss) if batched else jax.vmap(jax.value_and_grad(loss), (None, 0))
         )
-        seen = look_at_all(look, params, batch, size)
-    except _Unfit as error:
+        found = _scan_batch(scan, params, batch, size)
+    except _UnusableLossError as error:
         return ModelReport((str(error),))
     except Exception as error:
-        sentence = why_it_failed(error, loss_fn, params, given, batched=batched)
+        sentence = explain_failure(error, loss_fn, params, sample, batched=batched)
         if sentence is None and not isinstance(error, TypeError | ValueError):
             raise
-        return ModelReport((sentence or _cannot(error),))
+        return ModelReport((sentence or _not_differentiable(error),))
+    layers = [] if batched else batch_norms(program)
     problems = [batch_norm_sentence(layers)] if layers else []
-    problems += not_finite(seen, params, "batches" if batched else "examples")
+    problems += _not_finite(found, params, "batches" if batched else "examples")
     if any(_begins_with(constant, few) for constant in constants(program)):
         problems.append(
-            "The loss closes over the examples that it was given, which then count as public: it "
-            "may use its own example alone."
+            "The loss closes over the examples of its batch, which then count as public: it may "
+            "use only the example that it is called with."
         )
     if batched and not problems:
         problems += mixing(loss, params, few, count)
-    reached = seen.reached
-    if not reached.all():
-        reached = reached | look_at_all(look, another_point(params), few, count).reached
+    has_gradient = found.has_gradient
+    if not has_gradient.all():
+        nearby = _scan_batch(scan, _perturb(params), few, count)
+        has_gradient = has_gradient | nearby.has_gradient
     paths = [path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)]
-    silent = [path for path, is_reached in zip(paths, reached, strict=True) if not is_reached]
-    if len(silent) == len(paths):
+    without = [path for path, has in zip(paths, has_gradient, strict=True) if not has]
+    if len(without) == len(paths):
         problems.append(
             "No parameter gets a gradient: the loss does not depend on them, or only through steps "
             "that cannot be differentiated, such as argmax, round or stop_gradient."
         )
-        silent = []
-    notes = [f"{name} gets no gradient from these examples, only noise." for name in silent]
+        without = []
+    notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
     return ModelReport(tuple(problems), tuple(notes))
 
 
-def _without_key(loss_fn: Loss, batched: bool) -> Loss:
-    """Return a loss of parameters and an example, or a batch; one that takes a key gets it here.
+class _UnusableLossError(Exception):
+    """The loss returns something else than a loss; the message says what."""
 
-    All examples have the same key. That is as good as any: what is looked for is not random.
-    """
+
+def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
+    """Return a loss without a key: one that takes a key gets the same key for all examples."""
     check_function(
         "loss_fn",
         loss_fn,
@@ -169,40 +167,55 @@ def _without_key(loss_fn: Loss, batched: bool) -> Loss:
     )
     if not takes_key(loss_fn):
         return loss_fn
-    return lambda params, example: called(loss_fn, params, example, jax.random.key(0))
+    return lambda params, example: call_loss(loss_fn, params, example, jax.random.key(0))
 
 
-def _program(
-    loss: Loss, params: optax.Params, given: Any, shapes: tuple[tuple[int, ...], ...]
-) -> Any:
-    """Return the loss as equations, or raise if it gives something else than a loss."""
-    program, value = jax.make_jaxpr(loss, return_shape=True)(params, given)
-    _check_loss(value, shapes)
+def _check_batch(batch: PyTree, batched: bool) -> int:
+    """Return the number of examples; raise if a leaf has no numbers or keys for each of them."""
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
+            raise TypeError(
+                f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
+                f"{path_name(path)!r}; encode text and dates first."
+            )
+    size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
+    if batched and size < 2:
+        raise ValueError("`batch` must hold two examples or more, got one.")
+    return size
+
+
+def _trace(loss: LossFn, params: optax.Params, sample: PyTree, shapes: _Shapes) -> ClosedJaxpr:
+    """Return the jaxpr of a loss; raise unless its value is real and has one of `shapes`."""
+    program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
+    if not hasattr(value, "shape"):
+        raise _UnusableLossError(
+            f"The loss must be one array, got {type(value).__name__}; leave aux out."
+        )
+    if value.shape not in shapes:
+        demand = " or ".join(str(shape) for shape in shapes)
+        raise _UnusableLossError(
+            f"The loss must have shape {demand}, got {value.shape}; a loss of one example sees it "
+            "without batch axis, and a loss of whole batches needs batched=True."
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise _UnusableLossError(
+            f"The loss must be a real number, got {value.dtype}, which has no gradient."
+        )
     return program
 
 
-def _of_batch(loss: Loss) -> Callable[..., tuple[jax.Array, Any]]:
-    """Return the mean loss of a batch and its gradient, both as of one example."""
-
-    def value_and_grads(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:
-        found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
-        return jax.tree.map(lambda x: x[None], found)
-
-    return value_and_grads
-
-
-def _cannot(error: Exception) -> str:
+def _not_differentiable(error: Exception) -> str:
     reason = str(error).splitlines()[0]
-    if reason.startswith("`loss_fn` must"):  # in our own words
+    if reason.startswith("`loss_fn` must"):  # one of this library's own messages
         return reason
     return (
         f"The loss cannot be differentiated: {reason}; a loss of whole batches needs batched=True, "
-        "and one for which keys are part of the batch, (examples, keys), takes them as its example."
+        "and a loss whose keys are part of the batch, (examples, keys), takes both as its example."
     )
 
 
-def _begins_with(constant: Any, batch: Any) -> bool:
-    """Tell whether what a loss closes over is the batch, or a dataset of which it is the first."""
+def _begins_with(constant: PyTree, batch: PyTree) -> bool:
+    """Return whether a constant of the loss is the batch, or a dataset that begins with it."""
     rows = jnp.shape(constant)[:1]
     return any(
         rows >= leaf.shape[:1]
@@ -214,19 +227,102 @@ def _begins_with(constant: Any, batch: Any) -> bool:
     )
 
 
-class _Unfit(Exception):
-    """The loss is of no use; the message says why."""
+_Scan: TypeAlias = Callable[[optax.Params, PyTree], tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def _check_loss(value: Any, shapes: tuple[tuple[int, ...], ...]) -> None:
-    """Raise unless the loss is a real number, or one for each example."""
-    if not hasattr(value, "shape"):
-        raise _Unfit(f"The loss must be one array, got {type(value).__name__}; leave aux out.")
-    if value.shape not in shapes:
-        demand = " or ".join(str(shape) for shape in shapes)
-        raise _Unfit(
-            f"The loss must have shape {demand}, got {value.shape}; a loss for one example sees it "
-            "without batch axis, and one for whole batches needs batched=True."
-        )
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise _Unfit(f"The loss must be a real number, got {value.dtype}, which has no gradient.")
+class _ScanResult(NamedTuple):
+    """Which losses and gradients of a batch are finite, and which leaves get a gradient.
+
+    Attributes:
+        finite_losses: (n,) whether each example's loss is finite.
+        finite_gradients: (n, leaves) whether each example's gradient is finite, by leaf.
+        has_gradient: (leaves,) whether any example has a gradient other than zero.
+    """
+
+    finite_losses: np.ndarray
+    finite_gradients: np.ndarray
+    has_gradient: np.ndarray
+
+
+def _make_scan(value_and_grads: LossFn) -> _Scan:
+    """Return a compiled function of parameters and a chunk that computes a `_ScanResult`."""
+
+    def scan(params: optax.Params, chunk: PyTree) -> tuple[jax.Array, jax.Array, jax.Array]:
+        values, grads = value_and_grads(params, chunk)
+        rows = [leaf.reshape(len(values), -1) for leaf in jax.tree.leaves(grads)]
+        finite = jnp.stack([jnp.isfinite(row).all(axis=1) for row in rows], axis=1)
+        return jnp.isfinite(values), finite, jnp.stack([jnp.any(row != 0) for row in rows])
+
+    return jax.jit(scan)
+
+
+def _grads_of_batch(loss: LossFn) -> LossFn:
+    """Return a function for the mean loss of a batch and its gradient, with an axis of length 1."""
+
+    def value_and_grads(params: optax.Params, batch: PyTree) -> PyTree:
+        found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
+        return jax.tree.map(lambda x: x[None], found)
+
+    return value_and_grads
+
+
+def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
+    """Scan all examples in chunks of one size; the last chunk may overlap the one before."""
+    width = min(size, _CHUNK)
+    starts = sorted({*range(0, size - width + 1, width), size - width})
+    chunks = [jax.tree.map(lambda x, s=s: x[s : s + width], batch) for s in starts]
+    parts = [jax.device_get(scan(params, chunk)) for chunk in chunks]
+    losses, gradients, has_gradient = (list(part) for part in zip(*parts, strict=True))
+    if len(losses[0]) == width:  # one entry per example, not one per chunk
+        overlap = len(starts) * width - size
+        losses[-1], gradients[-1] = losses[-1][overlap:], gradients[-1][overlap:]
+    return _ScanResult(
+        np.concatenate(losses), np.concatenate(gradients), np.any(has_gradient, axis=0)
+    )
+
+
+def _perturb(params: optax.Params) -> optax.Params:
+    """Return parameters at a point nearby, where leaves that are zero, as LoRA's B, are not."""
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+
+    def move(x: jax.Array, key: jax.Array) -> jax.Array:
+        wide = widen(x)
+        size = _STEP * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(wide))), 1)
+        return (wide + size * jax.random.normal(key, wide.shape, wide.dtype)).astype(x.dtype)
+
+    points = [move(jnp.asarray(x), key) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, points)
+
+
+def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator[str]:
+    """Say which losses and gradients are not finite, and how such examples affect training.
+
+    A loss may be NaN while its gradient is finite, for example if a label is out of range. Such an
+    example trains the model like any other. An example whose gradient is not finite contributes
+    nothing.
+    """
+    broken, sound = ~found.finite_losses, found.finite_gradients.all(axis=1)
+    count, size = int(broken.sum()), len(broken)
+    if count:
+        trained = int((broken & sound).sum())
+        if trained == count:
+            effect = "the gradients there are finite, and train the model all the same"
+        elif trained == 0:
+            effect = "the gradients there are not finite either, and contribute nothing"
+        else:
+            effect = (
+                f"{trained} of the gradients there are finite, and train the model all the same, "
+                "and the others contribute nothing"
+            )
+        first = f", first at index {int(np.argmax(broken))}" if size > 1 else ""
+        yield f"The loss is not finite for {count} of {size} {what}{first}; {effect}: {_REMEDY}."
+    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    for path, finite in zip(paths, found.finite_gradients.T, strict=True):
+        alone = ~finite & ~broken
+        if alone.any():
+            of = f" of {path!r}" if path else ""
+            yield (
+                f"The gradient{of} is not finite for {int(alone.sum())} of {size} {what}, though "
+                f"the loss is; they contribute nothing to private training: {_REMEDY}."
+            )

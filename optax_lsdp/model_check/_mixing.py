@@ -1,31 +1,45 @@
-"""Mixing: a loss of whole batches goes in, the layer that lets examples meet comes out."""
+"""Find the layer in which a loss of whole batches mixes examples.
+
+The examples are split into two halves, x and y. A loss or gradient f that is a sum of terms of one
+example each has no mixed part: ∂²f/∂x∂y is zero, and so is the difference
+f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′) when the halves change to x′ and y′. Both are tested. If
+one is not zero, the program is evaluated equation by equation on all four batches, the *corners*,
+until an equation shows it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, calls, evaluate, is_literal, whereabouts
+from optax_lsdp._jaxpr import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    body,
+    describe_location,
+    evaluate,
+    is_call,
+    is_literal,
+)
+from optax_lsdp._loss import LossFn
+from optax_lsdp._types import PyTree
 
-_SPLITS = 4  # into halves, between which mixing is looked for
-_ROUNDING = 1e-4  # of the largest term, which a difference must exceed to be one
+_SPLITS = 4  # random splits into halves that are tried
+_ROUNDING = 1e-4  # relative to the largest entry; smaller differences count as rounding
 _REMEDY = (
     "replace batch normalisation by GroupNorm or LayerNorm, and compute statistics and auxiliary "
     "losses within one example"
 )
 
 
-def mixing(loss_fn: Any, params: optax.Params, batch: Any, size: int) -> Iterator[str]:
-    """Say which layer makes one example's loss or gradient depend on another.
-
-    The examples are split into two halves, at random and several times; then each half is moved.
-    """
+def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
+    """Yield a sentence with the layer in which examples mix, if one random split shows mixing."""
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))
@@ -34,45 +48,47 @@ def mixing(loss_fn: Any, params: optax.Params, batch: Any, size: int) -> Iterato
         half[rng.permutation(size)[: size // 2]] = True
         corners = _corners(batch, half, rng)
         if _is_curved(curvature, batch, half) or _is_mixed(outcome, corners, half):
-            layer = _first_mixing(loss_fn, params, corners, half) or "a place that was not found"
+            layer = _first_mixing(loss_fn, params, corners, half) or "a layer that was not found"
             yield f"The loss or gradient of one example depends on others, in {layer}; {_REMEDY}."
             return
 
 
-def _corners(batch: Any, half: np.ndarray, rng: np.random.Generator) -> list[Any]:
-    """Return the batch with none of its halves moved, the first, the second, and both.
+def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
+    """Return the batch with neither half changed, the first, the second, and both.
 
-    To be moved is to be another example, and a larger one where it is made of real numbers.
+    A changed example is replaced by another one, which is also scaled up if it is floating-point.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
-    def moved(x: jax.Array) -> jax.Array:
+    def change(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[order]
         return x[order] * jnp.asarray(rng.uniform(1.5, 3), x.dtype)
 
-    other = jax.tree.map(moved, batch)
+    other = jax.tree.map(change, batch)
 
-    def mixture(rows: np.ndarray) -> Any:
+    def corner(rows: np.ndarray) -> PyTree:
         def choose(x: jax.Array, y: jax.Array) -> jax.Array:
             return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), y, x)
 
         return jax.tree.map(choose, batch, other)
 
-    return [mixture(rows) for rows in (half & ~half, half, ~half, half | ~half)]
+    return [corner(rows) for rows in (half & ~half, half, ~half, half | ~half)]
 
 
-def _outcome(loss_fn: Any, params: optax.Params, batch: Any) -> Any:
+def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
     """Return the loss of a batch, or all losses, and the gradient of their sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
 
-def _curvature(loss_fn: Any, params: optax.Params, batch: Any, half: jax.Array) -> Any:
-    """Return how losses and gradient change with one half, and how that changes with the other."""
+def _curvature(
+    loss_fn: LossFn, params: optax.Params, batch: PyTree, half: jax.Array
+) -> tuple[PyTree, PyTree]:
+    """Return the derivative of losses and gradient along x, and its derivative along y."""
 
-    def push(rows: jax.Array, seed: int) -> Any:
-        def one(x: jax.Array) -> Any:
+    def direction(rows: jax.Array, seed: int) -> PyTree:
+        def one(x: jax.Array) -> jax.typing.ArrayLike:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return np.zeros(x.shape, jax.dtypes.float0)
             noise = jax.random.normal(jax.random.key(seed), x.shape, x.dtype)
@@ -80,17 +96,17 @@ def _curvature(loss_fn: Any, params: optax.Params, batch: Any, half: jax.Array) 
 
         return jax.tree.map(one, batch)
 
-    def slope(batch: Any) -> Any:
-        return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (push(half, 0),))[1]
+    def slope(batch: PyTree) -> PyTree:
+        return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (direction(half, 0),))[1]
 
-    return jax.jvp(slope, (batch,), (push(~half, 1),))
+    return jax.jvp(slope, (batch,), (direction(~half, 1),))
 
 
-def _is_curved(curvature: Any, batch: Any, half: np.ndarray) -> bool:
-    """Tell whether a derivative by both halves is not zero, which in sums of terms it is, exactly.
+def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
+    """Return whether ∂²f/∂x∂y is not zero; without mixing it is zero exactly.
 
-    It sees what is too small for differences, but only through examples of real numbers, and
-    functions that can be differentiated forward.
+    The derivative shows mixing that is too small for differences. It needs floating-point examples
+    and functions that allow forward differentiation.
     """
     try:
         (losses, _), bent = curvature(batch, jnp.asarray(half))
@@ -101,18 +117,23 @@ def _is_curved(curvature: Any, batch: Any, half: np.ndarray) -> bool:
     return any(bool(jnp.any((leaf != 0) & jnp.isfinite(leaf))) for leaf in known)
 
 
-def _is_mixed(outcome: Any, corners: list[Any], half: np.ndarray) -> bool:
-    """Tell by differences whether examples are mixed; rounding is that of the largest gradient."""
+def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
+    """Return whether losses or gradients at the corners show mixing.
+
+    All leaves of the gradient are compared as one vector, so that a leaf which is zero but for
+    rounding is held to the rounding of the largest leaf.
+    """
     losses, grads = zip(*map(outcome, corners), strict=True)
     flat = [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in grads]
     return _shows_mixing(losses, half) or _shows_mixing(flat, half, rows=False)
 
 
-def _shows_mixing(values: Sequence[Any], half: np.ndarray, *, rows: bool = True) -> bool:
-    """Tell whether a value that was computed at four corners knows of both halves.
+def _shows_mixing(
+    values: Sequence[jax.typing.ArrayLike], half: np.ndarray, *, rows: bool = True
+) -> bool:
+    """Return whether the values at the four corners have a mixed difference.
 
-    A sum of terms of one example each has no mixed difference, f(x, y) − f(x′, y) − f(x, y′) +
-    f(x′, y′); and where rows are examples, the second half does not know of the first.
+    If `rows` are examples, a row of the second half must also not change with the first half.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
@@ -129,38 +150,38 @@ def _differs(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _first_mixing(
-    loss_fn: Any, params: optax.Params, corners: list[Any], half: np.ndarray
+    loss_fn: LossFn, params: optax.Params, corners: list[PyTree], half: np.ndarray
 ) -> str | None:
-    """Return the layer that shows mixing first; all corners go through it side by side."""
+    """Return the layer of the first equation whose outputs show mixing, if there is one."""
     closed = jax.make_jaxpr(loss_fn)(params, corners[0])
     inputs = [jax.tree.leaves((params, corner)) for corner in corners]
-    for equation, outputs in _side_by_side(closed, inputs):
+    for equation, outputs in _evaluate_corners(closed, inputs):
         for values in zip(*outputs, strict=True):
             if jnp.issubdtype(values[0].dtype, jnp.floating) and _shows_mixing(values, half):
-                return whereabouts(equation)
+                return describe_location(equation)
     return None
 
 
-def _side_by_side(
-    closed: ClosedJaxpr, inputs: list[list[Any]]
-) -> Generator[tuple[Equation, list[list[Any]]], None, list[list[Any]]]:
-    """Run a program on several inputs; yield its equations with what comes out of them."""
+def _evaluate_corners(
+    closed: ClosedJaxpr, inputs: list[list[jax.Array]]
+) -> Generator[tuple[Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
+    """Evaluate a program at all corners; yield each equation with its outputs at each corner."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))
         for values in inputs
     ]
 
-    def read(atoms: Sequence[Any]) -> list[list[Any]]:
-        return [[x.val if is_literal(x) else side[x] for x in atoms] for side in known]
+    def read(atoms: Sequence[Atom]) -> list[list[jax.Array]]:
+        return [[x.val if is_literal(x) else corner[x] for x in atoms] for corner in known]
 
     for equation in jaxpr.eqns:
         operands = read(equation.invars)
-        if calls(equation):
-            outputs = yield from _side_by_side(body(equation), operands)
+        if is_call(equation):
+            outputs = yield from _evaluate_corners(body(equation), operands)
         else:
             outputs = [evaluate(equation, values) for values in operands]
             yield equation, outputs
-        for side, values in zip(known, outputs, strict=True):
-            side |= zip(equation.outvars, values, strict=True)
+        for corner, values in zip(known, outputs, strict=True):
+            corner |= zip(equation.outvars, values, strict=True)
     return read(jaxpr.outvars)
