@@ -28,10 +28,10 @@ from optax_lsdp.planning._piecewise import Piecewise
 from optax_lsdp.planning._spending import COUNTED_AGAIN, Spending
 from optax_lsdp.sampling import (
     FixedSizeSampler,
-    FullBatch,
+    FullBatchSampler,
     PoissonSampler,
     Sampler,
-    UnamplifiedShuffle,
+    ShuffledSampler,
     room_for_batch,
 )
 
@@ -148,14 +148,14 @@ class PrivacyPlan(Spending):
         """Return the sampler that the accountant counts on; see `optax_lsdp.sampling`."""
         size, batch = self.dataset_size, self.expected_batch_size
         if self.sampling == "full":
-            return FullBatch(size, multiple_of=multiple_of)
+            return FullBatchSampler(size, multiple_of=multiple_of)
         key = self.derive_key(key, "sampling")
         if self.sampling == "poisson":
             rate = batch / size
             return PoissonSampler(
                 size, rate, key, max_batch_size=self.room, multiple_of=multiple_of
             )
-        kind = UnamplifiedShuffle if self.sampling == "shuffled" else FixedSizeSampler
+        kind = ShuffledSampler if self.sampling == "shuffled" else FixedSizeSampler
         return kind(size, batch, key, multiple_of=multiple_of)
 
     def clipped_grad(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:

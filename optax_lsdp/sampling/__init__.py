@@ -2,10 +2,10 @@
 
 from optax_lsdp.sampling._samplers import (
     FixedSizeSampler,
-    FullBatch,
+    FullBatchSampler,
     PoissonSampler,
     Sampler,
-    UnamplifiedShuffle,
+    ShuffledSampler,
     room_for_batch,
 )
 from optax_lsdp.sampling._subsets import Batch
@@ -13,9 +13,9 @@ from optax_lsdp.sampling._subsets import Batch
 __all__ = [
     "Batch",
     "FixedSizeSampler",
-    "FullBatch",
+    "FullBatchSampler",
     "PoissonSampler",
     "Sampler",
-    "UnamplifiedShuffle",
+    "ShuffledSampler",
     "room_for_batch",
 ]

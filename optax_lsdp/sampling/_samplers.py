@@ -123,7 +123,7 @@ class FixedSizeSampler:
 
 
 @dataclass(frozen=True, eq=False)
-class UnamplifiedShuffle:
+class ShuffledSampler:
     """Every epoch is one pass over the shuffled data, in ⌊n/b⌋ batches; the rest of it is left out.
 
     Data loaders that drop the last batch do the same. The accountant claims no amplification by
@@ -136,7 +136,7 @@ class UnamplifiedShuffle:
         batch_size: b, how many examples each batch has.
         key, multiple_of: as in `PoissonSampler`.
 
-    >>> sampler = UnamplifiedShuffle(10, batch_size=5, key=jax.random.key(0))
+    >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
@@ -173,10 +173,10 @@ class UnamplifiedShuffle:
 
 
 @dataclass(frozen=True)
-class FullBatch:
+class FullBatchSampler:
     """Every batch is the whole dataset: `sampling="full"` for the accountant.
 
-    >>> FullBatch(3).batch(0).indices
+    >>> FullBatchSampler(3).batch(0).indices
     array([0, 1, 2], dtype=int32)
     """
 
@@ -194,7 +194,7 @@ class FullBatch:
         return Batch(place % np.int32(self.dataset_size), place < self.dataset_size)
 
 
-Sampler = PoissonSampler | FixedSizeSampler | UnamplifiedShuffle | FullBatch
+Sampler = PoissonSampler | FixedSizeSampler | ShuffledSampler | FullBatchSampler
 
 
 def room_for_batch(

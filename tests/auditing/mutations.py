@@ -21,7 +21,7 @@ import optax
 from optax_lsdp import _keys, noise, optimizers
 from optax_lsdp.discrete import _transform as discrete
 from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
-from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
+from optax_lsdp.sampling import PoissonSampler, ShuffledSampler, _samplers, _subsets
 from optax_lsdp.smoothing import ring_beta
 from optax_lsdp.training import _journal, _run, _step
 from tests.auditing._wrong_sums import WRONG_SUMS, replaced, rewritten, wrapped
@@ -97,7 +97,7 @@ def _counts_at(factor):
 
 
 def _shuffler(dataset_size, rate, key, **options):
-    return UnamplifiedShuffle(dataset_size, round(rate * dataset_size), key)
+    return ShuffledSampler(dataset_size, round(rate * dataset_size), key)
 
 
 def _padded_with_the_first(subset, *args):

@@ -105,7 +105,7 @@ def test_the_parts_agree_with_the_accountant(name):
     kinds = {
         "poisson": lsdp.PoissonSampler,
         "without_replacement": lsdp.FixedSizeSampler,
-        "shuffled": lsdp.UnamplifiedShuffle,
+        "shuffled": lsdp.ShuffledSampler,
     }
     if plan.sampling in kinds:
         assert type(sampler) is kinds[plan.sampling]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
 
-from optax_lsdp import FixedSizeSampler, PoissonSampler, UnamplifiedShuffle
+from optax_lsdp import FixedSizeSampler, PoissonSampler, ShuffledSampler
 from optax_lsdp._keys import threefry
-from optax_lsdp.sampling import FullBatch, room_for_batch
+from optax_lsdp.sampling import FullBatchSampler, room_for_batch
 from optax_lsdp.sampling._subsets import Words
 
 KEY = jax.random.key(7)
@@ -19,8 +19,8 @@ SAMPLERS = {
     "padded much": FixedSizeSampler(1000, 200, KEY, multiple_of=300),
     "fixed": FixedSizeSampler(1000, 50, KEY),
     "all but one": FixedSizeSampler(12, 11, KEY, multiple_of=8),
-    "shuffle": UnamplifiedShuffle(103, 10, KEY, multiple_of=4),
-    "full": FullBatch(50, multiple_of=8),
+    "shuffle": ShuffledSampler(103, 10, KEY, multiple_of=4),
+    "full": FullBatchSampler(50, multiple_of=8),
 }
 TAIL = 1e-6  # the probability with which a statistical test fails though all is well
 
@@ -54,7 +54,7 @@ def test_no_example_comes_twice_even_if_the_mask_is_forgotten(multiple_of):
     samplers = [
         PoissonSampler(1000, 0.05, KEY, multiple_of=multiple_of),
         FixedSizeSampler(1000, 200, KEY, multiple_of=multiple_of),
-        UnamplifiedShuffle(1000, 300, KEY, multiple_of=multiple_of),
+        ShuffledSampler(1000, 300, KEY, multiple_of=multiple_of),
     ]
     for sampler in samplers:
         indices, mask = sampler.batch(3)
@@ -190,7 +190,7 @@ def test_keys_and_steps_make_different_batches():
         (lambda: PoissonSampler(0, 0.5, KEY), "`dataset_size` must be a whole number"),
         (lambda: PoissonSampler(2**31, 0.5, KEY), "`dataset_size` must be at most 2147483647"),
         (lambda: FixedSizeSampler(10, 11, KEY), "`batch_size` must be at most the dataset's size"),
-        (lambda: UnamplifiedShuffle(10, 0, KEY), "`batch_size` must be a whole number"),
+        (lambda: ShuffledSampler(10, 0, KEY), "`batch_size` must be a whole number"),
         (
             lambda: FixedSizeSampler(10, 5, jax.random.key(0, impl="rbg")),
             "`key` must be a Threefry",
