@@ -1,6 +1,7 @@
-"""Sampling: a dataset's size, a rate and a step go in, indices and a mask come out."""
+"""Sampling: one sampler per sampling scheme, each a function from a step to a batch."""
 
 from optax_lsdp.sampling._samplers import (
+    Batch,
     FixedSizeSampler,
     FullBatchSampler,
     PoissonSampler,
@@ -8,7 +9,6 @@ from optax_lsdp.sampling._samplers import (
     ShuffledSampler,
     room_for_batch,
 )
-from optax_lsdp.sampling._subsets import Batch
 
 __all__ = [
     "Batch",

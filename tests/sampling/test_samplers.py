@@ -9,7 +9,7 @@ from scipy.stats import binom, chisquare
 from optax_lsdp import FixedSizeSampler, PoissonSampler, ShuffledSampler
 from optax_lsdp._keys import threefry
 from optax_lsdp.sampling import FullBatchSampler, room_for_batch
-from optax_lsdp.sampling._subsets import Words
+from optax_lsdp.sampling._samplers import RandomBits
 
 KEY = jax.random.key(7)
 SAMPLERS = {
@@ -105,7 +105,7 @@ def test_padding_changes_no_batch(batch_size):
 
 @pytest.mark.parametrize("bound", [1, 1000, 2**31 - 1])
 def test_indices_are_products_of_64_bits(bound):
-    words = Words(KEY, 3)
+    words = RandomBits(KEY, 3)
     high, low = (x.astype(object) for x in words.draw(1, 500))
     np.testing.assert_array_equal(words.indices(bound, 500), (high * 2**32 + low) * bound >> 64)
 
