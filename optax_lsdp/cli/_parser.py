@@ -199,8 +199,8 @@ COMMANDS = {
         "train on scikit-learn's digits, privately, with and without smoothing",
         "Train softmax regression and a small CNN on scikit-learn's digits under one privacy "
         "budget, with DP-SGD and with DP-LSSGD at several smoothing values. Print who is protected "
-        "and how much, and the test accuracies. This takes about a minute on two cores, and no "
-        "network.",
+        "and how much, and the test accuracies. This takes about a minute on two cores. It "
+        "needs no network.",
         _add_demo_options,
     ),
     "epsilon": Command(

@@ -102,7 +102,10 @@ def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]
 def _words(mechanism: SampledGaussian, delta: float, others: list[Alternative]) -> str:
     lines = [statement(mechanism, delta)]
     if others:
-        lines += ["", "The same noise and batch size with other schemes and relations:"]
+        lines += [
+            "",
+            "The same noise and batch size under other schemes and neighbouring relations:",
+        ]
     for sampling, neighbouring, epsilon in others:
         scheme, relation = SCHEMES[sampling], RELATIONS[neighbouring]
         title = f"{scheme.title}, {relation.change}"
