@@ -222,7 +222,7 @@ def _smoothed_before_the_noise(key: jax.Array) -> optax.GradientTransformation:
     )
 
 
-SHUFFLE = partial(lsdp.UnamplifiedShuffle, batch_size=round(RATE * COUNT))
+SHUFFLE = partial(lsdp.ShuffledSampler, batch_size=round(RATE * COUNT))
 WRONG_SUMS = {
     "clipping the mean of a batch, as the paper's code does": (_clips_the_mean, CLIP / SIZE),
     "norms in float16": (_norms_in_half_precision, CLIP),

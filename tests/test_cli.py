@@ -1,8 +1,12 @@
-"""The command line, as a person uses it."""
+"""Tests of the command line, as a person uses it."""
 
+import functools
 import json
 import re
 import struct
+import subprocess
+import sys
+from functools import partial
 
 import jax
 import numpy as np
@@ -48,7 +52,7 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ("", "required: COMMAND"),
     ],
 )
-def test_a_mistake_gets_one_clear_line(arguments, answer, capsys):
+def test_a_mistake_is_answered_with_one_line(arguments, answer, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
     lines = capsys.readouterr().err.splitlines()
@@ -61,18 +65,18 @@ def test_a_mistake_gets_one_clear_line(arguments, answer, capsys):
     [
         ("--help", "smoothing"),
         ("demo --help", "smoothing"),
-        ("epsilon --help", "How to read it"),
+        ("epsilon --help", "How to read the answer"),
         ("calibrate --help", "the ε that may be spent"),
     ],
 )
-def test_help_is_given(arguments, words, capsys):
+def test_every_command_has_help(arguments, words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments.split())
     assert stopped.value.code == 0
     assert words in capsys.readouterr().out
 
 
-def test_a_guarantee_is_told_in_words_with_its_alternatives(capsys):
+def test_epsilon_prints_the_guarantee_in_words_and_its_alternatives(capsys):
     main(f"epsilon {SETTING} --noise-multiplier 1.1 --delta 1e-5".split())
     said = " ".join(capsys.readouterr().out.split())
     for words in (
@@ -87,7 +91,17 @@ def test_a_guarantee_is_told_in_words_with_its_alternatives(capsys):
         assert words in said
 
 
-def test_epochs_are_steps(capsys):
+def test_epsilon_does_not_load_jax():
+    script = (
+        "import sys; sys.modules.update(jax=None, jaxlib=None, optax=None)\n"
+        "from optax_lsdp.cli import main\n"
+        "main('calibrate --dataset-size 9 --batch-size 9 --steps 5 --epsilon 1'.split()"
+        " + ['--sampling', 'full'])"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_epochs_are_converted_to_steps(capsys):
     options = "--dataset-size 60000 --batch-size 256 --noise-multiplier 1.1 --json"
     answers = []
     for length in ("--epochs 60", "--steps 14063"):
@@ -98,8 +112,8 @@ def test_epochs_are_steps(capsys):
 
 
 @pytest.mark.parametrize("length", ["--epochs 2", "--steps 6", "--steps 8"])
-def test_shuffled_batches_cost_what_the_sampler_makes_of_them(length, capsys):
-    """An epoch leaves the rest of the data out, so that 8 steps are parts of three of them."""
+def test_epsilon_of_shuffled_batches_covers_how_often_the_sampler_uses_an_example(length, capsys):
+    """An epoch has ⌊10/3⌋ = 3 batches, so that 8 steps belong to three epochs."""
     options = "--dataset-size 10 --batch-size 3 --noise-multiplier 2 --delta 1e-3"
     main(f"epsilon {options} {length} --json --sampling shuffled --neighbouring zero_out".split())
     epsilon = json.loads(capsys.readouterr().out)["epsilon"]
@@ -121,7 +135,7 @@ def test_shuffled_batches_cost_what_the_sampler_makes_of_them(length, capsys):
     assert epsilon >= once.epsilon(1e-3) * (1 - 1e-9)
 
 
-def test_less_noise_than_is_told_is_not_enough(capsys):
+def test_the_printed_noise_multiplier_suffices(capsys):
     size = "--dataset-size 9 --batch-size 9"
     main(f"calibrate {size} --steps 50 --epsilon 1 --delta 1e-5 --sampling full".split())
     said = capsys.readouterr().out
@@ -131,7 +145,7 @@ def test_less_noise_than_is_told_is_not_enough(capsys):
     assert said.count(noise) == 2
 
 
-def test_calibrated_noise_is_told_and_drawn(tmp_path, capsys):
+def test_calibrate_prints_json_and_words_and_draws_a_figure(tmp_path, capsys):
     path = tmp_path / "spent.png"
     options = "--dataset-size 1000 --batch-size 20 --steps 300 --epsilon 2 --delta 1e-4"
     main(f"calibrate {options} --json --plot {path}".split())
@@ -148,9 +162,11 @@ def test_calibrated_noise_is_told_and_drawn(tmp_path, capsys):
     assert "of more than 30 that many are kept" in " ".join(capsys.readouterr().out.split())
 
 
-def test_the_demo_tells_who_is_protected_and_writes_what_it_found(tmp_path, capsys, monkeypatch):
-    # The whole demo runs in CI as `make demo`; here one model, twice, at two values of σ.
+def test_the_demo_prints_its_guarantee_and_writes_its_results(tmp_path, capsys, monkeypatch):
+    # CI runs the whole demo as `make demo`. Here one model stands for two, and compiles once.
     regression = demo.SoftmaxRegression()
+    train = functools.cache(partial(demo.trainer, regression, demo.load_data()))
+    monkeypatch.setattr(demo, "trainer", lambda model, data, *settings: train(*settings))
     monkeypatch.setattr(demo, "MODELS", {"one": regression, "two": regression})
     monkeypatch.setattr(demo, "SMOOTHINGS", (0.0, 1.0))
     picture, record = tmp_path / "demo.png", tmp_path / "demo.json"

@@ -13,7 +13,7 @@ import numpy as np
 from optax_lsdp.auditing._report import ClaimsReport, checked, unless_refused
 from optax_lsdp.clipping import clip_per_example, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
-from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler, Sampler, UnamplifiedShuffle
+from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler, Sampler, ShuffledSampler
 
 _SIZE, _BATCH, _MULTIPLE, _STEPS = 500, 50, 64, 20
 
@@ -37,7 +37,7 @@ def audit_misuse(key: jax.Array) -> ClaimsReport:
     samplers: dict[str, Sampler] = {
         "Poisson": PoissonSampler(_SIZE, _BATCH / _SIZE, key),
         "fixed-size": FixedSizeSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE),
-        "shuffled": UnamplifiedShuffle(_SIZE, _BATCH, key, multiple_of=_MULTIPLE),
+        "shuffled": ShuffledSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE),
     }
     checks: dict[str, Callable[[], str]] = {
         **{

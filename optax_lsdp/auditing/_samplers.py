@@ -39,11 +39,11 @@ def audit_sampler(
         failure: the probability that a good sampler is rejected.
 
     >>> import jax
-    >>> from optax_lsdp import PoissonSampler, UnamplifiedShuffle
+    >>> from optax_lsdp import PoissonSampler, ShuffledSampler
     >>> facts = {"dataset_size": 1000, "sampling_rate": 0.05}
     >>> bool(audit_sampler(PoissonSampler(1000, 0.05, jax.random.key(0)), **facts))
     True
-    >>> bool(audit_sampler(UnamplifiedShuffle(1000, 50, jax.random.key(0)), **facts))
+    >>> bool(audit_sampler(ShuffledSampler(1000, 50, jax.random.key(0)), **facts))
     False
     """
     check_whole("dataset_size", dataset_size, 2)

@@ -119,7 +119,7 @@ def _sampler(facts: dict[str, Any], key: jax.Array) -> StatisticsReport:
         plan.sampler(key),
         dataset_size=_COUNT,
         sampling_rate=_RATE,
-        sampling=plan.sampling,
+        sampling=facts["sampling"],
         steps=_SAMPLED,
     )
 

@@ -1,22 +1,63 @@
-"""Arguments of the command line: text goes in, a value or one line about the mistake comes out."""
+"""The options of all commands, and `main`, which runs one command.
+
+A command is a row of `COMMANDS` and a module of the same name with a function `run(args)`. `main`
+imports only the module of the command that it runs, so `epsilon` and `calibrate` do not load JAX.
+"""
 
 import argparse
 import re
-from collections.abc import Callable
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from io import TextIOWrapper
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
+
+import optax_lsdp
+from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp._schemes import RELATIONS, SCHEMES
+
+_EPILOG = """\
+How to read the answer. A training run is (ε, δ)-differentially private if one example makes no
+conclusion from its output more than e^ε times as probable, except with probability δ. The noise
+multiplier z is the standard deviation of the noise on the *sum* of clipped gradients, divided by
+the clip norm. δ should be well below one over the number of examples.
+
+How batches are drawn matters as much as the noise (q = batch size/dataset size):
+{schemes}
+
+Examples:
+  optax-lsdp epsilon --dataset-size 60000 --batch-size 256 --epochs 60 --noise-multiplier 1.1
+  optax-lsdp calibrate --dataset-size 60000 --batch-size 256 --steps 14100 --epsilon 2 --plot e.png
+"""
 
 
 class Parser(argparse.ArgumentParser):
     """A parser that answers a mistake with one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Print what is wrong and where help is."""
+        """Print the mistake and how to get help, and exit."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
+    def refuse(self, error: ValueError) -> NoReturn:
+        """Print an error about arguments of a function as one about options, and exit."""
+        self.error(in_options(str(error)))
 
-def number(name: str, check: Callable[[str, float], None], kind: type = float) -> Callable:
-    """Return a converter from text to a number that `check` admits."""
+
+class Command(NamedTuple):
+    """One command: a line for the list of commands, a description, and its options."""
+
+    help: str
+    description: str
+    add_options: Callable[[Parser], None]
+
+
+def number(
+    name: str, check: Callable[[str, float], None], kind: type = float
+) -> Callable[[str], float]:
+    """Return a converter from text to a number that passes `check`."""
 
     def convert(text: str) -> float:
         try:
@@ -37,28 +78,179 @@ def in_options(sentence: str) -> str:
     >>> in_options("`max_batch_size` must come with sampling='poisson', got None.")
     '--max-batch-size must come with --sampling poisson, got none'
     """
-
-    def option(match: re.Match[str]) -> str:
-        return "--" + match[1].replace("_", "-")
-
-    sentence = re.sub(r"`(\w+)`", option, sentence)
+    sentence = re.sub(r"`(\w+)`", lambda match: _option(match[1]), sentence)
     sentence = re.sub(r"\b(\w+)='(\w+)'", r"--\1 \2", sentence)
     return sentence.replace("got None", "got none").rstrip(".")
 
 
 def picture(text: str) -> Path:
-    """Return the path of a PNG that can be made."""
-    path = Path(text)
+    """Return the path of a PNG file that can be written."""
+    path = writable(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
-    return writable(text)
+    return path
 
 
 def writable(text: str) -> Path:
-    """Return the path of a file that can be made."""
+    """Return the path of a file that can be written."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"is a folder: {text!r}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
     return path
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _whole(name: str, least: int = 1) -> Callable[[str], float]:
+    return number(name, partial(check_whole, least=least), int)
+
+
+def _add_demo_options(command: Parser) -> None:
+    options: list[tuple[str, Callable[[str], object], object, str, str]] = [
+        ("epsilon", number("epsilon", check_positive), 0.5, "X", "budget of each training run"),
+        ("delta", number("delta", check_delta), 1e-5, "X", "probability with which ε may fail"),
+        ("steps", _whole("steps"), 40, "N", "steps of each training run"),
+        ("seeds", _whole("seeds"), 5, "N", "number of training runs to average over"),
+        ("output", picture, Path("demo.png"), "PNG", "file for the figure"),
+        ("record", writable, None, "JSON", "file for the numbers (default: none)"),
+    ]
+    for name, convert, default, metavar, text in options:
+        shown = text if default is None else f"{text} (default: {default})"
+        command.add_argument(
+            _option(name), type=convert, default=default, metavar=metavar, help=shown
+        )
+
+
+def _add_run_options(command: Parser, target: str, meaning: str) -> None:
+    """Add the options that describe a training run; `target` is the noise or the budget."""
+    schemes = (
+        textwrap.fill(f"{name}: {scheme.describe()}.", 96, subsequent_indent="    ")
+        for name, scheme in SCHEMES.items()
+    )
+    command.epilog = _EPILOG.format(schemes=textwrap.indent("\n".join(schemes), "  "))
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
+    for name, text in (
+        ("dataset_size", "number of examples in the dataset"),
+        ("batch_size", "number of examples in a batch, or its expectation"),
+    ):
+        command.add_argument(
+            _option(name), type=_whole(name), metavar="N", required=True, help=text
+        )
+    length = command.add_mutually_exclusive_group(required=True)
+    length.add_argument("--steps", type=_whole("steps"), metavar="N", help="number of steps")
+    length.add_argument(
+        "--epochs",
+        type=number("epochs", check_positive),
+        metavar="X",
+        help="passes over the data, of dataset size/batch size steps each (shuffled: rounded down)",
+    )
+    command.add_argument(
+        _option(target),
+        type=number(target, check_positive),
+        metavar="X",
+        required=True,
+        help=meaning,
+    )
+    command.add_argument(
+        "--delta",
+        type=number("delta", check_delta),
+        metavar="X",
+        help="probability with which ε may fail (default: the largest power of ten that is at most "
+        "1e-5 and at most a tenth of 1/dataset size)",
+    )
+    command.add_argument(
+        "--sampling",
+        choices=SCHEMES,
+        default="poisson",
+        help="the sampling scheme: how batches are drawn (default: poisson)",
+    )
+    needed = [name for name, scheme in SCHEMES.items() if scheme.default_neighbouring is None]
+    changes = "; ".join(f"{name}: {relation.change}" for name, relation in RELATIONS.items())
+    command.add_argument(
+        "--neighbouring",
+        choices=RELATIONS,
+        help=f"how neighbouring datasets differ ({changes}; default: add_remove; required with "
+        f"{' and '.join(needed)})",
+    )
+    command.add_argument(
+        "--max-batch-size",
+        type=_whole("max_batch_size"),
+        metavar="N",
+        help="larger Poisson batches are truncated to a random subset of N examples",
+    )
+    command.add_argument("--json", action="store_true", help="print JSON instead of words")
+    command.add_argument(
+        "--plot", type=picture, metavar="PNG", help="draw ε against the number of steps"
+    )
+
+
+def _add_audit_options(command: Parser) -> None:
+    command.add_argument(
+        "--seed", type=_whole("seed", 0), default=0, metavar="N", help="random seed (default: 0)"
+    )
+
+
+COMMANDS = {
+    "demo": Command(
+        "train on scikit-learn's digits, privately, with and without smoothing",
+        "Train softmax regression and a small CNN on scikit-learn's digits under one privacy "
+        "budget, with DP-SGD and with DP-LSSGD at several smoothing values. Print who is protected "
+        "and how much, and the test accuracies. This takes about a minute on two cores. It "
+        "needs no network.",
+        _add_demo_options,
+    ),
+    "epsilon": Command(
+        "print what a training run guarantees",
+        "Print what a training run guarantees, in plain words, with every assumption.",
+        partial(
+            _add_run_options,
+            target="noise_multiplier",
+            meaning="z: the standard deviation of the noise on the clipped sum, divided by C",
+        ),
+    ),
+    "calibrate": Command(
+        "print how much noise a privacy budget needs",
+        "Print how much noise a privacy budget needs, in plain words, with every assumption.",
+        partial(_add_run_options, target="epsilon", meaning="the budget: the ε that may be spent"),
+    ),
+    "audit": Command(
+        "attack this installation: clipping, noise, samplers, plans and whole steps",
+        "Search for neighbouring batches whose clipped sums are too far apart. Compare the clipped "
+        "sums of models that are hard to clip with sums of per-example gradients. Test noise at "
+        "distant steps, samplers, plans, resumed runs and eight devices. Try to tell steps with a "
+        "canary from steps without one. Each test of noise, samplers and steps rejects a correct "
+        "installation with probability 1e-5 at most.",
+        _add_audit_options,
+    ),
+}
+
+
+def make_parser() -> Parser:
+    """Return the parser of all commands."""
+    top = Parser(prog="optax-lsdp", description="Private training with Laplacian smoothing.")
+    top.add_argument("--version", action="version", version=optax_lsdp.__version__)
+    parsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        parser = parsers.add_parser(name, help=command.help, description=command.description)
+        command.add_options(parser)
+        parser.set_defaults(parser=parser)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one command."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for terminals that cannot print ε
+    args = make_parser().parse_args(arguments)
+    try:
+        command = import_module(f"optax_lsdp.cli.{args.command}")
+    except ModuleNotFoundError as error:
+        sys.exit(f"optax-lsdp {args.command} needs {error.name}; pip install 'optax-lsdp[demo]'")
+    try:
+        command.run(args)
+    except KeyboardInterrupt:
+        sys.exit("\noptax-lsdp: interrupted; nothing was written")

@@ -1,9 +1,11 @@
-"""The demo: scikit-learn's digits go in, DP-SGD against DP-LSSGD at one (ε, δ) comes out."""
+"""The command `demo`: compare DP-SGD with DP-LSSGD on scikit-learn's digits at one (ε, δ)."""
 
+import argparse
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -15,17 +17,23 @@ from sklearn.datasets import load_digits
 from tqdm import tqdm
 
 import optax_lsdp as lsdp
+from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
 
 SMOOTHINGS = (0.0, 0.3, 1.0, 3.0)
 STEP_SIZES = (1.0, 2.0, 4.0, 8.0)
 CLIP_NORM = 1.0
-TRAIN, VALIDATION = 1257, 180  # the remaining 360 of the 1,797 images test
+TRAIN, VALIDATION = 1257, 180  # the other 360 of the 1,797 images are for the test
 BAR = "{desc:20}{percentage:3.0f}%|{bar:30}| {n}/{total}, {remaining} left"
 
 
+Examples: TypeAlias = tuple[np.ndarray, np.ndarray]  # images and labels
+Data: TypeAlias = tuple[Examples, Examples, Examples]  # for training, validation and test
+State: TypeAlias = tuple[optax.Params, optax.OptState]
+
+
 class Settings(NamedTuple):
-    """What the command line decides."""
+    """The budget and the length of each training run, and the number of seeds."""
 
     epsilon: float
     delta: float
@@ -34,7 +42,7 @@ class Settings(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Test accuracies of one model at one σ, with the step size that validation chose."""
+    """Test accuracies of one model at one σ and the step size that is best on validation data."""
 
     model: str
     smoothing: float
@@ -44,22 +52,22 @@ class Result(NamedTuple):
 
     @property
     def optimizer(self) -> str:
-        """The name of the optimizer at this σ."""
+        """Return the name of the optimizer at this σ."""
         return "DP-LSSGD" if self.smoothing else "DP-SGD"
 
     @property
     def mean(self) -> float:
-        """The mean over seeds, in percent."""
+        """Return the mean over seeds, in percent."""
         return 100 * float(np.mean(self.accuracies))
 
     @property
     def deviation(self) -> float:
-        """The standard deviation over seeds, in percent."""
+        """Return the standard deviation over seeds, in percent."""
         return 100 * float(np.std(self.accuracies, ddof=min(1, len(self.accuracies) - 1)))
 
 
 class ConvNet(nn.Module):
-    """One convolution and one dense layer: 2,730 parameters."""
+    """One convolution and one dense layer, with 2,730 parameters."""
 
     @nn.compact
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -69,7 +77,7 @@ class ConvNet(nn.Module):
 
 
 class SoftmaxRegression(nn.Module):
-    """One dense layer that starts at zero: 650 parameters, a convex loss."""
+    """One dense layer that starts at zero, with 650 parameters; its loss is convex."""
 
     @nn.compact
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -80,8 +88,8 @@ class SoftmaxRegression(nn.Module):
 MODELS = {"softmax regression": SoftmaxRegression(), "small CNN": ConvNet()}
 
 
-def load_data() -> tuple[Any, Any, Any]:
-    """Return (images, labels) for training, validation and test."""
+def load_data() -> Data:
+    """Return the digits in a fixed random order, split into three parts."""
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.images))
     images = (digits.images[order] / 16).astype(np.float32)[..., None]
@@ -91,17 +99,19 @@ def load_data() -> tuple[Any, Any, Any]:
     return training, validation, test
 
 
-def trainer(model: nn.Module, data: Any, noise_multiplier: float, steps: int) -> Any:
-    """Return `train(keys, smoothing, step_size)`: each key's validation and test accuracy."""
+def trainer(
+    model: nn.Module, data: Data, noise_multiplier: float, steps: int
+) -> Callable[[jax.Array, float, float], jax.Array]:
+    """Return `train(keys, smoothing, step_size)`: validation and test accuracy for each key."""
     training, *held_out = data
 
-    def loss(params: Any, example: Any) -> jax.Array:
+    def loss(params: optax.Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
         image, label = example
         return optax.softmax_cross_entropy_with_integer_labels(model.apply(params, image), label)
 
-    def accuracy(params: Any, examples: Any) -> jax.Array:
+    def accuracy(params: optax.Params, examples: Examples) -> jax.Array:
         images, labels = examples
-        logits: Any = jax.vmap(model.apply, in_axes=(None, 0))(params, images)
+        logits: PyTree = jax.vmap(model.apply, in_axes=(None, 0))(params, images)
         return jnp.mean(jnp.argmax(logits, axis=-1) == labels)
 
     clipped_grad = lsdp.clipped_grad(loss, clip_norm=CLIP_NORM)
@@ -117,8 +127,8 @@ def trainer(model: nn.Module, data: Any, noise_multiplier: float, steps: int) ->
             key=noise_key,
         )
 
-        def step(run: Any, _: None) -> tuple[Any, None]:
-            params, state = run
+        def step(carry: State, _: None) -> tuple[State, None]:
+            params, state = carry
             updates, state = tx.update(clipped_grad(params, training), state, params)
             return (optax.apply_updates(params, updates), state), None
 
@@ -130,7 +140,7 @@ def trainer(model: nn.Module, data: Any, noise_multiplier: float, steps: int) ->
 
 
 def compare(settings: Settings, noise_multiplier: float) -> list[Result]:
-    """Train every model at every σ and step size; keep the step size that validates best."""
+    """Train every model at every σ, with the step size that is best on validation data."""
     data = load_data()
     keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
     results = []
@@ -152,24 +162,24 @@ def compare(settings: Settings, noise_multiplier: float) -> list[Result]:
 
 
 def statement(settings: Settings, noise_multiplier: float) -> str:
-    """Say in plain words who is protected, how much, and what was assumed."""
+    """Return in plain words who is protected, how much, and under which assumptions."""
     epsilon, delta, steps, seeds = settings
     trainings = len(MODELS) * len(SMOOTHINGS) * len(STEP_SIZES) * seeds
     return f"""\
-Privacy of each training
-  Who      every one of the {TRAIN:,} training images, against anybody who sees the model,
-           or all of its {steps} steps.
-  What     (ε = {epsilon:g}, δ = {delta:g})-differential privacy: whether an image was there or not
-           changes the odds of anything they may conclude by at most e^ε = {math.exp(epsilon):.3g},
-           but for events of probability δ.
+Privacy of each training run
+  Who      each of the {TRAIN:,} training images, against anybody who sees the model or all of its
+           {steps} steps.
+  What     (ε = {epsilon:g}, δ = {delta:g})-differential privacy: whether an image was in the data
+           changes the odds of any conclusion by a factor of at most e^ε = {math.exp(epsilon):.3g},
+           except with probability δ.
   How      full batches; each gradient clipped to norm {CLIP_NORM:g}; Gaussian noise on their sum
            with noise multiplier {noise_multiplier:.4g}; exact accounting of the Gaussian mechanism.
-  Assumed  neighbouring datasets differ by adding or removing one image, their number
-           is public, and the noise is secret. (Here it comes from the seeds 0 to {seeds - 1}, so
-           that you see what we saw; real training takes `lsdp.fresh_key()`.)
-  Not      the {VALIDATION} validation images, which chose the step sizes and count as public; nor
-           all {trainings} trainings of this comparison together, which spend more than one.
-  Smoothing comes after the noise: it neither costs privacy nor buys any.
+  Assumed  neighbouring datasets differ by adding or removing one image; the number of images is
+           public; the noise is secret. (Here it comes from the seeds 0 to {seeds - 1}, so that you
+           can reproduce the results; for real training, use `lsdp.fresh_key()`.)
+  Not      the {VALIDATION} validation images, which choose the step sizes and count as public; nor
+           all {trainings} training runs of this comparison together, which spend more than one run.
+  Smoothing comes after the noise, so it neither costs nor gains privacy.
 """
 
 
@@ -185,7 +195,7 @@ def table(results: list[Result], seeds: int) -> str:
 
 
 def verdict(results: list[Result]) -> str:
-    """Say what smoothing was worth, with its standard error over the seeds, pair by pair."""
+    """Return how much smoothing gains, with the standard error of the paired differences."""
     lines = []
     for name in MODELS:
         plain, *smoothed = [result for result in results if result.model == name]
@@ -197,14 +207,14 @@ def verdict(results: list[Result]) -> str:
             change = f"{gains.mean():+.1f} ± {error:.1f} points"
             change += "" if abs(gains.mean()) > 2 * error else ", which may be chance"
         lines.append(
-            f"{name}: σ = {best.smoothing:g}, the best on validation images, changes the test "
-            f"accuracy of DP-SGD by {change}."
+            f"{name}: σ = {best.smoothing:g}, the best value on validation images, changes the "
+            f"test accuracy of DP-SGD by {change}."
         )
     return "\n".join(lines)
 
 
 def draw(results: list[Result], settings: Settings, path: Path) -> None:
-    """Draw accuracy against σ, one panel for each model."""
+    """Draw accuracy against σ, with one panel per model."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -232,8 +242,9 @@ def draw(results: list[Result], settings: Settings, path: Path) -> None:
     pyplot.close(figure)
 
 
-def run(settings: Settings, output: Path, record: Path | None = None) -> None:
-    """Run the demo: print the statement and the table, write the figure and the record."""
+def run(args: argparse.Namespace) -> None:
+    """Print the statement and the table; write the figure and, with `--record`, the numbers."""
+    settings = Settings(args.epsilon, args.delta, args.steps, args.seeds)
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=settings.epsilon,
         delta=settings.delta,
@@ -245,11 +256,12 @@ def run(settings: Settings, output: Path, record: Path | None = None) -> None:
     print(statement(settings, noise_multiplier))
     results = compare(settings, noise_multiplier)
     print(f"\n{table(results, settings.seeds)}\n\n{verdict(results)}\n")
-    draw(results, settings, output)
-    print(f"ε spent by each training: {mechanism.epsilon(settings.delta):.6g}. Figure: {output}")
-    if record is not None:
+    draw(results, settings, args.output)
+    spent = mechanism.epsilon(settings.delta)
+    print(f"ε spent by each training run: {spent:.6g}. Figure: {args.output}")
+    if args.record is not None:
         derived = ("optimizer", "mean", "deviation")
         rows = [{**r._asdict(), **{name: getattr(r, name) for name in derived}} for r in results]
         known = {**settings._asdict(), "images": TRAIN, "noise_multiplier": noise_multiplier}
         text = json.dumps({**known, "results": rows}, indent=1, ensure_ascii=False)
-        record.write_text(text + "\n", encoding="utf-8")
+        args.record.write_text(text + "\n", encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Planning: a budget goes in, the parts of a private training run come out, and they agree."""
+"""Plans: from one set of numbers, a sampler, a gradient, an optimizer and ε that agree."""
 
-from optax_lsdp.planning._piecewise import Piecewise
 from optax_lsdp.planning._plan import PrivacyPlan
+from optax_lsdp.planning._settings import Piecewise
 
 __all__ = ["Piecewise", "PrivacyPlan"]

@@ -1,113 +1,132 @@
-"""Guards: batches with their masks and planned steps go in, or one sentence comes out."""
+"""Guards around a plan's gradient and optimizer: a mask for every batch, and no step too many."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lsdp._clipped import is_marked
 from optax_lsdp._keys import is_key
 from optax_lsdp._mesh import vary, varying_axes
+from optax_lsdp._schemes import SCHEMES, Sampling
+from optax_lsdp._types import PyTree
+from optax_lsdp.clipping import PerExample
 from optax_lsdp.optimizers import steps_taken
 
+ValueAndGrad = Callable[..., tuple[PerExample, optax.Updates]]
+Mask = jax.Array | np.ndarray
 
-def with_mask(
-    value_and_grad: Callable[..., Any], sampling: str, room: int
-) -> Callable[..., tuple[Any, Any]]:
-    """Refuse batches that hold padding, for all that is known, and come without a mask."""
 
-    def checked(params: Any, batch: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
+def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
+    """Return the function, but refuse batches that may be padded and have no mask.
+
+    Poisson batches are padded, and so are arrays longer than `room`. The function also refuses
+    batches with more than `room` examples, which no sampler of the plan draws.
+    """
+
+    def guarded(
+        params: optax.Params, batch: PyTree, mask: Mask | None = None, **options: object
+    ) -> tuple[PerExample, optax.Updates]:
         if mask is None:
             size = max((len(x) for x in jax.tree.leaves(batch) if jnp.shape(x)), default=0)
-            if sampling == "poisson" or size > room:
+            if SCHEMES[sampling].random_size or size > room:
                 raise ValueError(
                     f"`mask` must be given with {sampling!r} batches, which are padded, got none; "
-                    "pass that of `sampler.batch(step)`, or padding counts as examples."
+                    "pass the mask of `sampler.batch(step)`, or padding counts as examples."
                 )
-            mask = jnp.ones(size, bool)  # there is no padding in so few
+            mask = jnp.ones(size, bool)  # so small a batch has no padding
         private, total = value_and_grad(params, batch, mask, **options)
         return private, total if len(mask) <= room else _within_room(total, mask, room)
 
-    return checked
+    return guarded
 
 
-def _within_room(total: Any, mask: Any, room: int) -> Any:
-    """Refuse batches of more examples than the plan's sampler has room for: they are not its own.
-
-    Inside of jit nothing can be raised, and the sum becomes NaN.
-    """
+def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
+    """Raise if the mask counts more than `room` examples; inside `jit`, return NaN instead."""
     count = jnp.sum(mask)
     if not isinstance(count, jax.core.Tracer) and count > room:
         raise ValueError(
-            f"`mask` must count {room} examples at most, for which the plan has room, got {count}; "
+            f"`mask` must count {room} examples at most, the plan's room for a batch, got {count}; "
             "take batches and masks from `plan.sampler(key)`."
         )
     return jax.tree.map(lambda x: jnp.where(count <= room, x, jnp.nan), total)
 
 
-def guarded(
+def limit_steps(
     optimizer: optax.GradientTransformationExtraArgs, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that takes sums over batches with a mask, and that many steps."""
+    """Return the optimizer, but accept only sums with a mask, and at most `steps` updates."""
 
-    def update(updates: Any, state: Any, params: Any = None, **options: Any) -> Any:
-        _check_masks(updates)
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **options: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        _check_masked(updates)
         taken = steps_taken(state)
         is_planned = taken < steps
         is_traced = isinstance(is_planned, jax.core.Tracer)
         if not (is_traced or is_planned):
             raise ValueError(
-                f"`state` must be of less than {steps} steps, which is all that was planned, got "
-                f"one of {taken}; plan for more steps, and begin anew."
+                f"`state` must be of less than {steps} steps, the number that was planned, got one "
+                f"of {taken}; make a plan for more steps and start again."
             )
 
-        def take() -> Any:
+        def take_step() -> tuple[optax.Updates, optax.OptState]:
             return optimizer.update(updates, state, params, **options)
 
-        return _if_planned(is_planned, take, state) if is_traced else take()
+        return _if_planned(is_planned, take_step, state) if is_traced else take_step()
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _if_planned(is_planned: jax.Array, take: Callable[[], Any], state: Any) -> Any:
-    """Return what a step makes of the state, or no moves and the state as it was.
+def _if_planned(
+    is_planned: jax.Array,
+    take_step: Callable[[], tuple[optax.Updates, optax.OptState]],
+    state: optax.OptState,
+) -> tuple[optax.Updates, optax.OptState]:
+    """Return the result of a planned step; otherwise zero updates and the same state.
 
-    Nothing can be raised inside of jit. Steps beyond the plan move neither the parameters nor the
-    state, from which some optimizers read an average of the parameters.
+    Code inside `jit` cannot raise. The state must not change either, because some optimizers keep
+    an average of the parameters in it.
     """
     if jax.sharding.get_abstract_mesh().explicit_axes:  # branches would have to state shardings
-        moves, after = take()
+        moves, after = take_step()
         still = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
         kept = jax.tree.map(lambda new, old: jnp.where(is_planned, new, old), after, state)
         return still, kept
-    like_moves, like_state = jax.eval_shape(take)
+    like_moves, like_state = jax.eval_shape(take_step)
 
-    def keep() -> Any:
-        return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_like, state, like_state)
+    def skip_step() -> tuple[optax.Updates, optax.OptState]:
+        return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_cast, state, like_state)
 
-    # One of two branches: selecting each entry would draw the noise once for each array.
-    return jax.lax.cond(is_planned, take, keep)
+    # A branch, not a selection per entry: XLA would draw the noise again for each selected array.
+    return jax.lax.cond(is_planned, take_step, skip_step)
 
 
-def _zeros_like(like: Any) -> jax.Array:
+def _zeros_like(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return zeros with the shape, dtype and varying axes of `like`."""
     return vary(jnp.zeros(like.shape, like.dtype), varying_axes(like))
 
 
-def _like(old: jax.Array, like: Any) -> jax.Array:
-    kept = old if is_key(old) else jnp.asarray(old, like.dtype)
+def _cast(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the array with the dtype and varying axes of `like`."""
+    kept = array if is_key(array) else jnp.asarray(array, like.dtype)
     return vary(kept, varying_axes(like))
 
 
-def _check_masks(updates: Any) -> None:
+def _check_masked(updates: optax.Updates) -> None:
+    """Raise unless every leaf is a clipped sum that was computed with a mask."""
     for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
         if not (is_marked(leaf) and leaf.masked):
-            what = "a sum without one" if is_marked(leaf) else "arrays"
+            got = "a sum without one" if is_marked(leaf) else "arrays"
             raise ValueError(
-                "`updates` must be sums over batches with their mask, since a sampler may pad "
-                f"them, got {what}; use the plan's `clipped_grad(loss)(params, batch, "
-                "mask)`, and give a plan or `fit` an ordinary optimizer."
+                "`updates` must be sums over batches with their mask, because samplers pad "
+                f"batches, got {got}; compute them with the plan's `clipped_grad(loss)(params, "
+                "batch, mask)`, and give plans and `fit` an optimizer that is not private."
             )

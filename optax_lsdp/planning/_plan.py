@@ -1,11 +1,11 @@
-"""PrivacyPlan: sizes, noise and a budget go in; sampler, gradient, optimizer and ε come out."""
+"""PrivacyPlan: the settings of a private training run, and the parts that follow from them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import cached_property
 from numbers import Integral
@@ -15,57 +15,72 @@ import jax
 import numpy as np
 import optax
 
-from optax_lsdp._checks import is_number
+import optax_lsdp.sampling as samplers
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_whole, is_number
 from optax_lsdp._keys import check_key, fold_in_text
-from optax_lsdp.accounting import show_epsilon, statement
-from optax_lsdp.clipping import value_and_clipped_grad
-from optax_lsdp.optimizers import Smoothing, privatize
-from optax_lsdp.planning._accounts import mechanism_of, noise_and_epsilon, steps_of
-from optax_lsdp.planning._check import check_settings
-from optax_lsdp.planning._guards import guarded, with_mask
-from optax_lsdp.planning._json import read_plan, write_plan
-from optax_lsdp.planning._piecewise import Piecewise
-from optax_lsdp.planning._spending import COUNTED_AGAIN, Spending
-from optax_lsdp.sampling import (
-    FixedSizeSampler,
-    FullBatch,
-    PoissonSampler,
-    Sampler,
-    UnamplifiedShuffle,
-    room_for_batch,
+from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling
+from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.accounting import (
+    Composition,
+    Ledger,
+    SampledGaussian,
+    show_epsilon,
+    statement,
+    steps_of_epochs,
 )
+from optax_lsdp.clipping import PerExample, value_and_clipped_grad
+from optax_lsdp.optimizers import Smoothing, privatize
+from optax_lsdp.planning._budget import (
+    RECORDED_AT_MOST,
+    Budget,
+    noise_and_epsilon,
+    planned_steps,
+    with_noise,
+)
+from optax_lsdp.planning._guards import limit_steps, require_mask
+from optax_lsdp.planning._settings import (
+    Piecewise,
+    check_schedules,
+    check_sizes,
+    read_settings,
+    write_settings,
+)
+from optax_lsdp.sampling import Sampler, room_for_batch
 
-_RESERVED = 0.01  # of δ, for Poisson batches that are cut
+_RESERVED = 0.01  # the fraction of δ that covers truncated Poisson batches
 
 
 @dataclass(frozen=True)
-class PrivacyPlan(Spending):
-    """One private training run, and all its parts, which agree because they come from here.
+class PrivacyPlan:
+    """The settings of one private training run; its methods return parts that agree with them.
 
-    Say how many `steps`, or `epochs`; and either the budget `epsilon`, for which the smallest
-    sufficient noise is found, or the `noise_multiplier`, whose ε is computed; or both: what the
-    budget has beyond that ε covers steps that an interrupted run counts twice. To change a setting,
-    make another plan: `dataclasses.replace` would keep the noise that was found.
+    Give `steps` or `epochs`. Give `epsilon` to compute the smallest noise multiplier that keeps
+    this budget, or give `noise_multiplier` to compute its ε. You can give both if the budget is
+    larger than the planned steps need: the rest pays for steps that a restarted run repeats.
+    Plans are immutable. To change a setting, make a new plan; `dataclasses.replace` would keep the
+    noise multiplier that was computed for the old setting.
 
     Attributes:
         dataset_size: n, which is public.
         expected_batch_size: b.
         delta: δ, which should be well below 1/n.
         epsilon: ε, the budget.
-        steps: how many noisy sums are released.
-        epochs: n/b steps each, ⌊n/b⌋ if shuffled; they are turned into `steps`.
-        noise_multiplier: z, the noise on the clipped sum in units of its sensitivity.
-        noise_schedule: factors by which z is multiplied from some steps on; the accountant
-            composes them.
-        clip_norm: C, as in `clip_per_example`: a number, a prefix tree, or a `Piecewise`.
+        steps: T, how many noisy sums the run releases.
+        epochs: passes over the data, of n/b steps each (⌊n/b⌋ with sampling="shuffled"). The plan
+            converts them to `steps`.
+        noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
+            sum's sensitivity.
+        noise_schedule: factors by which z is multiplied. The accountant takes them into account.
+        clip_norm: C: a number, a prefix tree of numbers, or a `Piecewise`; see `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, a number or a `Piecewise`.
-        sampling: "poisson", "without_replacement", "full", or "shuffled", for which no
-            amplification is claimed: as in `accounting.SampledGaussian`.
-        neighbouring: what differs between datasets that are to be confused, as there.
+        sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
+            has no amplification by sampling); see `accounting.SampledGaussian`.
+        neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
+            `accounting.SampledGaussian`. The default is "add_remove" if the scheme allows it.
         group_size: how many examples one person contributes.
-        max_batch_size: a Poisson batch that would be larger is cut, and the accountant analyses
-            that. By default there is so much `room` that a cut batch is covered by a hundredth
-            of δ, which is set aside for it.
+        max_batch_size: larger Poisson batches are truncated to this size, and the accountant
+            analyses that. By default the plan computes a `room` that batches so rarely exceed that
+            a hundredth of δ covers it.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -80,104 +95,131 @@ class PrivacyPlan(Spending):
     dataset_size: int
     expected_batch_size: int
     delta: float
-    epsilon: float = None  # type: ignore[assignment]  # None is filled in below
-    steps: int = None  # type: ignore[assignment]  # None is filled in below
+    epsilon: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    steps: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     epochs: float | None = None
-    noise_multiplier: float = None  # type: ignore[assignment]  # None is filled in below
+    noise_multiplier: float = None  # type: ignore[assignment]  # __post_init__ replaces None
     noise_schedule: Piecewise | None = None
-    clip_norm: Any = 1.0
+    clip_norm: ClipNorm = 1.0
     smoothing: float | Piecewise = 0.0
-    sampling: Any = "poisson"
-    neighbouring: Any = None
+    sampling: Sampling = "poisson"
+    neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
     group_size: int = 1
     max_batch_size: int | None = None
     digest: str = field(init=False, repr=False, compare=False)  # a hash of all settings
+    budget: Budget = field(init=False, repr=False, compare=False)  # the planned steps and (ε, δ)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if getattr(value, "shape", None) == () and not isinstance(value, jax.core.Tracer):
-                self._set(name, value.item())  # an array of one number, of NumPy or JAX
-        check_settings(self)
-        self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # not the caller's
+                self._set(name, value.item())  # a NumPy or JAX scalar
+        check_delta("delta", self.delta)
+        check_sizes(self.sampling, self.dataset_size, self.expected_batch_size, self.max_batch_size)
+        check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
+        self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # our own copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
                 f"{self.delta:g}: a mechanism that publishes one example outright has δ = 1/n.",
                 stacklevel=3,
             )
-        self._set("steps", steps_of(self))
+        self._set("steps", _number_of_steps(self))
         self._set("epochs", None)
-        for name, value in vars(self).items():  # plain numbers, whatever kind they came as
+        for name, value in vars(self).items():  # subclasses of int and float become plain ones
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
-        unit = mechanism_of(self, 1.0)  # raises if sampling and relation do not go together
-        self._set("neighbouring", unit.runs[0].neighbouring)
-        noise_multiplier, epsilon = noise_and_epsilon(self)
+        step = SampledGaussian(
+            1.0,
+            self.expected_batch_size / self.dataset_size,
+            1,
+            sampling=self.sampling,
+            neighbouring=self.neighbouring,
+            max_batch_size=self.max_batch_size,
+            dataset_size=None if self.max_batch_size is None else self.dataset_size,
+            group_size=self.group_size,
+        )
+        self._set("neighbouring", step.neighbouring)
+        unit = planned_steps(step, self.steps, self.noise_schedule)
+        delta = self.delta_of_noise
+        noise_multiplier, epsilon = noise_and_epsilon(
+            unit, delta, epsilon=self.epsilon, noise_multiplier=self.noise_multiplier
+        )
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
-        self._set("digest", self._hash())  # raises if the plan cannot be written
+        self._set("budget", Budget(with_noise(unit, noise_multiplier), epsilon, delta))
+        self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
 
-    def _set(self, name: str, value: Any) -> None:
+    def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     @property
     def delta_of_noise(self) -> float:
-        """What the accountant is given of δ: all but the share that covers batches that are cut."""
-        reserves = self.sampling == "poisson" and self.max_batch_size is None
+        """Return the part of δ for the noise; the rest covers truncated Poisson batches."""
+        reserves = SCHEMES[self.sampling].random_size and self.max_batch_size is None
         return self.delta * (1 - _RESERVED) if reserves else self.delta
 
     @cached_property
     def room(self) -> int:
-        """How many examples a batch has room for.
+        """Return how many examples a batch can hold.
 
-        A mechanism that deviates with probability P in a step costs (1 + e^ε)·T·P of δ at most,
-        where T is twice what is planned, as steps may have to be counted twice.
+        A mechanism that deviates with probability P in each of T steps costs at most (1 + e^ε)·T·P
+        of δ. Here T is twice the planned number, because a restarted run can repeat steps.
         """
-        if self.sampling != "poisson":
-            return self.dataset_size if self.sampling == "full" else self.expected_batch_size
+        if not SCHEMES[self.sampling].random_size:
+            return self.expected_batch_size
         if self.max_batch_size is not None:
             return self.max_batch_size
-        deviations = COUNTED_AGAIN * self.steps
-        log_rare = math.log(_RESERVED * self.delta / deviations) - np.logaddexp(0, self.epsilon)
-        rare = math.exp(max(log_rare, -690.0))
+        most_steps = RECORDED_AT_MOST * self.steps
+        log_rare = math.log(_RESERVED * self.delta / most_steps) - np.logaddexp(0, self.epsilon)
+        rare = math.exp(max(log_rare, -690.0))  # exp(−690) is close to the smallest float
         return room_for_batch(
             self.dataset_size, self.expected_batch_size, rare, group_size=self.group_size
         )
 
     def sampler(self, key: jax.Array, *, multiple_of: int = 1) -> Sampler:
-        """Return the sampler that the accountant counts on; see `optax_lsdp.sampling`."""
-        size, batch = self.dataset_size, self.expected_batch_size
-        if self.sampling == "full":
-            return FullBatch(size, multiple_of=multiple_of)
+        """Return the sampler of the plan's sampling scheme; see `optax_lsdp.sampling`."""
+        scheme, size = SCHEMES[self.sampling], self.dataset_size
+        make: Callable[..., Sampler] = getattr(samplers, scheme.sampler)
+        if scheme.whole_dataset:
+            return make(size, multiple_of=multiple_of)
         key = self.derive_key(key, "sampling")
-        if self.sampling == "poisson":
-            rate = batch / size
-            return PoissonSampler(
-                size, rate, key, max_batch_size=self.room, multiple_of=multiple_of
-            )
-        kind = UnamplifiedShuffle if self.sampling == "shuffled" else FixedSizeSampler
-        return kind(size, batch, key, multiple_of=multiple_of)
+        if scheme.random_size:
+            rate = self.expected_batch_size / size
+            return make(size, rate, key, max_batch_size=self.room, multiple_of=multiple_of)
+        return make(size, self.expected_batch_size, key, multiple_of=multiple_of)
 
-    def clipped_grad(self, loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    def clipped_grad(
+        self, loss_fn: Callable[..., PyTree], **options: Any
+    ) -> Callable[..., optax.Updates]:
         """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm.
 
-        Poisson batches are padded: the mask of `sampler.batch(step)` must be given with them.
+        `options` are other arguments of `optax_lsdp.clipped_grad`. Poisson batches are padded, so
+        the gradient needs the mask of `sampler.batch(step)`.
         """
         value_and_grad = self.value_and_clipped_grad(loss_fn, **options)
 
-        def grad(params: Any, batch: Any, mask: Any = None, **step: Any) -> Any:
+        def grad(
+            params: optax.Params,
+            batch: PyTree,
+            mask: jax.Array | np.ndarray | None = None,
+            **step: object,
+        ) -> optax.Updates:
             return value_and_grad(params, batch, mask, **step)[1]
 
         return grad
 
     def value_and_clipped_grad(
-        self, loss_fn: Callable[..., Any], **options: Any
-    ) -> Callable[..., Any]:
-        """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`, likewise."""
-        _check_options(options)
+        self, loss_fn: Callable[..., PyTree], **options: Any
+    ) -> Callable[..., tuple[PerExample, optax.Updates]]:
+        """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`; see `clipped_grad`."""
+        if "clip_norm" in options:
+            raise TypeError(
+                f"`clip_norm` must be a setting of the plan only, got {options['clip_norm']!r}; "
+                "give it to PrivacyPlan."
+            )
         self._check_unchanged()
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
-        return with_mask(grad, self.sampling, self.room)
+        return require_mask(grad, self.sampling, self.room)
 
     def optimizer(
         self,
@@ -185,18 +227,29 @@ class PrivacyPlan(Spending):
         key: jax.Array,
         *,
         smoothing: Smoothing | None = None,
+        shard_specs: PyTree = None,
+        replicated_axes: str | Sequence[str] = (),
     ) -> optax.GradientTransformationExtraArgs:
-        """Return `privatize(optimizer, …)` with the plan's noise; smoothing may be a transform.
+        """Return `privatize(optimizer, …)` with the plan's noise, clip norm and batch size.
 
-        It takes the sums of the plan's gradients, or of others with a mask, but no stacked
-        gradients, in which padding would count; and it takes the plan's `steps`: what follows
-        raises, or moves no parameter inside of `jit`. The key may be the one that `sampler` has:
-        each derives its own.
+        The result accepts only clipped sums that were computed with a mask, because padding would
+        count as examples without one. After the planned steps it raises; inside `jit`, where it
+        cannot raise, it leaves the parameters and its state unchanged.
+
+        Args:
+            optimizer: any Optax optimizer.
+            key: one typed key. It may be the key of `sampler`, since each derives its own from it.
+            smoothing: σ or a `laplacian_smooth(...)` transform, instead of the plan's σ.
+            shard_specs: how updates are split inside `shard_map`; see `privatize`.
+            replicated_axes: mesh axes over which updates are replicated; see `privatize`.
         """
-        noise: Any = self.noise_multiplier
+        noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
             values = [self.noise_multiplier * value for value in self.noise_schedule.values]
             noise = Piecewise(self.noise_schedule.starts, tuple(values))
+        sharding: dict[str, PyTree] = {}
+        if shard_specs is not None or replicated_axes:
+            sharding = {"shard_specs": shard_specs, "replicated_axes": replicated_axes}
         private = privatize(
             optimizer,
             clip_norm=self.clip_norm,
@@ -204,17 +257,47 @@ class PrivacyPlan(Spending):
             expected_batch_size=self.expected_batch_size,
             smoothing=self.smoothing if smoothing is None else smoothing,
             key=self.derive_key(key, "noise"),
+            **sharding,
         )
-        return guarded(private, self.steps)
+        return limit_steps(private, self.steps)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
-        """Return a key for one purpose in one plan: no two plans or purposes share randomness."""
+        """Return a key for one purpose: different plans and labels have independent keys."""
         check_key("key", key)
         self._check_unchanged()
         return fold_in_text(fold_in_text(key, self.digest), label)
 
+    @property
+    def mechanism(self) -> Composition:
+        """Return all planned steps, as the accountant describes them."""
+        return self.budget.mechanism
+
+    def event(self, step: int) -> SampledGaussian:
+        """Return a planned step in the form that `Ledger.append` takes."""
+        return self.budget.event(step)
+
+    def epsilon_after(self, steps: int) -> float:
+        """Return an upper bound on ε after the first `steps` planned steps."""
+        return self.budget.epsilon_after(steps)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Return ε of all recorded steps."""
+        return self.budget.spent(ledger)
+
+    def allows(self, ledger: Ledger, step: int) -> bool:
+        """Return whether the budget covers all recorded steps, followed by `step`."""
+        return self.budget.allows(ledger, step)
+
+    def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
+        """Return ε after each planned step from `step` on, if they follow the recorded steps."""
+        return self.budget.epsilons(ledger, step)
+
+    def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
+        """Return how many planned steps from `step` (default: `ledger.steps`) the budget covers."""
+        return self.budget.remaining_steps(ledger, step)
+
     def statement(self) -> str:
-        """Return in plain words what is protected, from whom, and what was assumed.
+        """Return in plain words what is protected, from whom, and under which assumptions.
 
         >>> plan = PrivacyPlan(
         ...     dataset_size=1000,
@@ -230,13 +313,14 @@ class PrivacyPlan(Spending):
         text = statement(self.mechanism, self.delta, reserved=self.delta - self.delta_of_noise)
         if self.epsilon > 1.001 * self.mechanism.epsilon(self.delta_of_noise):
             text += (
-                f"\n\nThe budget is ε = {show_epsilon(self.epsilon)}: a run that is interrupted "
-                "and goes on with\nanything changed may have to count steps twice, up to that."
+                f"\n\nThe budget is ε = {show_epsilon(self.epsilon)}. A run that restarts with "
+                "other settings may have to\ncount some steps twice; all steps together stay "
+                "within the budget."
             )
         if self.delta_of_noise < self.delta:
             text += (
-                f"\n\nBatches have room for {self.room:,} examples. Of a larger one that many are "
-                f"kept\nat random, for which {_RESERVED:.0%} of δ is set aside."
+                f"\n\nBatches have room for {self.room:,} examples. Of a larger batch, a random "
+                f"subset of this\nsize is kept. {_RESERVED:.0%} of δ is reserved for this case."
             )
         return text
 
@@ -244,7 +328,7 @@ class PrivacyPlan(Spending):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def _check_unchanged(self) -> None:
-        """Raise if someone has written into a dict of clip norms: ε is that of the first ones."""
+        """Raise if someone changed the tree of clip norms after the plan computed its ε."""
         if self._hash() != self.digest:
             raise ValueError(
                 f"`clip_norm` must be as it was when the plan was made, got {self.clip_norm!r}; "
@@ -252,23 +336,34 @@ class PrivacyPlan(Spending):
             )
 
     def to_json(self) -> str:
-        """Return the plan as text; it holds no key."""
-        return write_plan({name: getattr(self, name) for name in _settings()})
+        """Return the settings as JSON text, which contains no key."""
+        return write_settings({name: getattr(self, name) for name in _setting_names()})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyPlan:
-        """Return the plan that `to_json` wrote; its ε is computed again, and not believed."""
-        return cls(**read_plan(text, set(_settings())))
+        """Return the plan that `to_json` wrote, and check its noise multiplier against its ε."""
+        return cls(**read_settings(text, set(_setting_names())))
 
 
-def _settings() -> list[str]:
-    """Return the names of what is given to a plan."""
+def _setting_names() -> list[str]:
     return [field.name for field in fields(PrivacyPlan) if field.init]
 
 
-def _check_options(options: dict[str, Any]) -> None:
-    if "clip_norm" in options:
-        raise TypeError(
-            f"`clip_norm` must be left to the plan, which has it, got {options['clip_norm']!r}; "
-            "give it to PrivacyPlan."
+def _number_of_steps(plan: PrivacyPlan) -> int:
+    """Return T, from `steps` or from `epochs`."""
+    if (plan.steps is None) == (plan.epochs is None):
+        raise ValueError(
+            "`steps` or `epochs` must be given, and only one of them, got "
+            f"steps={plan.steps!r} and epochs={plan.epochs!r}."
         )
+    if plan.epochs is None:
+        check_whole("steps", plan.steps)
+        if plan.steps > MOST_STEPS:
+            raise ValueError(f"`steps` must be {MOST_STEPS:.0e} at most, got {plan.steps}.")
+        return plan.steps
+    return steps_of_epochs(
+        plan.epochs,
+        dataset_size=plan.dataset_size,
+        batch_size=plan.expected_batch_size,
+        sampling=plan.sampling,
+    )

@@ -1,21 +1,21 @@
-"""Sampling: a dataset's size, a rate and a step go in, indices and a mask come out."""
+"""Sampling: one sampler per sampling scheme, each a function from a step to a batch."""
 
 from optax_lsdp.sampling._samplers import (
+    Batch,
     FixedSizeSampler,
-    FullBatch,
+    FullBatchSampler,
     PoissonSampler,
     Sampler,
-    UnamplifiedShuffle,
+    ShuffledSampler,
     room_for_batch,
 )
-from optax_lsdp.sampling._subsets import Batch
 
 __all__ = [
     "Batch",
     "FixedSizeSampler",
-    "FullBatch",
+    "FullBatchSampler",
     "PoissonSampler",
     "Sampler",
-    "UnamplifiedShuffle",
+    "ShuffledSampler",
     "room_for_batch",
 ]

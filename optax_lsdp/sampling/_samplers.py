@@ -1,9 +1,10 @@
-"""Sampling: a dataset's size, a rate and a step go in, the indices of that step's batch come out.
+"""Samplers: which examples are in the batch of a step.
 
-A batch is a function of the key and the step alone: any step, out of order, on any host, in NumPy
-or inside `jax.jit`, to the same bits. What it costs grows with the batch, not with the dataset:
-from 64 random bits a table tells how many examples there are, and as many different indices are
-drawn, each by multiplying 64 bits with n. No example's rate is off by more than n·2⁻⁶⁴ of itself.
+A batch depends on the key and the step alone. Any host can draw any step, in any order, in NumPy or
+inside `jax.jit`, and gets the same bits: the only random source is Threefry under a key per step.
+The cost grows with the batch, not with the dataset. A Poisson sampler looks up the batch's size in
+a table with 64 random bits. It then draws that many different indices, each as the product of n
+and 64 random bits. The relative error of an example's rate is at most n·2⁻⁶⁴.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,30 +21,66 @@ import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_rate, check_whole
-from optax_lsdp._keys import check_key, is_threefry
-from optax_lsdp.sampling._subsets import Batch, Words, subset
+from optax_lsdp._keys import check_key, is_threefry, threefry
 
-_MOST = 2**31 - 1  # examples, whose indices are int32
-_RARE = 1e-15  # the probability with which a batch is larger than its room, about b + 8√b
+Array: TypeAlias = np.ndarray | jax.Array
+Step: TypeAlias = int | np.integer | jax.Array
+
+_MOST = 2**31 - 1  # examples, since indices are int32
+_RARE = 1e-15  # the default probability that a batch exceeds its room, about b + 8√b
+_DENSE = 4  # subsets with room for more than n/4 examples are taken from a permutation of all
+
+
+class Batch(NamedTuple):
+    """The examples of a step: `indices[mask]`, followed by padding.
+
+    Pass both to the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
+    the mask, padding counts as examples, and the true ε is larger than the accountant's.
+
+    Attributes:
+        indices: (size,) int32. Padding consists of examples that the step did not draw. None of
+            them occurs twice unless the array is longer than the dataset.
+        mask: (size,) bool, True where there is an example. The number of examples in a Poisson
+            batch is private.
+    """
+
+    indices: Any  # NumPy arrays, or JAX arrays if the step is one
+    mask: Any
+
+
+class Sampler(Protocol):
+    """What all samplers have in common."""
+
+    @property
+    def dataset_size(self) -> int:
+        """Return n."""
+
+    @property
+    def size(self) -> int:
+        """Return the length of a batch's arrays."""
+
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step."""
 
 
 @dataclass(frozen=True, eq=False)
 class PoissonSampler:
-    """Every example is in every batch with probability q, independently of all else.
+    """Draw every example with probability q for every batch, independently of all else.
 
-    Batches are as large as chance wills, arrays are not: they have room for `max_batch_size`, and
-    of a batch that is larger that many are kept, chosen uniformly. `overflow_probability` tells how
-    probable that is in a step. It has to be accounted for: pass `max_batch_size` and `dataset_size`
-    to `accounting.SampledGaussian`, or let `PrivacyPlan` do so.
+    The size of a batch is random, but the length of its arrays is not. They hold at most
+    `max_batch_size` examples; of a larger batch, the sampler keeps a uniform subset of that size.
+    `overflow_probability` is the probability of this in one step. The accountant has to know: pass
+    `max_batch_size` and `dataset_size` to `accounting.SampledGaussian`, or use a `PrivacyPlan`.
 
     Args:
         dataset_size: n, at most 2³¹ − 1.
         sampling_rate: q = b/n, with b the expected batch size.
-        key: one typed key, used for nothing else. Whoever has it knows who was in which batch, and
-            the guarantee counts on nobody knowing: it is as secret as the data.
-        max_batch_size: the room for a batch; by default exceeded with probability 1e-15 or less.
-        multiple_of: the length of the arrays is a multiple of this: the number of devices, say, or
-            the size of a microbatch.
+        key: one typed key, used for nothing else. Keep it as secret as the data: whoever has it
+            knows which examples are in which batch, and the guarantee assumes that nobody does.
+        max_batch_size: the room for a batch. A batch exceeds the default with probability 1e-15 or
+            less.
+        multiple_of: the length of the arrays is rounded up to a multiple of this number, such as
+            the number of devices or the size of a microbatch.
 
     >>> sampler = PoissonSampler(60_000, 256 / 60_000, key=jax.random.key(0))
     >>> batch = sampler.batch(step=7)
@@ -53,9 +91,8 @@ class PoissonSampler:
     dataset_size: int
     sampling_rate: float
     key: jax.Array = field(repr=False)
-    max_batch_size: int | None = None
+    max_batch_size: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     multiple_of: int = 1
-    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
         check_rate("sampling_rate", self.sampling_rate)
@@ -63,28 +100,36 @@ class PoissonSampler:
         if self.max_batch_size is None:
             room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
             object.__setattr__(self, "max_batch_size", room)
-        _settle(self, "max_batch_size", self.max_batch_size, self.key)
+        _check_sizes(self.dataset_size, "max_batch_size", self.max_batch_size, self.multiple_of)
+        _check_threefry(self.key)
+
+    @property
+    def size(self) -> int:
+        """Return the length of a batch's arrays."""
+        return _round_up(self.max_batch_size, self.multiple_of)
 
     @property
     def overflow_probability(self) -> float:
-        """The probability that a step's batch is larger than its room, and is cut."""
-        return float(binom.sf(self.max_batch_size or 0, self.dataset_size, self.sampling_rate))
+        """Return the probability that the batch of a step exceeds its room and is truncated."""
+        return float(binom.sf(self.max_batch_size, self.dataset_size, self.sampling_rate))
 
-    def batch(self, step: Any) -> Batch:
-        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
-        words = Words(self.key, step)
-        room = self.max_batch_size or 0
-        return subset(words, self.dataset_size, words.below(self._counts), room, self.size)
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        bits = RandomBits(self.key, step)
+        count = bits.reached(self._cumulative)
+        return subset(bits, self.dataset_size, count, self.max_batch_size, self.size)
 
     @cached_property
-    def _counts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for all k below the room, as two words each."""
-        k = np.arange(self.max_batch_size or 0)
-        low = binom.cdf(k, self.dataset_size, self.sampling_rate)
-        high = binom.sf(k, self.dataset_size, self.sampling_rate)  # precise where the other is not
+    def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for all k below the room, as high and low words."""
+        k = np.arange(self.max_batch_size)
+        below = binom.cdf(k, self.dataset_size, self.sampling_rate)
+        above = binom.sf(
+            k, self.dataset_size, self.sampling_rate
+        )  # precise where `below` is near 1
         whole = [
             math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
-            for a, b in zip(low, high, strict=True)
+            for a, b in zip(below, above, strict=True)
         ]
         whole = [min(x, 2**64 - 1) for x in whole]
         words = np.array([divmod(x, 2**32) for x in whole], np.uint32).reshape(-1, 2)
@@ -93,14 +138,15 @@ class PoissonSampler:
 
 @dataclass(frozen=True, eq=False)
 class FixedSizeSampler:
-    """Every batch is a fresh uniform subset of `batch_size` examples, without replacement.
+    """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    For the accountant this is `sampling="without_replacement"`.
+    The accountant calls this `sampling="without_replacement"`.
 
     Args:
         dataset_size: n, at most 2³¹ − 1.
-        batch_size: how many examples each batch has.
-        key, multiple_of: as in `PoissonSampler`.
+        batch_size: b, the number of examples in each batch.
+        key: one typed key; see `PoissonSampler`.
+        multiple_of: the length of the arrays is rounded up to a multiple of this number.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -111,32 +157,38 @@ class FixedSizeSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
-    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _settle(self, "batch_size", self.batch_size, self.key)
+        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
+        _check_threefry(self.key)
 
-    def batch(self, step: Any) -> Batch:
-        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
-        words = Words(self.key, step)
-        return subset(words, self.dataset_size, self.batch_size, self.batch_size, self.size)
+    @property
+    def size(self) -> int:
+        """Return the length of a batch's arrays."""
+        return _round_up(self.batch_size, self.multiple_of)
+
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        bits = RandomBits(self.key, step)
+        return subset(bits, self.dataset_size, self.batch_size, self.batch_size, self.size)
 
 
 @dataclass(frozen=True, eq=False)
-class UnamplifiedShuffle:
-    """Every epoch is one pass over the shuffled data, in ⌊n/b⌋ batches; the rest of it is left out.
+class ShuffledSampler:
+    """Shuffle the data in every epoch, and cut them into ⌊n/b⌋ batches; drop the remainder.
 
-    Data loaders that drop the last batch do the same. The accountant claims no amplification by
-    sampling for it (`sampling="shuffled"`), and the noise for a given ε is many times larger: take
-    it for comparison, or where data cannot be read in any other way. An epoch costs one sort of n
-    numbers, which is kept for its other steps; inside `jit`, every step sorts.
+    Data loaders that drop the last batch do the same. The accountant (`sampling="shuffled"`) claims
+    no amplification by sampling, so that the same ε needs many times the noise. Use this sampler
+    for comparison, or where the data cannot be read in any other way. An epoch costs one sort of n
+    numbers, which the sampler keeps until the next epoch. Inside `jit`, every step sorts.
 
     Args:
         dataset_size: n, at most 2³¹ − 1.
-        batch_size: b, how many examples each batch has.
-        key, multiple_of: as in `PoissonSampler`.
+        batch_size: b, the number of examples in each batch.
+        key: one typed key; see `PoissonSampler`.
+        multiple_of: the length of the arrays is rounded up to a multiple of this number.
 
-    >>> sampler = UnamplifiedShuffle(10, batch_size=5, key=jax.random.key(0))
+    >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
@@ -145,71 +197,81 @@ class UnamplifiedShuffle:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
-    size: int = field(init=False, repr=False)  # the length of a batch's arrays
-    _kept: dict[int, np.ndarray] = field(init=False, repr=False, default_factory=dict)
+    _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _settle(self, "batch_size", self.batch_size, self.key)
+        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
+        _check_threefry(self.key)
 
-    def batch(self, step: Any) -> Batch:
-        """Return the batch of a step: NumPy arrays, or JAX's if the step is one."""
-        count = self.dataset_size // self.batch_size
-        epoch, place = step // count, step % count
+    @property
+    def size(self) -> int:
+        """Return the length of a batch's arrays."""
+        return _round_up(self.batch_size, self.multiple_of)
+
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        batches = self.dataset_size // self.batch_size
+        epoch, place = step // batches, step % batches
         order = self._order(epoch)
-        xp: Any = jnp if isinstance(step, jax.Array) else np
-        within = xp.arange(self.size, dtype=np.int32)
-        mask = within < self.batch_size
-        start = place * self.batch_size
-        return Batch(order[(start + within) % np.int32(self.dataset_size)], mask)
+        within = _namespace(step).arange(self.size, dtype=np.int32)
+        indices = order[(place * self.batch_size + within) % np.int32(self.dataset_size)]
+        return Batch(indices, within < self.batch_size)
 
-    def _order(self, epoch: Any) -> Any:
-        words = Words(self.key, epoch)
-        if words.xp is jnp:
-            return words.permutation(self.dataset_size)
-        if epoch not in self._kept:
-            self._kept.clear()
-            self._kept[epoch] = words.permutation(self.dataset_size)
-        return self._kept[epoch]
+    def _order(self, epoch: Step) -> Array:
+        """Return the order of all examples in an epoch, and keep it if it is a NumPy array."""
+        bits = RandomBits(self.key, epoch)
+        if isinstance(epoch, jax.Array):
+            return bits.permutation(self.dataset_size)
+        if epoch not in self._last_order:
+            self._last_order.clear()
+            self._last_order[int(epoch)] = bits.permutation(self.dataset_size)
+        return self._last_order[int(epoch)]
 
 
 @dataclass(frozen=True)
-class FullBatch:
-    """Every batch is the whole dataset: `sampling="full"` for the accountant.
+class FullBatchSampler:
+    """Return the whole dataset as every batch.
 
-    >>> FullBatch(3).batch(0).indices
+    The accountant calls this `sampling="full"`.
+
+    Args:
+        dataset_size: n, at most 2³¹ − 1.
+        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+
+    >>> FullBatchSampler(3).batch(0).indices
     array([0, 1, 2], dtype=int32)
     """
 
     dataset_size: int
     multiple_of: int = 1
-    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _settle(self, "dataset_size", self.dataset_size)
+        _check_sizes(self.dataset_size, "dataset_size", self.dataset_size, self.multiple_of)
 
-    def batch(self, step: Any) -> Batch:
+    @property
+    def size(self) -> int:
+        """Return the length of a batch's arrays."""
+        return _round_up(self.dataset_size, self.multiple_of)
+
+    def batch(self, step: Step) -> Batch:
         """Return all examples, whatever the step."""
-        xp: Any = jnp if isinstance(step, jax.Array) else np
-        place = xp.arange(self.size, dtype=np.int32)
+        place = _namespace(step).arange(self.size, dtype=np.int32)
         return Batch(place % np.int32(self.dataset_size), place < self.dataset_size)
-
-
-Sampler = PoissonSampler | FixedSizeSampler | UnamplifiedShuffle | FullBatch
 
 
 def room_for_batch(
     dataset_size: int, expected_batch_size: float, rare: float = _RARE, group_size: int = 1
 ) -> int:
-    """Return a size that a Poisson batch exceeds with a probability of at most `rare`, about 1e-15.
+    """Return a size that a Poisson batch exceeds with probability `rare` or less.
 
-    Whether a group of that many examples is in the data besides or not.
+    The bound also holds if a group of `group_size` examples is added to the dataset.
 
     >>> room_for_batch(60_000, 256)
     393
     """
     rate = expected_batch_size / dataset_size
     low, high = max(math.floor(expected_batch_size), 1), dataset_size
-    while low < high:  # SciPy's own inverse gives up below 1e-16
+    while low < high:  # by bisection: SciPy's inverse fails below 1e-16
         middle = (low + high) // 2
         if binom.sf(middle, dataset_size + group_size, rate) > rare:
             low = middle + 1
@@ -218,21 +280,118 @@ def room_for_batch(
     return high
 
 
-def _settle(sampler: Sampler, name: str, room: Any, key: jax.Array | None = None) -> None:
-    """Check what all samplers have, and set the length of their arrays."""
-    most, multiple = sampler.dataset_size, sampler.multiple_of
-    check_whole("dataset_size", most)
-    if most > _MOST:
-        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {most}.")
-    check_whole("multiple_of", multiple)
+def _check_sizes(dataset_size: int, name: str, room: int, multiple_of: int) -> None:
+    check_whole("dataset_size", dataset_size)
+    if dataset_size > _MOST:
+        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {dataset_size}.")
+    check_whole("multiple_of", multiple_of)
     check_whole(name, room)
-    if room > most:
-        raise ValueError(f"`{name}` must be at most the dataset's size, {most}, got {room}.")
-    if key is not None:
-        check_key("key", key)
-        if not is_threefry(key):
-            raise ValueError(
-                f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, which other "
-                "devices may read differently; use fresh_key()."
-            )
-    object.__setattr__(sampler, "size", -(-room // multiple) * multiple)
+    if room > dataset_size:
+        raise ValueError(
+            f"`{name}` must be at most the dataset's size, {dataset_size}, got {room}."
+        )
+
+
+def _check_threefry(key: jax.Array) -> None:
+    check_key("key", key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
+            "between devices; use fresh_key()."
+        )
+
+
+def _round_up(number: int, multiple_of: int) -> int:
+    return -(-number // multiple_of) * multiple_of
+
+
+def _namespace(step: Step) -> ModuleType:
+    """Return `jax.numpy` if the step is a JAX array, else `numpy`."""
+    return jnp if isinstance(step, jax.Array) else np
+
+
+class RandomBits:
+    """The random bits of one step: Threefry under a key per step, by NumPy or by JAX."""
+
+    def __init__(self, key: jax.Array, step: Step) -> None:
+        self.xp = _namespace(step)
+        data: Array = jax.random.key_data(key)
+        if not isinstance(step, jax.Array):
+            check_whole("step", step, least=0)
+            data = np.asarray(data)
+            halves: tuple[Step, Step] = int(step) & 0xFFFFFFFF, int(step) >> 32
+        else:  # `step >> 32` would return a 32-bit step unchanged
+            halves = step, step >> 31 >> 1
+        count = [self.xp.asarray(word).astype(np.uint32)[None] for word in halves]
+        self.key = threefry((data[:1], data[1:]), (count[0], count[1]))
+
+    def draw(self, stream: int, size: int) -> tuple[Array, Array]:
+        """Return `size` pairs of 32-bit words. Different streams are independent."""
+        place = self.xp.arange(size, dtype=np.uint32)
+        return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
+
+    def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
+        """Return how many 64-bit numbers of a table are at most a random one."""
+        high, low = self.draw(0, 1)
+        return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
+
+    def indices(self, bound: int, size: int) -> Array:
+        """Return ⌊bound·u⌋ for `size` uniform u of 64 bits."""
+        high, low = self.draw(1, size)
+        times = np.uint32(bound)
+        carried = high * times + _high_product(low, times)
+        overflow = (carried < high * times).astype(np.uint32)
+        return (_high_product(high, times) + overflow).astype(np.int32)
+
+    def different(self, bound: int, size: int) -> Array:
+        """Return an array whose first `size` entries are different indices below `bound`.
+
+        `size` must be at most bound/4. Then enough of the drawn indices differ, unless chance is
+        twenty standard deviations off.
+        """
+        repeated = self.indices(bound, size + size // 2 + 64)
+        order = self.xp.argsort(repeated, stable=True)
+        is_new = repeated[order][1:] != repeated[order][:-1]
+        first = self.xp.concatenate([self.xp.ones(1, bool), is_new])
+        first = first[self.xp.argsort(order, stable=True)]
+        return repeated[self.xp.argsort(~first, stable=True)]
+
+    def permutation(self, size: int) -> Array:
+        """Return all indices below `size`, sorted by 64 random bits each."""
+        return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
+
+
+def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, size: int) -> Batch:
+    """Return a batch of `count` different random indices, at most `room`.
+
+    The arrays have `size` entries. The examples do not depend on `size`. Padding consists of the
+    other examples, each once, until all are used.
+    """
+    xp = bits.xp
+    if _DENSE * room > dataset_size:
+        order = bits.permutation(dataset_size)
+    else:
+        order = bits.different(dataset_size, size if _DENSE * size <= dataset_size else room)
+        if _DENSE * size > dataset_size:
+            order = _followed_by_others(order[:room], dataset_size, xp)
+    place = xp.arange(size, dtype=np.int32)
+    return Batch(order[place % np.int32(len(order))], place < count)
+
+
+def _followed_by_others(drawn: Array, dataset_size: int, xp: ModuleType) -> Array:
+    """Return the indices `drawn`, followed by all other indices."""
+    rank = xp.full(dataset_size, len(drawn), np.int32)
+    rise = xp.arange(len(drawn), dtype=np.int32)
+    if xp is np:
+        rank[drawn] = rise
+    else:
+        rank = rank.at[drawn].set(rise)
+    return xp.argsort(rank, stable=True).astype(np.int32)
+
+
+def _high_product(one: Array, other: np.uint32) -> Array:
+    """Return the upper 32 bits of a product of 32-bit numbers."""
+    half, lower = np.uint32(16), np.uint32(0xFFFF)
+    a, b, c, d = one >> half, one & lower, other >> half, other & lower
+    middle = (b * d >> half) + (a * d & lower) + (b * c & lower)
+    return a * c + (a * d >> half) + (b * c >> half) + (middle >> half)

@@ -20,8 +20,8 @@ import optax
 
 from optax_lsdp import _keys, noise, optimizers
 from optax_lsdp.discrete import _transform as discrete
-from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
-from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
+from optax_lsdp.planning import PrivacyPlan, _budget, _guards, _plan
+from optax_lsdp.sampling import PoissonSampler, ShuffledSampler, _samplers
 from optax_lsdp.smoothing import ring_beta
 from optax_lsdp.training import _journal, _run, _step
 from tests.auditing._wrong_sums import WRONG_SUMS, replaced, rewritten, wrapped
@@ -88,50 +88,50 @@ def _smoothing_before_noise():
 
 
 def _counts_at(factor):
-    counts = PoissonSampler._counts.func
+    counts = PoissonSampler._cumulative.func
 
     def changed(self):
         return counts(replace(self, sampling_rate=factor * self.sampling_rate))
 
-    return replaced(PoissonSampler, "_counts", property(changed))
+    return replaced(PoissonSampler, "_cumulative", property(changed))
 
 
 def _shuffler(dataset_size, rate, key, **options):
-    return UnamplifiedShuffle(dataset_size, round(rate * dataset_size), key)
+    return ShuffledSampler(dataset_size, round(rate * dataset_size), key)
 
 
 def _padded_with_the_first(subset, *args):
     indices, mask = subset(*args)
-    return _subsets.Batch(np.where(mask, indices, 0), mask)
+    return _samplers.Batch(np.where(mask, indices, 0), mask)
 
 
-def _with_repeats(subset, words, dataset_size, count, room, size):
-    found = subset(words, dataset_size, count, room, size)
-    return found._replace(indices=words.indices(dataset_size, size))
+def _with_repeats(subset, bits, dataset_size, count, room, size):
+    found = subset(bits, dataset_size, count, room, size)
+    return found._replace(indices=bits.indices(dataset_size, size))
 
 
 def _at_step(change):
-    begin = _subsets.Words.__init__
+    begin = _samplers.RandomBits.__init__
 
     def changed(self, key, step):
         begin(self, key, change(step))
 
-    return replaced(_subsets.Words, "__init__", changed)
+    return replaced(_samplers.RandomBits, "__init__", changed)
 
 
 def _a_tenth_less(privatize, *args, noise_multiplier, **options):
     return privatize(*args, noise_multiplier=0.9 * noise_multiplier, **options)
 
 
-def _half_of_epsilon(noise_and_epsilon, plan):
-    multiplier, epsilon = noise_and_epsilon(plan)
-    return multiplier, epsilon / 2 if plan.epsilon is None else epsilon
+def _half_of_epsilon(noise_and_epsilon, *args, epsilon, **options):
+    multiplier, found = noise_and_epsilon(*args, epsilon=epsilon, **options)
+    return multiplier, found / 2 if epsilon is None else found
 
 
-def _of_half_the_steps(mechanism_of, plan, multiplier):
-    found = mechanism_of(plan, multiplier)
-    runs = tuple(replace(run, steps=-(-run.steps // 2)) for run in found.runs)
-    return type(found)(runs)
+def _of_half_the_steps(with_noise, unit, multiplier):
+    found = with_noise(unit, multiplier)
+    phases = tuple(replace(phase, steps=-(-phase.steps // 2)) for phase in found.phases)
+    return type(found)(phases)
 
 
 _derive_key = PrivacyPlan.derive_key
@@ -191,7 +191,7 @@ OTHERS = {
         POISSON,
     ),
     "a shuffler in place of Poisson batches": (
-        replaced(_plan, "PoissonSampler", _shuffler),
+        replaced(_plan.samplers, "PoissonSampler", _shuffler),
         POISSON,
     ),
     "the same batch in every step": (_at_step(lambda step: 0 * step), POISSON),
@@ -211,7 +211,9 @@ OTHERS = {
         "likely mistakes",
     ),
     "a state that moves beyond the plan": (
-        rewritten(_guards, "guarded", "jax.tree.map(keep, after, state)", "after", _plan),
+        rewritten(
+            _guards, "_if_planned", "jax.tree.map(_cast, state, like_state)", "take_step()[1]"
+        ),
         PLAN,
     ),
     "examples that come twice": (wrapped(_samplers, "subset", _with_repeats), FIXED),
@@ -224,12 +226,12 @@ OTHERS = {
         PLAN,
     ),
     "an accountant of half the steps": (
-        wrapped(_accounts, "mechanism_of", _of_half_the_steps),
+        wrapped(_budget, "with_noise", _of_half_the_steps),
         PLAN,
     ),
     "steps beyond the plan": (replaced(_guards, "steps_taken", lambda state: 0), PLAN),
     "a budget that covers too many steps": (
-        replaced(_spending.Spending, "remaining_steps", lambda self, ledger, step=0: self.steps),
+        replaced(_budget.Budget, "remaining_steps", lambda self, ledger, step=0: self.steps),
         PLAN,
     ),
     "one key for sampler and noise": (
@@ -241,7 +243,7 @@ OTHERS = {
         PLAN,
     ),
     "a plan that takes batches without their mask": (
-        replaced(_plan, "with_mask", lambda gradient, *args: gradient),
+        replaced(_plan, "require_mask", lambda gradient, *args: gradient),
         PLAN,
     ),
     "nine tenths of the discrete noise": (

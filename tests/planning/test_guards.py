@@ -1,4 +1,4 @@
-"""A plan's gradient and optimizer take its own batches, with their masks, and its steps alone."""
+"""A plan's gradient and optimizer accept only the plan's batches, with masks, and its steps."""
 
 import jax
 import jax.numpy as jnp
@@ -10,44 +10,53 @@ import optax_lsdp as lsdp
 from tests.planning.test_plan import KEY, make
 
 
-def test_padded_batches_are_refused_without_their_mask():
+def trace(function, *args):
+    """Return the shapes that a function returns; what it refuses, it refuses while tracing."""
+    return jax.eval_shape(function, *args)
+
+
+def test_poisson_batches_need_their_mask():
     plan = make()
     grad, params = plan.clipped_grad(jnp.vdot), jnp.zeros(3)
     indices, mask = plan.sampler(KEY).batch(0)
     batch = jnp.ones((len(indices), 3))
     with pytest.raises(ValueError, match="`mask` must be given with 'poisson' batches"):
         grad(params, batch)
-    assert grad(params, batch, jnp.asarray(mask)).value.shape == (3,)
+    total = jax.jit(grad)(params, batch, jnp.asarray(mask))
+    assert total.value.shape == (3,)
     tx = plan.optimizer(optax.sgd(1.0), KEY)
-    tx.update(grad(params, batch, jnp.asarray(mask)), tx.init(params), params)
-    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
-    for updates, what in ((unmasked, "a sum without one"), (batch, "arrays")):
-        with pytest.raises(ValueError, match=f"sums over batches with their mask, .*got {what}"):
-            tx.update(updates, tx.init(params), params)
+    state = tx.init(params)
+    trace(tx.update, total, state, params)
+    unmasked = trace(lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm), params, batch)
+    for updates, got in ((unmasked, "a sum without one"), (batch, "arrays")):
+        with pytest.raises(ValueError, match=f"sums over batches with their mask, .*got {got}"):
+            trace(tx.update, updates, state, params)
     fixed = make("fixed")
-    assert fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room, 3))).value.shape == (3,)
+    whole = trace(fixed.clipped_grad(jnp.vdot), params, jnp.ones((fixed.room, 3)))
+    assert whole.value.shape == (3,)
     with pytest.raises(ValueError, match="`mask` must be given"):
         fixed.clipped_grad(jnp.vdot)(params, jnp.ones((fixed.room + 1, 3)))
 
 
 @pytest.mark.parametrize("name", ["fixed", "full", "shuffled"])
-def test_batches_that_are_padded_to_a_multiple_are_refused_without_their_mask(name):
+def test_batches_that_are_padded_to_a_multiple_need_their_mask(name):
     plan, params = make(name), jnp.zeros(3)
     indices, mask = plan.sampler(KEY, multiple_of=64).batch(0)
     batch, tx = jnp.ones((len(indices), 3)), plan.optimizer(optax.sgd(1.0), KEY)
+    state = tx.init(params)
     assert not mask.all()
-    unmasked = lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm)(params, batch)
+    unmasked = trace(lsdp.clipped_grad(jnp.vdot, clip_norm=plan.clip_norm), params, batch)
     for updates in (unmasked, batch):
         with pytest.raises(ValueError, match="sums over batches with their mask"):
-            tx.update(updates, tx.init(params), params)
-    few = plan.clipped_grad(jnp.vdot)(params, batch[: plan.room])  # without padding
-    tx.update(few, tx.init(params), params)
+            trace(tx.update, updates, state, params)
+    without_padding = trace(plan.clipped_grad(jnp.vdot), params, batch[: plan.room])
+    trace(tx.update, without_padding, state, params)
 
 
-def test_what_was_not_planned_moves_nothing():
-    plan, params = make(steps=3), jnp.zeros(3)
+def test_steps_beyond_the_plan_return_zero_updates_or_raise():
+    plan, params = make("noise", steps=3), jnp.zeros(3)
     tx = plan.optimizer(optax.sgd(0.1, momentum=0.9), KEY)
-    grad = plan.clipped_grad(jnp.vdot)(params, jnp.ones((4, 3)), jnp.ones(4, bool))
+    grad = jax.jit(plan.clipped_grad(jnp.vdot))(params, jnp.ones((4, 3)), jnp.ones(4, bool))
 
     def run(update, steps):
         moves, state = [], tx.init(params)
@@ -59,7 +68,7 @@ def test_what_was_not_planned_moves_nothing():
     moves = run(jax.jit(tx.update), 5)
     assert (moves[:3] != 0).all() and (moves[3:] == 0).all()
     np.testing.assert_allclose(run(tx.update, 3), moves[:3], rtol=1e-5)
-    with pytest.raises(ValueError, match="less than 3 steps, which is all that was planned"):
+    with pytest.raises(ValueError, match="less than 3 steps, the number that was planned"):
         run(tx.update, 4)
 
 
@@ -72,15 +81,20 @@ OPTIMIZERS = {
 }
 
 
+@pytest.fixture(scope="module")
+def total():
+    """Return a clipped sum of a linear loss: it is the same for all parameters."""
+    grad = jax.jit(make("noise", steps=2).clipped_grad(jnp.vdot))
+    return grad(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(4, bool))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_steps_beyond_the_plan_move_no_part_of_the_state(name):
-    plan, params = make(steps=2), jnp.ones(3)
+def test_steps_beyond_the_plan_leave_the_state_unchanged(name, total):
+    plan, params = make("noise", steps=2), jnp.ones(3)
     tx = plan.optimizer(OPTIMIZERS[name], KEY)
-    grad = plan.clipped_grad(jnp.vdot)
 
     @jax.jit
     def step(params, state):
-        total = grad(params, jnp.ones((4, 3)), jnp.ones(4, bool))
         updates, state = tx.update(total, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -98,16 +112,16 @@ def test_steps_beyond_the_plan_move_no_part_of_the_state(name):
             np.testing.assert_array_equal(one, other)
 
 
-def test_a_plan_keeps_no_dict_that_its_owner_can_write_into():
+def test_changing_the_dict_of_clip_norms_does_not_change_the_clipping():
     norms = {"w": 1.0, "b": 2.0}
-    plan = make(clip_norm=norms)
+    plan = make("noise", clip_norm=norms)
     params, batch = {"w": jnp.zeros(3), "b": jnp.zeros(())}, 1e6 * jnp.ones((2, 3))
 
     def loss(params, x):
         return jnp.vdot(params["w"], x) + 1e6 * params["b"]
 
     def norm_of_sum(grad):
-        total = grad(params, batch, jnp.array([True, False]))
+        total = jax.jit(grad)(params, batch, jnp.array([True, False]))
         return float(optax.tree.norm(jax.tree.map(lambda x: x, total)))
 
     early = plan.clipped_grad(loss)
@@ -126,14 +140,14 @@ def test_a_plan_keeps_no_dict_that_its_owner_can_write_into():
             use()
 
 
-def test_what_a_plan_has_is_not_given_twice():
+def test_the_gradient_refuses_a_second_clip_norm():
     plan = make()
     for grad in (plan.clipped_grad, plan.value_and_clipped_grad):
-        with pytest.raises(TypeError, match="`clip_norm` must be left to the plan, which has it"):
+        with pytest.raises(TypeError, match="`clip_norm` must be a setting of the plan only"):
             grad(jnp.vdot, clip_norm=2.0)
 
 
-def test_a_batch_that_no_sampler_of_the_plan_makes_is_refused():
+def test_batches_with_more_examples_than_the_room_are_refused_or_become_nan():
     plan, params = make(), (jnp.zeros(3), jnp.zeros(()))
     most, tree = plan.room, jax.tree.structure(params)
 
@@ -141,13 +155,14 @@ def test_a_batch_that_no_sampler_of_the_plan_makes_is_refused():
         return jnp.vdot(params[0], x) + params[1]
 
     value_and_grad = plan.value_and_clipped_grad(loss)
-    for grad in (plan.clipped_grad(loss), lambda *given: value_and_grad(*given)[1]):
+    for grad in (plan.clipped_grad(loss), lambda *args: value_and_grad(*args)[1]):
         batch = jnp.ones((2 * most, 3))
         few, many = (jnp.arange(2 * most) < count for count in (most, most + 1))
         with pytest.raises(ValueError, match=f"`mask` must count {most} examples at most"):
             grad(params, batch, many)
+        compiled = jax.jit(grad)
         for mask, is_good in ((few, True), (many, False)):
-            total = jax.jit(grad)(params, batch, mask)
+            total = compiled(params, batch, mask)
             assert jax.tree.structure(total, is_leaf=lambda x: isinstance(x, lsdp.Clipped)) == tree
             for leaf in jax.tree.leaves(total):
                 assert np.isfinite(leaf).all() == is_good

@@ -1,4 +1,4 @@
-"""What a plan says of a ledger: ε so far, and which steps the budget still covers."""
+"""A plan computes ε of a ledger, and how many steps its budget still covers."""
 
 import dataclasses
 
@@ -10,15 +10,15 @@ from tests.planning.test_plan import BASE, make
 
 
 @pytest.mark.parametrize("name", ["poisson", "scheduled"])
-def test_steps_add_up_to_the_mechanism(name):
+def test_the_events_of_all_steps_are_the_mechanism(name):
     plan = make(name)
     ledger = Ledger(plan.event(step) for step in range(plan.steps))
-    assert ledger == Ledger(plan.mechanism.runs)
+    assert ledger == Ledger(plan.mechanism.phases)
     assert plan.spent(ledger) <= plan.epsilon
     assert plan.remaining_steps(ledger) == 0
 
 
-def test_epsilon_grows_with_every_step_and_ends_at_the_budget():
+def test_epsilon_increases_with_every_step_up_to_the_budget():
     plan = make()
     curve = [plan.epsilon_after(step) for step in range(plan.steps + 1)]
     assert curve[0] == 0 and curve == sorted(curve)
@@ -27,22 +27,23 @@ def test_epsilon_grows_with_every_step_and_ends_at_the_budget():
     assert exact * 0.9999 <= curve[40] <= exact * 1.002
 
 
-def test_a_ledger_that_left_the_schedule_is_not_taken_for_the_plan():
-    """Thirty steps have twice the noise; a thirty-first with it was not planned."""
+def test_a_ledger_that_deviates_from_the_schedule_is_accounted_as_recorded():
+    """The plan has twice the noise in thirty steps. A thirty-first such step deviates from it."""
     plan = make("scheduled")
     first, later = plan.event(0), plan.event(99)
     for events in ([(first, 31)], [(first, 29), (later, 1)], [(first, 30), (later, 71)]):
         ledger = Ledger([dataclasses.replace(event, steps=steps) for event, steps in events])
-        expected = Ledger(ledger.runs).epsilon(plan.delta_of_noise)
+        expected = Ledger(ledger.phases).epsilon(plan.delta_of_noise)
         assert plan.spent(ledger) == pytest.approx(expected, rel=1e-9)
 
 
-def test_the_steps_that_remain_are_those_of_the_schedule():
-    plan = lsdp.PrivacyPlan(**BASE, epsilon=2.0, noise_schedule=lsdp.Piecewise((0, 40), (0.5, 2.0)))
+def test_remaining_steps_follow_the_schedule():
+    schedule = lsdp.Piecewise((0, 40), (0.5, 2.0))
+    plan = lsdp.PrivacyPlan(**BASE, noise_multiplier=2.0, noise_schedule=schedule)
     ledger = Ledger([dataclasses.replace(plan.event(0), steps=40)])
     assert plan.remaining_steps(ledger) == 60
     recounted = ledger + plan.event(0)
-    recounted = Ledger(recounted.runs)  # one of the costly steps was taken twice
+    recounted = Ledger(recounted.phases)  # one of the costly steps was taken twice
     left = plan.remaining_steps(recounted, 40)
     epsilons = plan.epsilons(recounted, 40)
     assert 0 < left < 60 and epsilons[left - 1] <= plan.epsilon < epsilons[left]
@@ -51,7 +52,7 @@ def test_the_steps_that_remain_are_those_of_the_schedule():
     assert epsilons[left - 1] == pytest.approx(recounted.epsilon(plan.delta_of_noise), rel=1e-3)
 
 
-def test_no_more_is_recorded_than_cut_batches_were_allowed_for():
+def test_a_ledger_holds_at_most_twice_the_planned_steps():
     plan = make("noise", epsilon=50.0)
     ledger = Ledger([dataclasses.replace(plan.event(0), steps=200)])
     assert plan.spent(ledger) < plan.epsilon
@@ -60,17 +61,17 @@ def test_no_more_is_recorded_than_cut_batches_were_allowed_for():
     assert plan.allows(shorter, 50) and plan.remaining_steps(shorter, 50) == 1
 
 
-def test_shuffled_steps_of_one_order_are_epochs_of_it():
+def test_shuffled_steps_that_continue_an_order_count_as_whole_epochs():
     plan, ledger = make("shuffled"), Ledger()
     for step in range(plan.steps):
         assert plan.allows(ledger, step)
         ledger.append(plan.event(step), continues=True)
     assert plan.spent(ledger) <= plan.epsilon
     apart = Ledger([plan.event(0)] * 5)
-    assert plan.spent(apart) > plan.epsilon_after(20)  # five orders, of twenty steps an epoch
+    assert plan.spent(apart) > plan.epsilon_after(20)  # five orders, each counted as an epoch
 
 
-def test_no_step_beyond_the_budget_is_allowed():
+def test_steps_beyond_the_budget_are_not_allowed():
     plan = make()
     ledger = Ledger()
     assert plan.allows(ledger, 0)
@@ -80,7 +81,7 @@ def test_no_step_beyond_the_budget_is_allowed():
     assert not plan.allows(ledger, 99) and not plan.allows(ledger, 100)
     counted_twice = Ledger([dataclasses.replace(plan.event(0), steps=130)])
     assert not plan.allows(counted_twice, 50)
-    costly = make("scheduled")  # whose last seventy steps have half the noise
+    costly = make("scheduled")  # its last seventy steps have half the noise
     assert costly.remaining_steps(Ledger([dataclasses.replace(costly.event(99), steps=85)])) == 0
 
 
@@ -88,15 +89,17 @@ def test_an_event_is_a_single_step():
     assert make().event(3) == SampledGaussian(make().noise_multiplier, 0.05, 1)
 
 
-def test_a_step_that_was_not_planned_is_no_event():
+def test_a_step_beyond_the_plan_is_refused():
     plan = make()
-    with pytest.raises(ValueError, match=f"`step` must be below {plan.steps}, as planned"):
+    with pytest.raises(
+        ValueError, match=f"`step` must be below {plan.steps}, the number of planned"
+    ):
         plan.event(plan.steps)
     assert not plan.allows(Ledger(), plan.steps)
 
 
 @pytest.mark.parametrize("ask", ["spent", "remaining_steps", "allows", "epsilons"])
-def test_what_is_no_ledger_is_told(ask):
+def test_anything_but_a_ledger_is_refused(ask):
     step = (0,) if ask in ("allows", "epsilons") else ()
     with pytest.raises(TypeError, match="`ledger` must be a Ledger, got NoneType"):
         getattr(make(), ask)(None, *step)

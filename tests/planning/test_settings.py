@@ -1,4 +1,4 @@
-"""A plan or a ledger as text is understood in full, or refused in one sentence."""
+"""JSON text of a plan or a ledger is read completely, or refused in one sentence."""
 
 import json
 
@@ -25,7 +25,7 @@ LEDGER = Ledger([SampledGaussian(1.0, 1.0, 10, max_batch_size=2, dataset_size=3)
 READ = {"plan": lsdp.PrivacyPlan.from_json, "ledger": Ledger.from_json}
 FIELDS = [("plan", name) for name in json.loads(PLAN.to_json())]
 FIELDS += [("ledger", name) for name in json.loads(LEDGER.to_json())]
-FIELDS += [("ledger", f"runs/{name}") for name in json.loads(LEDGER.to_json())["runs"][0]]
+FIELDS += [("ledger", f"phases/{name}") for name in json.loads(LEDGER.to_json())["phases"][0]]
 WRONG = ("-1", "1e999", "NaN", "-Infinity", '"1"', "[]", "[[1, 2]]", "{}", '{"x": []}', "0.5e-999")
 WRONG += ('{"$tuple": 5}', '{"$piecewise": 5}', '{"$piecewise": [[0], [1], [2]]}', "9" * 5000)
 WRONG += (
@@ -40,19 +40,19 @@ WRONG += ("[" * 60 + "]" * 60, "[" * 500 + "]" * 500, '{"a":' * 90 + "1" + "}" *
 def written(kind, name, value):
     """Return the text with one field replaced."""
     found = json.loads((PLAN if kind == "plan" else LEDGER).to_json())
-    inside = found["runs"][0] if name.startswith("runs/") else found
-    inside[name.removeprefix("runs/")] = "HERE"
+    inside = found["phases"][0] if name.startswith("phases/") else found
+    inside[name.removeprefix("phases/")] = "HERE"
     return json.dumps(found).replace('"HERE"', value)
 
 
-def test_what_was_written_is_read():
+def test_reading_returns_what_was_written():
     assert lsdp.PrivacyPlan.from_json(PLAN.to_json()) == PLAN
     assert Ledger.from_json(LEDGER.to_json()) == LEDGER
 
 
 @pytest.mark.filterwarnings("ignore:`delta` should be far below")
 @pytest.mark.parametrize(("kind", "name"), FIELDS)
-def test_every_wrong_value_gets_one_sentence(kind, name):
+def test_every_wrong_value_is_refused_in_one_sentence(kind, name):
     accepted = []
     for value in WRONG:
         try:
@@ -60,7 +60,7 @@ def test_every_wrong_value_gets_one_sentence(kind, name):
         except (ValueError, TypeError) as error:
             assert str(error).startswith("`") and " must " in str(error), (value, error)
             assert len(str(error)) < 1000
-    # What is another plan, and not a wrong one: schedules, no clip norms, no runs.
+    # Some values make another valid plan: schedules, no clip norms, no phases.
     assert len(accepted) <= (4 if name in ("clip_norm", "smoothing") else 1), accepted
 
 
@@ -84,7 +84,7 @@ def test_every_wrong_value_gets_one_sentence(kind, name):
     ],
     ids=lambda text: str(text)[:12],
 )
-def test_what_is_no_such_text_gets_one_sentence(kind, text):
+def test_other_text_is_refused_in_one_sentence(kind, text):
     with pytest.raises(ValueError, match=r"^`text` must be"):
         READ[kind](text)
 
@@ -92,18 +92,18 @@ def test_what_is_no_such_text_gets_one_sentence(kind, text):
 @pytest.mark.parametrize("kind", READ)
 def test_a_name_that_occurs_twice_is_refused(kind):
     text = (PLAN if kind == "plan" else LEDGER).to_json()
-    field = '"delta": 0.5, ' if kind == "plan" else '"runs": [], '
+    field = '"delta": 0.5, ' if kind == "plan" else '"phases": [], '
     with pytest.raises(ValueError, match="occurs twice"):
         READ[kind](text.replace("{", "{" + field, 1))
 
 
 @pytest.mark.parametrize("steps", [10**9 + 1, 10**12, 10**18, 10**400])
-def test_more_steps_than_anybody_takes_are_refused_at_once(steps):
+def test_absurd_numbers_of_steps_are_refused_at_once(steps):
     with pytest.raises(ValueError, match=r"`steps` must be .* at most"):
         READ["plan"](written("plan", "steps", str(steps)))
 
 
-def test_a_plan_without_a_finite_budget_is_refused():
+def test_a_plan_with_an_infinite_epsilon_is_refused():
     with pytest.raises(ValueError, match="`noise_multiplier` must be large enough for a finite ε"):
         READ["plan"](
             written("plan", "noise_multiplier", "1e-300").replace(
@@ -112,7 +112,7 @@ def test_a_plan_without_a_finite_budget_is_refused():
         )
 
 
-def test_clip_norms_that_are_nested_without_end_are_refused():
+def test_deeply_nested_clip_norms_are_refused():
     nested = 1.0
     for _ in range(100):
         nested = [nested]

@@ -1,0 +1,28 @@
+"""The command `calibrate`: print how much noise a privacy budget needs."""
+
+import argparse
+from dataclasses import replace
+
+from optax_lsdp.accounting import calibrate_noise_multiplier, show_epsilon
+from optax_lsdp.cli.epsilon import answer, read_run
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the smallest noise multiplier that keeps the budget, and what the run guarantees."""
+    unit, delta = read_run(args)
+    try:
+        noise_multiplier = calibrate_noise_multiplier(
+            epsilon=args.epsilon,
+            delta=delta,
+            sampling_rate=unit.sampling_rate,
+            steps=unit.steps,
+            sampling=unit.sampling,
+            neighbouring=unit.neighbouring,
+            max_batch_size=unit.max_batch_size,
+            dataset_size=unit.dataset_size,
+        )
+    except ValueError as error:
+        args.parser.refuse(error)
+    if not args.json:  # rounded up, since less noise would not suffice
+        print(f"Noise multiplier z = {show_epsilon(noise_multiplier, 6)}.\n")
+    answer(args, replace(unit, noise_multiplier=noise_multiplier), delta)

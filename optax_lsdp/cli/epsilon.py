@@ -1,0 +1,160 @@
+"""The command `epsilon`: print what a training run guarantees."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
+from optax_lsdp.accounting import (
+    Ledger,
+    SampledGaussian,
+    show_epsilon,
+    statement,
+    steps_of_epochs,
+)
+
+
+class Alternative(NamedTuple):
+    """ε at the same noise and batch size under another scheme or relation."""
+
+    sampling: Sampling
+    neighbouring: Neighbouring
+    epsilon: float
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print ε of the run that the options describe."""
+    unit, delta = read_run(args)
+    answer(args, replace(unit, noise_multiplier=args.noise_multiplier), delta)
+
+
+def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
+    """Return the run that the options describe, with a noise multiplier of 1, and δ."""
+    size, batch = args.dataset_size, args.batch_size
+    if batch > size:
+        args.parser.error(f"--batch-size {batch} must be at most --dataset-size {size}")
+    delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
+    steps = args.steps or steps_of_epochs(
+        args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
+    )
+    if delta * size >= 1:
+        print(
+            f"--delta should be far below 1/n = {1 / size:.2g}: {delta:g} is not", file=sys.stderr
+        )
+    if SCHEMES[args.sampling].whole_dataset and batch != size:
+        args.parser.error(
+            f"--batch-size must be {size}, the whole dataset, with --sampling {args.sampling}"
+        )
+    try:
+        unit = SampledGaussian(
+            1.0,
+            batch / size,
+            steps,
+            sampling=args.sampling,
+            neighbouring=args.neighbouring,
+            max_batch_size=args.max_batch_size,
+            dataset_size=size,
+        )
+    except ValueError as error:
+        args.parser.refuse(error)
+    return unit, delta
+
+
+def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -> None:
+    """Print what a run guarantees, and draw ε if `--plot` asks for it."""
+    if args.plot:
+        _plot(mechanism, delta, args.plot)
+    others = _alternatives(mechanism, delta)
+    if args.json:
+        print(json.dumps(_record(mechanism, args.batch_size, delta, others), indent=1))
+    else:
+        print(_words(mechanism, delta, others))
+
+
+def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
+    """Return ε for all schemes with batches of this size, and all relations.
+
+    Of relations with the same sensitivity, only the first is listed.
+    """
+    if mechanism.sampling_rate == 1:
+        return []
+    found = []
+    for sampling, scheme in SCHEMES.items():
+        sensitivities = set()
+        for neighbouring in scheme.neighbouring if not scheme.whole_dataset else ():
+            if RELATIONS[neighbouring].sensitivity in sensitivities:
+                continue
+            sensitivities.add(RELATIONS[neighbouring].sensitivity)
+            other = SampledGaussian(
+                mechanism.noise_multiplier,
+                mechanism.sampling_rate,
+                mechanism.steps,
+                sampling=sampling,
+                neighbouring=neighbouring,
+            )
+            found.append(Alternative(sampling, neighbouring, other.epsilon(delta)))
+    return found
+
+
+def _words(mechanism: SampledGaussian, delta: float, others: list[Alternative]) -> str:
+    lines = [statement(mechanism, delta)]
+    if others:
+        lines += [
+            "",
+            "The same noise and batch size under other schemes and neighbouring relations:",
+        ]
+    for sampling, neighbouring, epsilon in others:
+        scheme, relation = SCHEMES[sampling], RELATIONS[neighbouring]
+        title = f"{scheme.title}, {relation.change}"
+        lines.append(f"  {title:<54} ε = {show_epsilon(epsilon):>8}  {scheme.remark}".rstrip())
+    return "\n".join(lines)
+
+
+def _record(
+    mechanism: SampledGaussian, batch_size: int, delta: float, others: list[Alternative]
+) -> dict[str, object]:
+    lower, upper = mechanism.epsilon_bounds(delta)
+    return {
+        "epsilon": upper,
+        "epsilon_lower_bound": lower,
+        "delta": delta,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "sampling_rate": mechanism.sampling_rate,
+        "batch_size": batch_size,
+        "dataset_size": mechanism.dataset_size,
+        "steps": mechanism.steps,
+        "sampling": mechanism.sampling,
+        "neighbouring": mechanism.neighbouring,
+        "max_batch_size": mechanism.max_batch_size,
+        "otherwise": [other._asdict() for other in others],
+    }
+
+
+def _plot(mechanism: SampledGaussian, delta: float, path: Path) -> None:
+    """Draw ε after every step."""
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        sys.exit(f"--plot needs {error.name}; pip install 'optax-lsdp[demo]'")
+    epsilons = Ledger([mechanism]).epsilons(delta)
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(range(1, mechanism.steps + 1), epsilons, color="#2a6f97")
+    axes.annotate(
+        f"ε = {show_epsilon(float(epsilons[-1]))}",
+        (mechanism.steps, epsilons[-1]),
+        xytext=(-4, 5),
+        textcoords="offset points",
+        ha="right",
+    )
+    axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}")
+    axes.set_xlim(0, 1.02 * mechanism.steps)
+    axes.set_ylim(0, 1.12 * float(epsilons[-1]) or 1)
+    title = f"{SCHEMES[mechanism.sampling].title} batches, z = {mechanism.noise_multiplier:.4g}"
+    axes.set_title(f"Privacy spent, {title}", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,232 @@
+"""The privacy budget of a plan: what its steps cost, and which steps it still covers.
+
+A `Budget` holds the planned steps and the (ε, δ) that they may spend. It compares them with a
+`Ledger`, the record of the steps that a run has taken. It knows nothing else about the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import brentq
+
+from optax_lsdp._checks import check_positive, check_whole
+from optax_lsdp.accounting import (
+    Composition,
+    Ledger,
+    SampledGaussian,
+    calibrate_noise_multiplier,
+)
+from optax_lsdp.planning._settings import Piecewise
+
+RECORDED_AT_MOST = 2  # ledgers may hold this many times T steps, since restarts can repeat steps
+_SHARED = {field.name for field in fields(SampledGaussian)} - {"noise_multiplier", "steps"}
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The planned steps and the (ε, δ) that they may spend.
+
+    Attributes:
+        mechanism: all planned steps.
+        epsilon: ε, at least that of the planned steps.
+        delta: δ, as the accountant uses it.
+    """
+
+    mechanism: Composition
+    epsilon: float
+    delta: float
+
+    @cached_property
+    def steps(self) -> int:
+        """Return the number of planned steps."""
+        return sum(phase.steps for phase in self.mechanism.phases)
+
+    def event(self, step: int) -> SampledGaussian:
+        """Return a planned step in the form that `Ledger.append` takes."""
+        check_whole("step", step, least=0)
+        if step >= self.steps:
+            raise ValueError(
+                f"`step` must be below {self.steps}, the number of planned steps, got {step}."
+            )
+        ends, events = self._events
+        return events[bisect_right(ends, step)]
+
+    @cached_property
+    def _events(self) -> tuple[list[int], list[SampledGaussian]]:
+        """Return the last step + 1 of each phase, and one step of each phase."""
+        phases = self.mechanism.phases
+        ends = list(itertools.accumulate(phase.steps for phase in phases))
+        return ends, [replace(phase, steps=1) for phase in phases]
+
+    def epsilon_after(self, steps: int) -> float:
+        """Return an upper bound on ε after the first `steps` planned steps."""
+        check_whole("steps", steps, least=0)
+        if steps > self.steps:
+            raise ValueError(
+                f"`steps` must be at most {self.steps}, the number of planned steps, got {steps}."
+            )
+        return min(float(self._curve[steps - 1]), self.epsilon) if steps else 0.0
+
+    @cached_property
+    def _curve(self) -> np.ndarray:
+        return Ledger(self.mechanism.phases).epsilons(self.delta)
+
+    def spent(self, ledger: Ledger) -> float:
+        """Return ε of all recorded steps."""
+        _check_ledger(ledger)
+        if self._follows_plan(ledger):
+            return self.epsilon_after(ledger.steps)
+        return ledger.epsilon(self.delta)
+
+    def allows(self, ledger: Ledger, step: int) -> bool:
+        """Return whether the budget covers all recorded steps, followed by `step`."""
+        _check_ledger(ledger)
+        if ledger.steps == step < self.steps and self._follows_plan(ledger):
+            return True
+        if step >= self.steps or ledger.steps >= RECORDED_AT_MOST * self.steps:
+            return False
+        return (ledger + self.event(step)).epsilon(self.delta) <= self.epsilon
+
+    def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
+        """Return ε after each planned step from `step` on, if they follow the recorded steps."""
+        _check_ledger(ledger)
+        if ledger.steps == step and self._follows_plan(ledger):
+            return np.minimum(self._curve[step:], self.epsilon)
+        whole = Ledger((*ledger.phases, *self._phases_from(step)))
+        return whole.epsilons(self.delta)[ledger.steps :]
+
+    def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
+        """Return how many of the planned steps from `step` on the budget covers.
+
+        Args:
+            ledger: the recorded steps.
+            step: the next step; by default `ledger.steps`, as in a run that repeated no step.
+        """
+        _check_ledger(ledger)
+        step = ledger.steps if step is None else step
+        check_whole("step", step, least=0)
+        if ledger.steps == step < self.steps and self._follows_plan(ledger):
+            return self.steps - step
+        most = min(self.steps - step, RECORDED_AT_MOST * self.steps - ledger.steps)
+        if most <= 0:
+            return 0
+        return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
+
+    def _phases_from(self, step: int) -> Iterator[SampledGaussian]:
+        """Yield the planned phases without the steps before `step`."""
+        for phase in self.mechanism.phases:
+            left = phase.steps - max(step, 0)
+            step -= phase.steps
+            if left > 0:
+                yield replace(phase, steps=min(left, phase.steps))
+
+    def _follows_plan(self, ledger: Ledger) -> bool:
+        """Return whether the recorded steps are the first planned steps, each taken once."""
+        *whole, last = ledger.phases or (self.event(0),)
+        planned = self.mechanism.phases
+        return (
+            tuple(whole) == planned[: len(whole)]
+            and len(whole) < len(planned)
+            and replace(last, steps=1) == replace(planned[len(whole)], steps=1)
+            and last.steps <= planned[len(whole)].steps
+        )
+
+
+def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) -> Composition:
+    """Return `steps` steps like `step`, whose noise multipliers follow the schedule `factors`."""
+    factors = factors or Piecewise((0,), (1.0,))
+    ends = [*factors.starts[1:], steps]
+    ledger = Ledger()  # it merges equal phases
+    for start, end, factor in zip(factors.starts, ends, factors.values, strict=True):
+        if start < steps:
+            noise_multiplier, length = step.noise_multiplier * factor, min(end, steps) - start
+            phase = replace(step, noise_multiplier=noise_multiplier, steps=length)
+            ledger.append(phase, continues=True)
+    return Composition(ledger.phases)
+
+
+def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
+    """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
+    return Composition(
+        tuple(
+            replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
+            for phase in unit.phases
+        )
+    )
+
+
+def noise_and_epsilon(
+    unit: Composition, delta: float, *, epsilon: float | None, noise_multiplier: float | None
+) -> tuple[float, float]:
+    """Return the noise multiplier and the budget ε, and compute the one that is None.
+
+    Args:
+        unit: the planned steps with a noise multiplier of 1, times a schedule if there is one.
+        delta: δ, as the accountant uses it.
+        epsilon: the budget, or None: then it is the ε that the planned steps spend.
+        noise_multiplier: z, or None: then it is the smallest that stays within the budget.
+    """
+    if epsilon is not None:
+        check_positive("epsilon", epsilon)
+    if noise_multiplier is None:
+        if epsilon is None:
+            raise ValueError("`epsilon` or `noise_multiplier` must be given, got neither.")
+        return _smallest_noise(unit, epsilon, delta), epsilon
+    check_positive("noise_multiplier", noise_multiplier)
+    steps = sum(phase.steps for phase in unit.phases)
+    spent = with_noise(unit, noise_multiplier).epsilon(delta)
+    if spent == math.inf:
+        raise ValueError(
+            f"`noise_multiplier` must be large enough for a finite ε, got {noise_multiplier!r} for "
+            f"{steps} steps; leave it out and give `epsilon` to compute it."
+        )
+    if epsilon is not None and spent > epsilon:
+        raise ValueError(
+            f"`epsilon` must be at least {spent:.6g}, the ε of {steps} steps with "
+            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; leave out one of the two to "
+            "compute it."
+        )
+    return noise_multiplier, spent if epsilon is None else epsilon
+
+
+def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
+    """Return the smallest noise multiplier with which the steps stay within (ε, δ)."""
+    if len(unit.phases) == 1 and unit.phases[0].noise_multiplier == 1:
+        shared = {k: v for k, v in asdict(unit.phases[0]).items() if k in _SHARED}
+        return calibrate_noise_multiplier(
+            epsilon=epsilon, delta=delta, steps=unit.phases[0].steps, **shared
+        )
+
+    def excess(log_noise: float) -> float:
+        spent = with_noise(unit, math.exp(log_noise)).delta(epsilon)
+        return math.log(max(spent, 1e-320) / delta)
+
+    low, high = 0.0, 0.0
+    while excess(high) > 0:
+        low, high = high, high + 1
+        if high > math.log(1e9):
+            raise ValueError(
+                f"`epsilon` must be reachable with a noise multiplier below 1e9, got {epsilon!r} "
+                f"at delta={delta!r}; take fewer steps."
+            )
+    while low > math.log(1e-3) and excess(low) <= 0:
+        low, high = low - 1, low
+    noise = math.exp(brentq(excess, low, high, xtol=2e-5)) if excess(low) > 0 else math.exp(low)
+    while with_noise(unit, noise).epsilon(delta) > epsilon:
+        noise *= 1 + 2e-5
+    return noise
+
+
+def _check_ledger(ledger: object) -> None:
+    if not isinstance(ledger, Ledger):
+        raise TypeError(
+            f"`ledger` must be a Ledger, got {type(ledger).__name__}; take the one that `fit` "
+            "returns, or `Ledger()` if no step was taken."
+        )

@@ -1,0 +1,201 @@
+"""Settings of a plan: schedules as `Piecewise`, checks, and all settings as JSON text.
+
+A plan is saved as JSON. It can save a schedule because a `Piecewise` consists of numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lsdp._checks import (
+    check_choice,
+    check_depth,
+    check_non_negative,
+    check_positive,
+    check_whole,
+    read_json,
+)
+from optax_lsdp._schemes import SCHEMES, Sampling
+from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.clipping import sensitivity
+
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+
+_VERSION = 1  # of the JSON format
+
+
+@dataclass(frozen=True)
+class Piecewise:
+    """A schedule of constant pieces: `values[i]` from step `starts[i]` on.
+
+    Args:
+        starts: the first step of each piece. The first piece starts at step 0.
+        values: the value of each piece, a positive number.
+
+    >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
+    >>> float(halved(99)), float(halved(100))
+    (1.0, 0.5)
+    """
+
+    starts: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        starts, values = tuple(self.starts), tuple(self.values)
+        for start, value in itertools.zip_longest(starts, values, fillvalue=1):
+            check_whole("starts", start, least=0)
+            check_positive("values", value)
+        values = tuple(map(float, values))
+        if len(starts) != len(values) or starts[:1] != (0,) or list(starts) != sorted(set(starts)):
+            raise ValueError(
+                "`starts` must begin at 0, increase, and have as many entries as `values`, got "
+                f"starts={str(starts)[:200]} and values={str(values)[:200]}."
+            )
+        object.__setattr__(self, "starts", tuple(map(int, starts)))
+        object.__setattr__(self, "values", values)
+
+    @classmethod
+    def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Piecewise:
+        """Return a piecewise approximation of any schedule, such as one of Optax.
+
+        Each piece has the value of `schedule` at its first step.
+
+        Args:
+            schedule: a function from a step to a positive number.
+            steps: how many steps to approximate.
+            pieces: how many pieces of equal length to use, or `steps` if that is less.
+        """
+        check_whole("steps", steps)
+        starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
+        return cls(tuple(starts.tolist()), tuple(float(schedule(int(s))) for s in starts))
+
+    def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
+        """Return the value at a step, which may be traced."""
+        piece = jnp.searchsorted(jnp.asarray(self.starts), step, side="right") - 1
+        return jnp.asarray(self.values, jnp.float32)[piece]
+
+
+def check_sizes(
+    sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
+) -> None:
+    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    check_choice("sampling", sampling, SCHEMES)
+    check_whole("dataset_size", dataset_size)
+    for name, size in (
+        ("expected_batch_size", expected_batch_size),
+        ("max_batch_size", expected_batch_size if max_batch_size is None else max_batch_size),
+    ):
+        check_whole(name, size)
+        if size > dataset_size:
+            raise ValueError(
+                f"`{name}` must be at most the dataset's size, {dataset_size}, got {size}."
+            )
+    if max_batch_size is not None and max_batch_size < expected_batch_size:
+        raise ValueError(
+            f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
+            f"got {max_batch_size}; a smaller one would truncate most batches."
+        )
+    if SCHEMES[sampling].whole_dataset and expected_batch_size != dataset_size:
+        raise ValueError(
+            f"`expected_batch_size` must be the dataset's size with sampling={sampling!r}, "
+            f"{dataset_size}, got {expected_batch_size}."
+        )
+
+
+def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
+    """Raise unless each is in range, and a `Piecewise` where it is a function of the step."""
+    remedy = "convert other schedules with Piecewise.sample(schedule, steps)"
+    for name, value in (("clip_norm", clip_norm), ("smoothing", smoothing)):
+        if callable(value) and not isinstance(value, Piecewise):
+            raise TypeError(f"`{name}` must be a number or a Piecewise, got {value!r}; {remedy}.")
+    if not isinstance(noise_schedule, Piecewise | None):
+        raise TypeError(f"`noise_schedule` must be a Piecewise, got {noise_schedule!r}; {remedy}.")
+    try:
+        check_depth(clip_norm)
+    except ValueError as error:
+        raise ValueError(
+            "`clip_norm` must be a number or a tree of moderate depth, got a "
+            f"{type(clip_norm).__name__}: {error}."
+        ) from None
+    sensitivity(clip_norm)
+    check_non_negative("smoothing", smoothing, schedule=True)
+
+
+def write_settings(settings: Mapping[str, object]) -> str:
+    """Return settings as JSON text."""
+    written = {name: _to_json(name, value) for name, value in settings.items()}
+    return json.dumps({"optax_lsdp_plan": _VERSION, **written}, indent=1)
+
+
+def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
+    """Return the settings that `write_settings` wrote; refuse any other text.
+
+    Args:
+        text: the JSON text.
+        names: the names of all settings; the text must have these and no others.
+    """
+    try:
+        found = read_json(text)
+        version = found.pop("optax_lsdp_plan")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
+            "pass it unchanged."
+        ) from error
+    if version != _VERSION or set(found) != names:
+        raise ValueError(
+            f"`text` must be a plan of version {_VERSION} with the keys {sorted(names)}, got "
+            f"version {str(version)[:40]} with {str(sorted(found))[:400]}."
+        )
+    return {name: _from_json(name, value) for name, value in found.items()}
+
+
+def _to_json(name: str, value: object) -> Json:
+    """Return a value that JSON has, with a tag in place of types that it lacks."""
+    if isinstance(value, Piecewise):
+        return {"$piecewise": [list(value.starts), list(value.values)]}
+    if isinstance(value, tuple):
+        return {"$tuple": [_to_json(name, part) for part in value]}
+    if isinstance(value, list):
+        return [_to_json(name, part) for part in value]
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str) or key.startswith("$"):
+                raise TypeError(
+                    f"`{name}` must have keys that are strings and do not start with $, got "
+                    f"{key!r}; plans are saved as JSON."
+                )
+        return {key: _to_json(name, part) for key, part in value.items()}
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    raise TypeError(
+        f"`{name}` must consist of numbers, dicts, lists and tuples, got {value!r}; plans are "
+        "saved as JSON."
+    )
+
+
+def _from_json(name: str, value: PyTree) -> PyTree:
+    """Return the value that `_to_json` was given."""
+    if isinstance(value, dict) and set(value) == {"$piecewise"}:
+        match value["$piecewise"]:
+            case [list(starts), list(values)]:
+                return Piecewise(tuple(starts), tuple(values))
+        raise ValueError(
+            f"`{name}` must be a Piecewise of starts and values, got {str(value)[:200]}."
+        )
+    if isinstance(value, dict) and set(value) == {"$tuple"}:
+        if not isinstance(value["$tuple"], list):
+            raise ValueError(f"`{name}` must be a tuple of parts, got {str(value)[:200]}.")
+        return tuple(_from_json(name, part) for part in value["$tuple"])
+    if isinstance(value, dict):
+        return {key: _from_json(name, part) for key, part in value.items()}
+    return [_from_json(name, part) for part in value] if isinstance(value, list) else value
