@@ -191,7 +191,7 @@ class Run:
         self.stream = self.batches.stream(self.step)
         self.upcoming = self.workers.submit(self._read)
         self.until = self.step + self.plan.remaining_steps(self.ledger, self.step)
-        self.first, self.before, self.curve = self.step, Ledger(self.ledger.runs), None
+        self.first, self.before, self.curve = self.step, Ledger(self.ledger.phases), None
 
     def epsilon(self) -> float:
         """Return ε so far; the first answer takes a second or two, the others nothing."""
