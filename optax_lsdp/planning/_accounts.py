@@ -6,14 +6,13 @@ import math
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING
 
-from scipy.optimize import brentq
-
 from optax_lsdp._checks import MOST_STEPS, check_positive, check_whole
 from optax_lsdp.accounting import (
     Composition,
     Ledger,
     SampledGaussian,
     calibrate_noise_multiplier,
+    calibrate_scale,
     steps_of_epochs,
 )
 from optax_lsdp.planning._piecewise import Piecewise
@@ -75,25 +74,9 @@ def _calibrated(plan: PrivacyPlan) -> float:
         return calibrate_noise_multiplier(
             epsilon=plan.epsilon, delta=plan.delta_of_noise, steps=plan.steps, **unit
         )
-
-    def excess(log_noise: float) -> float:
-        spent = mechanism_of(plan, math.exp(log_noise)).delta(plan.epsilon)
-        return math.log(max(spent, 1e-320) / plan.delta_of_noise)
-
-    low, high = 0.0, 0.0
-    while excess(high) > 0:
-        low, high = high, high + 1
-        if high > math.log(1e9):
-            raise ValueError(
-                f"`epsilon` must be reachable, got {plan.epsilon!r} at delta={plan.delta!r}, "
-                "which no noise multiplier below 1e9 gives; take fewer steps."
-            )
-    while low > math.log(1e-3) and excess(low) <= 0:
-        low, high = low - 1, low
-    noise = math.exp(brentq(excess, low, high, xtol=2e-5)) if excess(low) > 0 else math.exp(low)
-    while mechanism_of(plan, noise).epsilon(plan.delta_of_noise) > plan.epsilon:
-        noise *= 1 + 2e-5
-    return noise
+    return calibrate_scale(
+        lambda scale: mechanism_of(plan, scale), epsilon=plan.epsilon, delta=plan.delta_of_noise
+    )
 
 
 def mechanism_of(plan: PrivacyPlan, noise_multiplier: float) -> Composition:
