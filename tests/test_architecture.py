@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "smoothing._kernel": {"numpy"},
     "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing"),
     "model_check": JAX | SHARED | own("clipping"),
-    "planning": JAX | {"scipy"} | SHARED | STAGES | own("accounting"),
+    "planning": JAX | SHARED | STAGES | own("accounting"),
     "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
     "auditing": JAX | {"scipy"} | STAGES | own("accounting", "planning", "training"),
     "cli": {"jax", "matplotlib", "optax_lsdp"} | own("accounting", "auditing"),

@@ -1,146 +1,251 @@
-"""Certified bounds: steps and a budget go in, ε or δ from above or from below comes out."""
+"""Certified bounds on ε and δ: in closed form for a Gaussian mechanism, on a lattice otherwise.
+
+A Gaussian mechanism has one parameter μ, its sensitivity over the noise's standard deviation. T
+equal Gaussian mechanisms are one with √T·μ. All other steps are composed on a lattice (`_lattice`)
+with settings from `_quadrature`. Upper bounds are never below the true value, and lower bounds are
+never above it: each function says how.
+"""
 
 import itertools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.special import log_ndtr
 
-from optax_lsdp.accounting._contour import contour_delta
-from optax_lsdp.accounting._loss import Step, contract, divergence, sample, spread
-from optax_lsdp.accounting._pairs import Pair
-from optax_lsdp.accounting._plan import Plan, plan_delta, plan_epsilon
-from optax_lsdp.accounting._tilted import Tilted, convolve
+from optax_lsdp.accounting._dominating_pairs import Pair, Step, divergence
+from optax_lsdp.accounting._lattice import (
+    TiltedSum,
+    convolve,
+    optimistic_lattice,
+    pessimistic_lattice,
+)
+from optax_lsdp.accounting._quadrature import (
+    Settings,
+    Steps,
+    contour_delta,
+    quadrature,
+    settings_for_delta,
+    settings_for_epsilon,
+)
 
-_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ, for a whole curve
-_PRECISION = 1e-8  # relative, to which ε is solved for
-_FEW = 256  # frequencies on the lattice; with more the contour has no chance
+_ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # the δ of a profile's settings
+_PRECISION = 1e-8  # relative, of the root search for ε
+_FEW = 256  # frequencies; with more, the contour integral never gives a value
 _LARGEST_EPSILON = 1e300
-_LARGEST = 2_000_000  # residues that a lower bound may take
-
-Steps = Sequence[tuple[Step, int]]  # what one step reveals, and how many such steps there are
+_LARGEST = 2_000_000  # lattice points of a lower bound
 
 
-def epsilon_above(steps: Steps, delta: float, limit: float = math.inf) -> float:
-    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ can be certified, by `delta_above` too.
+def gaussian_delta(epsilon: float, mu: float) -> float:
+    """Return δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) of a Gaussian mechanism, rounded up.
 
-    Of an answer that is not below `limit`, no more than that is found out, and ∞ is returned.
+    The two terms are computed as logarithms and their difference by expm1, so that a small δ is not
+    lost to cancellation. A bound on the rounding error is added.
+
+    References:
+        Balle and Wang 2018, Improving the Gaussian Mechanism for Differential Privacy.
+
+    >>> round(gaussian_delta(0.0, 1.0), 4)  # 2Φ(½) − 1, the total variation distance
+    0.3829
+    """
+    inside = float(log_ndtr(mu / 2 - epsilon / mu))
+    outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    share = -math.expm1(min(outside - inside, 0.0))
+    return min(1.0, math.exp(inside) * share + _gaussian_rounding(epsilon, mu))
+
+
+def _gaussian_rounding(epsilon: float, mu: float) -> float:
+    """Return the bound on the rounding error that `gaussian_delta` adds."""
+    inside = float(log_ndtr(mu / 2 - epsilon / mu))
+    outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
+    return math.exp(inside) * _ROUNDING * (1 + abs(epsilon) + abs(inside) + abs(outside))
+
+
+def gaussian_epsilon(delta: float, mu: float) -> float:
+    """Return the smallest ε ≥ 0 with δ(ε) ≤ δ of a Gaussian mechanism, rounded up.
+
+    The privacy loss is N(μ²/2, μ²), so that ε = μ²/2 + μ√(−2 log δ) suffices. Bisection goes down
+    from there and returns a point at which δ(ε) ≤ δ holds.
+
+    >>> round(gaussian_epsilon(1e-5, 1.0), 4)
+    4.3772
+    """
+    if mu > 1e100:
+        return math.inf
+    enough = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))
+    return _bisect(0.0, enough, lambda epsilon: gaussian_delta(epsilon, mu) <= delta)
+
+
+def gaussian_lower_epsilon(delta: float, mu: float) -> float:
+    """Return the smallest ε ≥ 0 with δ(ε) ≤ δ of a Gaussian mechanism, rounded down.
+
+    The search goes down from `gaussian_epsilon` to a point at which δ(ε) exceeds δ by more than
+    its rounding error.
+    """
+    upper = gaussian_epsilon(delta, mu)
+    if upper == math.inf:
+        return 0.0
+
+    def exceeds_delta(distance: float) -> bool:
+        epsilon = upper - distance
+        return 2 * _gaussian_rounding(epsilon, mu) + delta < gaussian_delta(epsilon, mu)
+
+    distance = _bisect(1e-12 * upper, math.inf, lambda at: at >= upper or exceeds_delta(at))
+    return max(0.0, upper - distance)
+
+
+def gaussian_mu(epsilon: float, delta: float) -> float:
+    """Return the largest μ of a Gaussian mechanism with δ(ε) ≤ δ, rounded down.
+
+    >>> round(gaussian_mu(4.3772, 1e-5), 4)
+    1.0
+    """
+    too_much = 1.0
+    while gaussian_delta(epsilon, too_much) <= delta:
+        too_much *= 2
+    inverse = _bisect(
+        1 / too_much, math.inf, lambda inverse: gaussian_delta(epsilon, 1 / inverse) <= delta
+    )
+    return 1 / inverse
+
+
+def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
+    """Return the point where `holds` turns true, rounded to the side where it is true."""
+    if holds(low):
+        return low
+    if high == math.inf:
+        high = 2 * low
+        while not holds(high):
+            low, high = high, 2 * high
+    while True:
+        middle = (low + high) / 2
+        if not low < middle < high or high - low <= 1e-14 * high:
+            return high
+        low, high = (low, middle) if holds(middle) else (middle, high)
+
+
+def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
+    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if it is not below `limit`.
+
+    ε is raised until `upper_delta` certifies it too.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
-    if _union(steps) <= delta:
+    if _union_bound(steps) <= delta:
         return 0.0
     counts = _row(steps)
-    epsilon = float(epsilons_above([step for step, _ in steps], counts, delta, limit)[0])
+    epsilon = float(upper_epsilons([step for step, _ in steps], counts, delta, limit)[0])
     more = 1e-5
-    while epsilon < limit and (found := delta_above(steps, epsilon)) > delta:
+    while epsilon < limit and (found := upper_delta(steps, epsilon)) > delta:
         epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
     if epsilon >= limit:
         return math.inf
-    if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first plan was not good
+    if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first settings were not good
         epsilon = _refined(steps, delta, epsilon)
     return epsilon
 
 
 def _refined(steps: Steps, delta: float, high: float) -> float:
-    """Return a smaller ε that `delta_above` certifies as well, near the smallest."""
+    """Return an ε below `high` that `upper_delta` certifies too, near the smallest such ε."""
     low, stride = high, 1e-3 * high
-    while low > 0 and delta_above(steps, low) <= delta:
+    while low > 0 and upper_delta(steps, low) <= delta:
         low, high, stride = max(0.0, low - stride), low, 3 * stride
     for _ in range(8):
         if high - low <= 2e-4 * high:
             break
         middle = (low + high) / 2
-        low, high = (low, middle) if delta_above(steps, middle) <= delta else (middle, high)
+        low, high = (low, middle) if upper_delta(steps, middle) <= delta else (middle, high)
     return high
 
 
-def _union(steps: Steps) -> float:
-    """Return Σ T·δ(0), which bounds δ(ε) of all steps at every ε ≥ 0."""
+def _union_bound(steps: Steps) -> float:
+    """Return Σ T·δ(0) over the steps, which bounds δ(ε) of their composition at every ε ≥ 0."""
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
 
-def epsilons_above(
+def upper_epsilons(
     steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
 ) -> np.ndarray:
-    """Return `epsilon_above` for each row of counts, planned for the last of them."""
+    """Return upper bounds on ε, one for each row of `counts`, with settings for the last row."""
     limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
-    plan = plan_epsilon(last, delta)
-    tilted = _compose(steps, counts, plan)
-    epsilons = _solve(tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt, limit=limit)
-    if 0 < epsilons[-1] < 0.8 * plan.epsilon:  # the tail is heavy, the mesh was too coarse
-        plan = plan_epsilon(last, delta, float(epsilons[-1]))
-        tilted = _compose(steps, counts, plan)
-        epsilons = _solve(
-            tilted.above, delta, len(counts), plan.epsilon, 2 / plan.tilt, limit=limit
-        )
+
+    def solve(settings: Settings) -> np.ndarray:
+        upper = _compose(steps, counts, settings).upper_delta
+        start, stride = settings.epsilon, 2 / settings.tilt
+        return _solve(upper, delta, len(counts), start, stride, limit=limit)
+
+    settings = settings_for_epsilon(last, delta)
+    epsilons = solve(settings)
+    if 0 < epsilons[-1] < 0.8 * settings.epsilon:  # the tail is heavy: the mesh was too coarse
+        epsilons = solve(settings_for_epsilon(last, delta, float(epsilons[-1])))
     return epsilons
 
 
-def delta_above(steps: Steps, epsilon: float) -> float:
-    """Return an upper bound on δ(ε)."""
+def upper_delta(steps: Steps, epsilon: float) -> float:
+    """Return an upper bound on δ(ε): the smallest of the bounds that several settings give."""
     if (single := _single(steps)) is not None:
         return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
     counts = _row(steps)
-    delta, plan = min(1.0, _union(steps)), plan_delta(steps, epsilon, -30.0)
+    delta, settings = min(1.0, _union_bound(steps)), settings_for_delta(steps, epsilon, -30.0)
     for turn in range(4):
-        tilted = _compose([step for step, _ in steps], counts, plan)
-        found = float(tilted.above(np.array([epsilon]))[0])
+        tilted = _compose([step for step, _ in steps], counts, settings)
+        found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
-        if is_worse and delta < 1:  # the plan was for a tail that is of no account
-            plan = plan_epsilon(steps, 0.01**turn * delta, epsilon or None)
-        elif tilted.infinite[0] > 1e-3 * delta:  # the tail is heavy, and too much was cut off
-            plan = plan_delta(steps, epsilon, math.log(delta) - 7)
-        elif turn == 0 and delta < 1e-3 * math.exp(plan.log_delta):  # and Chernoff is far off
-            plan = plan_epsilon(steps, delta, epsilon or None)
+        if is_worse and delta < 1:  # the settings suit a tail that does not matter
+            settings = settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
+        elif tilted.infinite[0] > 1e-3 * delta:  # the tail is heavy, and the cut was too large
+            settings = settings_for_delta(steps, epsilon, math.log(delta) - 7)
+        elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # Chernoff was far off
+            settings = settings_for_epsilon(steps, delta, epsilon or None)
         else:
             break
     if len(tilted.frequencies) <= _FEW:
-        _check(steps, plan, epsilon, delta)
+        _check(steps, settings, epsilon, delta)
     return delta
 
 
-def profile_above(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
-    """Return upper bounds on δ at many ε: of a few plans, the one that is best at each."""
-    if (most := min(1.0, _union(steps))) <= _LEVELS[-1]:
+def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
+    """Return upper bounds on δ at many ε: at each ε the best of a few settings."""
+    if (most := min(1.0, _union_bound(steps))) <= _LEVELS[-1]:
         return np.full(len(epsilons), most)
     counts = _row(steps)
     kinds = [step for step, _ in steps]
-    tilted = (_compose(kinds, counts, plan_epsilon(steps, delta)) for delta in _LEVELS)
-    return np.minimum(most, np.min([one.above(epsilons) for one in tilted], axis=0))
+    tilted = (_compose(kinds, counts, settings_for_epsilon(steps, delta)) for delta in _LEVELS)
+    return np.minimum(most, np.min([one.upper_delta(epsilons) for one in tilted], axis=0))
 
 
-def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
-    """Return the largest ε for which δ(ε) ≥ δ can be certified, or 0, given an upper bound.
+def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
+    """Return the largest ε for which δ(ε) ≥ δ is certified, or 0; `upper` is an upper bound on ε.
 
-    What is on the lattice is dominated by the pairs, and so is its composition by theirs.
+    Each pair dominates its optimistic lattice, so the composition of the pairs dominates the
+    composition of the lattices. The mesh is refined until that gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     if (single := _single(steps)) is not None:
         return float(
             _solve(
-                lambda at: np.subtract(*divergence(single, at)),
-                delta,
-                1,
-                1.0,
-                0.5,
-                from_above=False,
+                lambda at: np.subtract(*divergence(single, at)), delta, 1, 1.0, 0.5, is_upper=False
             )[0]
         )
-    plan = plan_epsilon(steps, delta, upper or None)
+    settings = settings_for_epsilon(steps, delta, upper or None)
     counts = _row(steps)
     highest = 0.0
     for finer in (1, 4, 16, 64):
-        mesh = plan.mesh / finer
-        if highest >= 0.9997 * upper or plan.window / mesh > _LARGEST:
+        mesh = settings.mesh / finer
+        if highest >= 0.9997 * upper or settings.window / mesh > _LARGEST:
             break
-        lattices = [contract(pair, mesh, finer * plan.per_octave, plan.tail) for pair, _ in pairs]
-        tilted = convolve(lattices, counts, plan._replace(mesh=mesh))
+        lattices = [
+            optimistic_lattice(pair, mesh, finer * settings.per_octave, settings.tail)
+            for pair, _ in pairs
+        ]
+        tilted = convolve(lattices, counts, settings._replace(mesh=mesh))
         if len(tilted.frequencies) > _LARGEST // 100:
             break
-        found = float(_solve(tilted.below, delta, 1, upper, 1 / plan.tilt, from_above=False)[0])
+        stride = 1 / settings.tilt
+        found = float(_solve(tilted.lower_delta, delta, 1, upper, stride, is_upper=False)[0])
         if 0 < found <= 1.0003 * highest:
             return max(found, highest)
         highest = max(found, highest)
@@ -148,47 +253,52 @@ def epsilon_below(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
 
 
 def _single(steps: Steps) -> Step | None:
-    """Return the step if there is but one, which needs no composition."""
+    """Return the only step if there is just one, because it needs no composition."""
     return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
 
 
 def _row(steps: Steps) -> np.ndarray:
-    """Return how many steps there are of each kind, as the only row."""
+    """Return how often each step is taken, as a matrix of one row."""
     return np.array([[count for _, count in steps]], float)
 
 
-def _compose(steps: Sequence[Step], counts: np.ndarray, plan: Plan) -> Tilted:
-    lattices = [spread(step, plan.mesh, plan.per_octave, plan.tail) for step in steps]
-    return convolve(lattices, counts, plan)
+def _compose(steps: Sequence[Step], counts: np.ndarray, settings: Settings) -> TiltedSum:
+    lattices = [
+        pessimistic_lattice(step, settings.mesh, settings.per_octave, settings.tail)
+        for step in steps
+    ]
+    return convolve(lattices, counts, settings)
 
 
 def _solve(
-    falling: Callable[[np.ndarray], np.ndarray],
+    delta_bound: Callable[[np.ndarray], np.ndarray],
     delta: float,
     rows: int,
-    guess: float,
+    start: float,
     stride: float,
     *,
-    from_above: bool = True,
+    is_upper: bool = True,
     limit: float = _LARGEST_EPSILON,
 ) -> np.ndarray:
-    """Return, for each row, where a falling bound on δ(ε) meets δ, rounded to the safe side.
+    """Return the ε at which a decreasing bound on δ(ε) meets δ, for each row.
 
-    The search goes up from the guess, and then down in strides that grow. The answer is 0 where a
-    bound from above is no more than δ at zero, and where one from below is nowhere more than δ:
-    those fall off left of what they were planned for. It is ∞ where it is far beyond the limit.
+    The search goes up from `start`, then down in growing strides, and then narrows the bracket.
+    With an upper bound on δ it returns the bracket's upper end, with a lower bound the lower end.
+    The result is ∞ if ε is far above `limit`. It is 0 if an upper bound is at most δ at ε = 0, or
+    if a lower bound exceeds δ nowhere: lower bounds drop to 0 to the left of the ε that their
+    settings suit.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
-        return np.log(np.maximum(falling(epsilon), 1e-320) / delta)
+        return np.log(np.maximum(delta_bound(epsilon), 1e-320) / delta)
 
-    high = np.full(rows, guess)
+    high = np.full(rows, start)
     while np.any((at_high := excess(high)) > 0):
         if high.max() > limit:
             return np.where(at_high > 0, math.inf, high)
         high = np.where(at_high > 0, 1.5 * high, high)
     at_zero = excess(np.zeros(rows))
-    is_zero = at_zero <= 0 if from_above else np.zeros(rows, bool)
+    is_zero = at_zero <= 0 if is_upper else np.zeros(rows, bool)
     low, at_low = high, at_high
     while np.any(under := (at_low <= 0) & (low > 0) & ~is_zero):
         high, at_high = np.where(under, low, high), np.where(under, at_low, at_high)
@@ -205,25 +315,25 @@ def _solve(
         value = excess(middle)
         over = value > 0
         low, high = np.where(over, middle, low), np.where(over, high, middle)
-        stale_low, stale_high = ~over & was_under, over & was_over  # Illinois: they count half
+        stale_low, stale_high = ~over & was_under, over & was_over  # Illinois: halve stale ends
         at_low = np.where(over, value, np.where(stale_low, at_low / 2, at_low))
         at_high = np.where(over, np.where(stale_high, at_high / 2, at_high), value)
         was_over, was_under = over, ~over
-    return np.where(is_zero, 0.0, high) if from_above else np.where(at_low > 0, low, 0.0)
+    return np.where(is_zero, 0.0, high) if is_upper else np.where(at_low > 0, low, 0.0)
 
 
-def _check(steps: Steps, plan: Plan, epsilon: float, first: float) -> None:
-    """Raise if the second method, where it is sure of itself, contradicts the first."""
-    parts = plan.parts
-    if len(parts) < len(steps):
-        parts = [(sample(step, plan.tail), count) for step, count in steps]
-    second = contour_delta(parts, epsilon, plan.tilt, 20 - plan.log_delta)
-    if second is None or first == 1:
+def _check(steps: Steps, settings: Settings, epsilon: float, lattice_delta: float) -> None:
+    """Raise if the contour integral gives a value and it contradicts the lattice."""
+    quadratures = settings.quadratures
+    if len(quadratures) < len(steps):
+        quadratures = [(quadrature(step, settings.tail), count) for step, count in steps]
+    contour = contour_delta(quadratures, epsilon, settings.tilt, 20 - settings.log_delta)
+    if contour is None or lattice_delta == 1:
         return
-    expected = 10 * (plan.tilt + 1) * plan.cost + math.log(2)
-    gap = math.log(first / second)
-    if gap < -2e-6 or (gap > expected and first > 1e-20):  # less is a matter of rounding
+    expected = 10 * (settings.tilt + 1) * settings.cost + math.log(2)
+    gap = math.log(lattice_delta / contour)
+    if gap < -2e-6 or (gap > expected and lattice_delta > 1e-20):  # smaller gaps are rounding
         raise ArithmeticError(
-            f"two methods disagree on δ({epsilon!r}): {first!r} and {second!r}; please report "
-            "the settings."
+            f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; please "
+            "report the settings."
         )

@@ -1,22 +1,35 @@
-"""Calibration: a privacy budget goes in, the noise, steps or batch size that it allows come out."""
+"""Calibration: the noise multiplier, number of steps or batch size that a privacy budget allows."""
 
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict, Unpack
 
 from scipy.optimize import brentq
 
 from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole
-from optax_lsdp.accounting._bounds import delta_above
-from optax_lsdp.accounting._dominate import SENSITIVITY, is_gaussian
-from optax_lsdp.accounting._gaussian import gaussian_mu
-from optax_lsdp.accounting._mechanism import Neighbouring, SampledGaussian, Sampling
-from optax_lsdp.accounting._queries import compose
+from optax_lsdp._schemes import RELATIONS, Neighbouring, Sampling
+from optax_lsdp.accounting._analysis import is_gaussian
+from optax_lsdp.accounting._bounds import gaussian_mu, upper_delta
+from optax_lsdp.accounting._composition import Mechanism, privacy_profile
+from optax_lsdp.accounting._mechanisms import DEFAULT_RELATION, SampledGaussian
 
-_CLOSE = 2e-5  # relative; how near the boundary an answer is
-_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of log z, away from a guess
+_CLOSE = 2e-5  # relative distance between an answer and the smallest sufficient scale
+_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # in log z, away from a good guess
+_LONG_STRIDES = (1.0,) * 60  # away from a bad guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
+_MANY_STEPS = 10**5  # cheap to account for, unlike the largest number of steps
+
+
+class _Options(TypedDict, total=False):
+    sampling: Sampling
+    neighbouring: Neighbouring
+    max_batch_size: int | None
+    group_size: int
+
+
+class _StepsOptions(_Options, total=False):
+    dataset_size: int | None
 
 
 def calibrate_noise_multiplier(
@@ -26,15 +39,15 @@ def calibrate_noise_multiplier(
     sampling_rate: float,
     steps: int,
     sampling: Sampling = "poisson",
-    neighbouring: Neighbouring = None,  # type: ignore[assignment]  # filled in by the run
+    neighbouring: Neighbouring = DEFAULT_RELATION,
     max_batch_size: int | None = None,
     dataset_size: int | None = None,
     group_size: int = 1,
 ) -> float:
-    """Return the smallest noise multiplier z whose run is (ε, δ)-differentially private.
+    """Return the smallest noise multiplier z for which steps are (ε, δ)-differentially private.
 
-    The arguments are those of `SampledGaussian`, and the budget (ε, δ). It is never exceeded, and
-    with 1e-4 less noise it would be. Where no noise does, a ValueError says why.
+    The answer never exceeds the budget (ε, δ), and 1e-4 less noise would. The other arguments are
+    those of `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -44,7 +57,6 @@ def calibrate_noise_multiplier(
     """
     _check_budget(epsilon, delta)
     check_whole("steps", steps)
-
     unit = SampledGaussian(
         1.0,
         sampling_rate,
@@ -55,15 +67,65 @@ def calibrate_noise_multiplier(
         dataset_size=dataset_size,
         group_size=group_size,
     )
-    if is_gaussian(unit) and unit.mu is not None:  # in closed form
-        return unit.mu / gaussian_mu(min(epsilon, 1e6), delta) * (1 + 1e-12)
+    mu = gaussian_mu(min(epsilon, 1e6), delta)
+    if is_gaussian(unit) and unit.mu is not None:  # the closed form
+        return unit.mu / mu * (1 + 1e-12)
 
-    search = _Search(unit, epsilon, delta)
-    low = high = search.guess()
-    if search(high) > 0:
-        for stride in _STRIDES:
+    # The guess is the noise of a Gaussian mechanism with the same variance of its loss.
+    sensitivity = unit.group_size * RELATIONS[unit.neighbouring].sensitivity
+    ratio = min(max(mu / (unit.sampling_rate * math.sqrt(unit.steps)), 1e-150), 1e150)
+    guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
+    guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
+
+    def at(noise: float) -> SampledGaussian:
+        return replace(unit, noise_multiplier=noise)
+
+    return _smallest_scale(at, _WorstCaseDelta(at, epsilon), epsilon, delta, guess, _STRIDES)
+
+
+def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, delta: float) -> float:
+    """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
+
+    Use it for noise that follows a schedule: `family` maps s to all phases, with noise multipliers
+    in proportion to s. The answer never exceeds the budget. Raise a ValueError if no scale
+    suffices.
+
+    >>> def halved(scale):
+    ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
+    >>> round(calibrate_scale(halved, epsilon=1.0, delta=1e-5), 2)
+    1.81
+    """
+    _check_budget(epsilon, delta)
+
+    def spent(scale: float) -> float:
+        return family(scale).delta(epsilon)
+
+    return _smallest_scale(family, spent, epsilon, delta, 0.0, _LONG_STRIDES)
+
+
+def _smallest_scale(
+    family: Callable[[float], Mechanism],
+    spent: Callable[[float], float],
+    epsilon: float,
+    delta: float,
+    guess: float,
+    strides: tuple[float, ...],
+) -> float:
+    """Return the smallest sufficient scale s, rounded up.
+
+    `spent` is δ(ε) as a function of s, and `guess` is a guess of log s. The search goes away from
+    the guess in `strides` until it has a bracket and narrows the bracket. Then it raises s until
+    `epsilon` of the mechanism is within the budget.
+    """
+
+    def excess(log_scale: float) -> float:
+        return math.log(max(spent(math.exp(log_scale)), 1e-320) / delta)
+
+    low = high = guess
+    if excess(high) > 0:
+        for stride in strides:
             low, high = high, high + stride
-            if search(high) <= 0:
+            if excess(high) <= 0:
                 break
             if high > math.log(_MOST_NOISE):
                 raise ValueError(
@@ -71,46 +133,38 @@ def calibrate_noise_multiplier(
                     f"got {epsilon!r} at delta={delta!r}; take fewer steps."
                 )
     else:
-        for stride in _STRIDES:
+        for stride in strides:
             low, high = low - stride, low
-            if search(low) > 0:
+            if excess(low) > 0:
                 break
             if low < math.log(_LEAST_NOISE):
                 return _LEAST_NOISE
-    noise = math.exp(brentq(search, low, high, xtol=_CLOSE))
+    scale = math.exp(brentq(excess, low, high, xtol=_CLOSE))
     more = _CLOSE / 2
-    while replace(unit, noise_multiplier=noise).epsilon(delta) > epsilon:
-        noise, more = noise * (1 + more), 1.5 * more
-    return noise
+    while family(scale).epsilon(delta) > epsilon:
+        scale, more = scale * (1 + more), 1.5 * more
+    return scale
 
 
-class _Search:
-    """log δ(ε)/δ as a function of log z, in whichever direction was worse at first."""
+class _WorstCaseDelta:
+    """δ(ε) of one phase as a function of its noise.
 
-    def __init__(self, unit: SampledGaussian, epsilon: float, delta: float) -> None:
-        self.unit, self.epsilon, self.delta = unit, epsilon, delta
+    After the first call, only the case that was the worst then is computed: that halves the time.
+    """
+
+    def __init__(self, at: Callable[[float], SampledGaussian], epsilon: float) -> None:
+        self.at, self.epsilon = at, epsilon
         self.worst: int | None = None
 
-    def guess(self) -> float:
-        """Return log z of a Gaussian mechanism with the same variance of its loss."""
-        mu = gaussian_mu(min(self.epsilon, 1e6), self.delta)
-        moved = self.unit.group_size * SENSITIVITY[self.unit.neighbouring]
-        share = self.unit.sampling_rate * math.sqrt(self.unit.steps)
-        ratio = min(max(mu / share, 1e-150), 1e150)
-        log_noise = math.log(moved) - math.log(math.log1p(ratio**2)) / 2
-        return min(max(log_noise, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
-
-    def __call__(self, log_noise: float) -> float:
-        composed = compose((replace(self.unit, noise_multiplier=math.exp(log_noise)),))
-        if composed.group_size > 1 or not composed.above:
-            spent = composed.delta(self.epsilon)
-        else:
-            sides = composed.above if self.worst is None else (composed.above[self.worst],)
-            deltas = [delta_above(side, self.epsilon) for side in sides]
-            if self.worst is None:
-                self.worst = deltas.index(max(deltas))
-            spent = max(deltas)
-        return math.log(max(spent, 1e-320) / self.delta)
+    def __call__(self, noise: float) -> float:
+        profile = privacy_profile(self.at(noise).parts)
+        if profile.group_size > 1 or not profile.upper:
+            return profile.delta(self.epsilon)
+        cases = profile.upper if self.worst is None else (profile.upper[self.worst],)
+        deltas = [upper_delta(case, self.epsilon) for case in cases]
+        if self.worst is None:
+            self.worst = deltas.index(max(deltas))
+        return max(deltas)
 
 
 def calibrate_steps(
@@ -119,12 +173,12 @@ def calibrate_steps(
     delta: float,
     noise_multiplier: float,
     sampling_rate: float,
-    **options: Any,
+    **options: Unpack[_StepsOptions],
 ) -> int:
     """Return the largest number of steps that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. A ValueError says so if a single step is
-    too many, or if steps cost next to nothing.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if one step is too
+    many, or if steps cost next to nothing.
 
     >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
     2432
@@ -132,21 +186,19 @@ def calibrate_steps(
     _check_budget(epsilon, delta)
 
     def spent(steps: int) -> float:
-        run = SampledGaussian(noise_multiplier, sampling_rate, steps, **options)
-        return run.epsilon(delta)
+        return SampledGaussian(noise_multiplier, sampling_rate, steps, **options).epsilon(delta)
 
-    if spent(MOST_STEPS) <= epsilon:
+    if (least := spent(1)) > epsilon:
         raise ValueError(
-            f"`epsilon` must be spent within {MOST_STEPS:.0e} steps, got {epsilon!r}: these steps "
-            "cost next to nothing; lower the noise multiplier or raise the sampling rate."
-        )
-    most = largest(spent, epsilon, MOST_STEPS)
-    if most == 0:
-        raise ValueError(
-            f"`epsilon` must be at least {spent(1):.6g} for a single step at delta={delta!r}, "
+            f"`epsilon` must be at least {least:.6g} for a single step at delta={delta!r}, "
             f"got {epsilon!r}; raise the noise multiplier or lower the sampling rate."
         )
-    return most
+    if spent(_MANY_STEPS) <= epsilon and spent(MOST_STEPS) <= epsilon:
+        raise ValueError(
+            f"`epsilon` must be spent within {MOST_STEPS:.0e} steps, got {epsilon!r}, but these "
+            "steps cost next to nothing; lower the noise multiplier or raise the sampling rate."
+        )
+    return largest(spent, epsilon, MOST_STEPS)
 
 
 def calibrate_batch_size(
@@ -156,12 +208,12 @@ def calibrate_batch_size(
     noise_multiplier: float,
     dataset_size: int,
     steps: int,
-    **options: Any,
+    **options: Unpack[_Options],
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Batches are a share of `dataset_size`. A
-    ValueError says so if batches of one example are too large.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if batches of one
+    example are too large.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
@@ -172,12 +224,15 @@ def calibrate_batch_size(
     check_whole("dataset_size", dataset_size)
     check_whole("steps", steps)
     if options.get("sampling") == "full":
-        raise ValueError("`sampling` must not be 'full': a full batch is the dataset.")
+        raise ValueError(
+            "`sampling` must not be 'full', because a full batch is the whole dataset; choose a "
+            "scheme that samples."
+        )
 
     def spent(size: int) -> float:
         rate = size / dataset_size
-        run = SampledGaussian(noise_multiplier, rate, steps, dataset_size=dataset_size, **options)
-        return run.epsilon(delta)
+        phase = SampledGaussian(noise_multiplier, rate, steps, dataset_size=dataset_size, **options)
+        return phase.epsilon(delta)
 
     most = largest(spent, epsilon, dataset_size)
     if most == 0:
@@ -189,9 +244,10 @@ def calibrate_batch_size(
 
 
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
-    """Return the largest whole number up to `most` that spends ε or less, or 0.
+    """Return the largest whole number up to `most` whose cost `spent` is at most ε, or 0.
 
-    Spending grows like a power, so that a secant in logarithms soon lands beside the answer.
+    The cost must not decrease. It grows like a power, so a secant in logarithms lands close to the
+    answer.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

@@ -1,28 +1,38 @@
-"""Ledger: steps that were taken go in, what they have cost comes out, at any time."""
+"""The ledger: the steps that were really taken, and what they have cost at any time."""
 
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Self
 
 import numpy as np
 
 from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json
+from optax_lsdp._schemes import SCHEMES
+from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_per_epoch
+from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
 from optax_lsdp.accounting._calibrate import largest
-from optax_lsdp.accounting._curve import epsilon_curve
-from optax_lsdp.accounting._mechanism import SampledGaussian
-from optax_lsdp.accounting._queries import Composition, Mechanism, simplify
+from optax_lsdp.accounting._composition import (
+    Composition,
+    Mechanism,
+    simplify,
+    simplify_in_order,
+)
+from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _VERSION = 1
 _LONGEST = 10**8  # steps of a curve
+_RATIO = 5e-4  # between consecutive numbers of steps at which a curve is computed
 
 
 class Ledger(Mechanism):
-    """What was really spent: steps are appended, never changed, and a question changes nothing.
+    """The phases that were really taken. Steps are appended and never changed.
 
-    It answers what a `SampledGaussian` answers. Steps that equal the last ones are merged, so that
-    a ledger of 10⁵ steps is as small as one of a single step. Parts of epochs of
-    shuffled batches may be parts of different ones, and count as whole unless they `continue`.
+    A ledger answers the same questions as a `SampledGaussian`, and no question changes it. Steps
+    that equal the last ones are merged into one phase, so a ledger of 10⁵ equal steps is as small
+    as a ledger of one. Shuffled batches are merged only if they `continue` an epoch: otherwise
+    each part of an epoch counts as a whole epoch.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -34,62 +44,65 @@ class Ledger(Mechanism):
     True
     """
 
-    def __init__(self, runs: Iterable[SampledGaussian] = ()) -> None:
-        self._kinds: list[SampledGaussian] = []  # with a single step
+    def __init__(self, phases: Iterable[SampledGaussian] = ()) -> None:
+        self._kinds: list[SampledGaussian] = []  # one step of each phase
         self._steps: list[int] = []
         self._last: SampledGaussian | None = None
-        for run in runs:
-            self.append(run)
+        for phase in phases:
+            self.append(phase)
 
-    def append(self, run: SampledGaussian, *, continues: bool = False) -> None:
-        """Record that the steps of `run` were taken after all the others.
+    def append(self, phase: SampledGaussian, *, continues: bool = False) -> None:
+        """Record that the steps of `phase` were taken after all steps so far.
 
         Args:
-            run: steps of one kind.
-            continues: that shuffled batches go on in the order in which the last ones began.
+            phase: one or more equal steps.
+            continues: whether shuffled batches continue the order of the last phase.
         """
-        is_shuffled = getattr(run, "sampling", None) == "shuffled"
-        if run is self._last and (continues or not is_shuffled):  # the usual case, and a fast one
-            self._steps[-1] += run.steps
-            return
-        if not isinstance(run, SampledGaussian):
+        if not isinstance(phase, SampledGaussian):
             raise TypeError(
-                f"`run` must be a SampledGaussian, got {run!r}; append parts one by one."
+                f"`phase` must be a SampledGaussian, got {phase!r}; append phases one by one."
             )
-        Composition((*self._kinds[:1], run))  # raises if they do not go together
-        kind = replace(run, steps=1)
-        if self._kinds and self._kinds[-1] == kind and (continues or not is_shuffled):
-            self._steps[-1] += run.steps
+        can_merge = continues or not SCHEMES[phase.sampling].once_per_epoch
+        if phase is self._last and can_merge:  # the usual case, made fast
+            self._steps[-1] += phase.steps
+            return
+        Composition((*self._kinds[:1], phase))  # raises if their guarantees differ
+        kind = replace(phase, steps=1)
+        if self._kinds and self._kinds[-1] == kind and can_merge:
+            self._steps[-1] += phase.steps
         else:
             self._kinds.append(kind)
-            self._steps.append(run.steps)
-        self._last = run
+            self._steps.append(phase.steps)
+        self._last = phase
 
     @property
-    def phases(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # a property serves
-        """All steps in the order in which they were taken."""
+    def phases(self) -> tuple[SampledGaussian, ...]:
+        """All phases in the order in which they were taken."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """The number of steps that were taken."""
         return sum(self._steps)
 
     def epsilons(self, delta: float) -> np.ndarray:
-        """Return ε after each step, from above, computed at some steps and bounded between."""
+        """Return an upper bound on ε after each step.
+
+        ε is computed after some steps; each step in between gets the value of the next of these.
+        """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
             raise ValueError(
-                f"`epsilons` must be asked of {_LONGEST:.0e} steps at most, got {self.steps}; ask "
-                "for `epsilon` at the end."
+                f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}; ask for "
+                "`epsilon` at the end."
             )
-        return epsilon_curve(self.phases, delta)
+        return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
         """Return how many more steps like the last one the budget (ε, δ) allows.
 
-        A ledger without steps has none to repeat, and raises a ValueError.
+        Raise a ValueError if the ledger has no steps.
         """
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
@@ -103,16 +116,16 @@ class Ledger(Mechanism):
         return largest(spent, epsilon, MOST_STEPS)
 
     def to_json(self) -> str:
-        """Return the ledger as text."""
-        runs = [asdict(run) for run in self.phases]
-        return json.dumps({"optax_lsdp_ledger": _VERSION, "phases": runs}, indent=1)
+        """Return the ledger as JSON text."""
+        phases = [asdict(phase) for phase in self.phases]
+        return json.dumps({"optax_lsdp_ledger": _VERSION, "phases": phases}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the ledger that `to_json` wrote; whatever is not fully understood is refused."""
+        """Return the ledger that `to_json` wrote; refuse a text that is anything else."""
         try:
             found = read_json(text)
-            version, runs = found["optax_lsdp_ledger"], found["phases"]
+            version, phases = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
@@ -125,20 +138,87 @@ class Ledger(Mechanism):
             )
         if set(found) != {"optax_lsdp_ledger", "phases"}:
             raise ValueError(
-                f"`text` must hold a version and runs alone, got {str(sorted(found))[:200]}."
+                "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', got "
+                f"{str(sorted(found))[:200]}; pass on what to_json returned."
             )
         known = {field.name for field in fields(SampledGaussian)}
-        for run in runs if isinstance(runs, list) else [str(runs)]:
-            if not isinstance(run, dict) or set(run) != known:
+        for phase in phases if isinstance(phases, list) else [str(phases)]:
+            if not isinstance(phase, dict) or set(phase) != known:
                 raise ValueError(
-                    f"`text` must hold runs with the keys {sorted(known)}, got {str(run)[:200]}."
+                    f"`text` must have phases with the keys {sorted(known)}, got "
+                    f"{str(phase)[:200]}; pass on what to_json returned."
                 )
-        return cls(SampledGaussian(**run) for run in runs)
+        return cls(SampledGaussian(**phase) for phase in phases)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.phases == other.phases
 
-    __hash__ = None  # type: ignore[assignment]  # mutable, hence in no set
-
     def __repr__(self) -> str:
         return f"Ledger({list(self.phases)!r})"
+
+
+def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
+    """Return an upper bound on ε after each step of consecutive phases.
+
+    ε is computed at `_knots`, in blocks within which the number of steps at most doubles. The
+    Fourier coefficients of a block are computed once and raised to one power per knot.
+    """
+    total = sum(phase.steps for phase in phases)
+    phases = [phase for phase in simplify_in_order(phases) if phase.steps]
+    kinds = list(dict.fromkeys(replace(phase, steps=1) for phase in phases))
+    if not total:
+        return np.zeros(0)
+    if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
+        raise ValueError(
+            f"`group_size` must be 1 for a curve, got {kinds[0].group_size!r}, because groups have "
+            "no analysis of their own here; ask for ε at the steps of interest."
+        )
+    knots = _knots(total)
+    counts = _counts(phases, kinds, knots)
+    analyses = [analyse(kind) for kind in kinds]
+    if all(one.mu is not None for one in analyses):
+        squares = counts @ np.array([one.mu**2 for one in analyses if one.mu is not None])
+        mus = np.sqrt(squares) * (1 + 1e-15)
+        at_knots = np.array([gaussian_epsilon(delta, float(mu)) for mu in mus])
+    else:
+        at_knots = np.zeros(len(knots))
+        for case in range(max(len(one.upper) for one in analyses)):
+            steps = [one.upper[case % len(one.upper)] for one in analyses]
+            for rows in _blocks(knots):
+                used = counts[rows][-1] > 0
+                taken = [step for step, is_used in zip(steps, used, strict=True) if is_used]
+                found = upper_epsilons(taken, counts[rows][:, used], delta)
+                at_knots[rows] = np.maximum(at_knots[rows], found)
+    return np.maximum.accumulate(at_knots)[np.searchsorted(knots, np.arange(1, total + 1))]
+
+
+def _knots(total: int) -> np.ndarray:
+    """Return rising numbers of steps from 1 to `total`: all the small ones, fewer large ones."""
+    knots = [1]
+    while knots[-1] < total:
+        knots.append(min(total, max(knots[-1] + 1, math.floor(knots[-1] * (1 + _RATIO)))))
+    return np.array(knots)
+
+
+def _blocks(knots: np.ndarray) -> list[slice]:
+    """Cut the knots into blocks within which they less than double."""
+    cuts, start = [], 0
+    while start < len(knots):
+        end = int(np.searchsorted(knots, 2 * knots[start]))
+        cuts.append(slice(start, end))
+        start = end
+    return cuts
+
+
+def _counts(
+    phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
+) -> np.ndarray:
+    """Return how many steps of each kind were taken at each knot; epochs if each counts whole."""
+    counts = np.zeros((len(knots), len(kinds)))
+    before = 0
+    for phase in phases:
+        taken = np.clip(knots - before, 0, phase.steps)
+        unit = steps_per_epoch(phase) if SCHEMES[phase.sampling].once_per_epoch else 1
+        counts[:, kinds.index(replace(phase, steps=1))] += np.ceil(taken / unit)
+        before += phase.steps
+    return counts

@@ -1,7 +1,8 @@
-"""Theorem 1 of DP-LSSGD: a budget goes in, its noise comes out, with both of its conditions.
+"""The noise of Theorem 1 in the paper DP-LSSGD, its conditions, and the true ε of that noise.
 
-Wang et al. 2019, DP-LSSGD. The theorem asks for ν² = 20TαG²/(μn²ε), α = log(1/δ)/((1 − μ)ε) + 1,
-and holds if, with S = 5b²Tα/(μn²ε), both α ≤ log(n/(b(1 + S))) and S ≥ 1.5.
+Wang et al. 2019, DP-LSSGD. The theorem demands noise ν² = 20TαG²/(μn²ε) on the mean, where
+α = log(1/δ)/((1 − μ)ε) + 1. With S = 5b²Tα/(μn²ε), its conditions are α ≤ log(n/(b(1 + S))) and
+S ≥ 1.5.
 """
 
 import math
@@ -10,24 +11,26 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-from optax_lsdp.accounting._mechanism import SampledGaussian
+from optax_lsdp.accounting._mechanisms import SampledGaussian
 
-_SPLITS = np.linspace(0, 1, 4001)[1:-1]  # of μ
+_SPLITS = np.linspace(0, 1, 4001)[1:-1]  # values of μ to try
 
 
 class PaperNoise(NamedTuple):
-    """What Theorem 1 says, and what is true.
+    """The noise of Theorem 1, its conditions, and the true ε.
 
     Attributes:
-        noise_stddev: ν, of the noise on every coordinate of the *mean* gradient.
+        noise_stddev: ν, the standard deviation of the noise on each coordinate of the *mean*
+            gradient.
         noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
-        alpha: α, the order of Rényi divergence.
-        mu: μ, how the theorem splits the budget.
-        largest_alpha: the first condition is α ≤ this.
-        spread: S; the second condition is S ≥ 1.5.
+        alpha: α, the order of the Rényi divergence.
+        mu: μ, which splits the budget.
+        largest_alpha: the right-hand side of the first condition, α ≤ largest_alpha.
+        spread: S of the second condition, S ≥ 1.5.
         holds: whether both conditions hold.
-        poisson_epsilon: the true ε of this noise for Poisson batches, adding or removing one.
-        fixed_size_epsilon: an upper bound on it for batches without replacement, replacing one.
+        poisson_epsilon: the true ε with Poisson batches, if one example is added or removed.
+        fixed_size_epsilon: an upper bound on the true ε with batches without replacement, if one
+            example is replaced.
     """
 
     noise_stddev: float
@@ -52,18 +55,18 @@ def paper_noise(
     mu: float | None = None,
     number_alone: bool = False,
 ) -> PaperNoise:
-    """Return the noise of the paper's Theorem 1, or refuse where its conditions fail.
+    """Return the noise of the paper's Theorem 1, or raise a ValueError if its conditions fail.
 
     Args:
-        epsilon: the ε that the theorem is to promise.
-        delta: its δ.
+        epsilon: the ε that the theorem shall guarantee.
+        delta: the δ that the theorem shall guarantee.
         dataset_size: n.
         batch_size: b.
         steps: T.
         lipschitz: G, the largest norm of one example's gradient; the clip norm.
-        mu: μ in (0, 1); by default the one that asks for the least noise.
-        number_alone: return the number even where the conditions fail. It promises nothing then;
-            the true ε stands beside it.
+        mu: μ in (0, 1). The default is the μ with the least noise.
+        number_alone: return the noise even if the conditions fail. The theorem then guarantees
+            nothing; see the true ε in the result.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,
@@ -88,7 +91,7 @@ def paper_noise(
         check_whole(name, value)
     if batch_size > dataset_size:
         raise ValueError(
-            f"`batch_size` must be at most the dataset's size, {dataset_size}, got {batch_size!r}."
+            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size!r}."
         )
     if mu is not None:
         check_delta("mu", mu)
@@ -102,8 +105,8 @@ def paper_noise(
     else:
         raise ValueError(_refusal(setting, epsilon, splits))
     multiplier = float(terms.noise[best]) * batch_size
-    run = SampledGaussian(multiplier, batch_size / dataset_size, steps)
-    fixed = SampledGaussian(
+    poisson = SampledGaussian(multiplier, batch_size / dataset_size, steps)
+    fixed_size = SampledGaussian(
         multiplier,
         batch_size / dataset_size,
         steps,
@@ -118,8 +121,8 @@ def paper_noise(
         largest_alpha=float(terms.largest_alpha[best]),
         spread=float(terms.spread[best]),
         holds=bool(terms.holds[best]),
-        poisson_epsilon=run.epsilon(delta),
-        fixed_size_epsilon=fixed.epsilon(delta),
+        poisson_epsilon=poisson.epsilon(delta),
+        fixed_size_epsilon=fixed_size.epsilon(delta),
     )
 
 
@@ -150,7 +153,7 @@ class _Setting(NamedTuple):
 
 
 def _refusal(setting: _Setting, epsilon: float, splits: np.ndarray) -> str:
-    """Say by how much the conditions fail at the best μ, and from which ε they would hold."""
+    """Return a message that says how far the conditions fail, and at which ε they hold first."""
     terms = setting.terms(epsilon, splits)
     short = np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)
     best = int(np.argmin(short))
@@ -169,5 +172,5 @@ def _refusal(setting: _Setting, epsilon: float, splits: np.ndarray) -> str:
         f"`epsilon` must satisfy both conditions of Theorem 1, got {epsilon!r}: at the best μ, "
         f"{splits[best]:.3f}, α = {terms.alpha[best]:.2f} must be at most "
         f"{terms.largest_alpha[best]:.2f}, and S = {terms.spread[best]:.3g} at least 1.5; "
-        f"{remedy}; calibrate_noise_multiplier has no such conditions."
+        f"{remedy}; use calibrate_noise_multiplier, which has no such conditions."
     )

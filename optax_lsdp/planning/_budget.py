@@ -11,10 +11,9 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
-from scipy.optimize import brentq
 
 from optax_lsdp._checks import check_positive, check_whole
 from optax_lsdp.accounting import (
@@ -22,6 +21,7 @@ from optax_lsdp.accounting import (
     Ledger,
     SampledGaussian,
     calibrate_noise_multiplier,
+    calibrate_scale,
 )
 from optax_lsdp.planning._settings import Piecewise
 
@@ -203,25 +203,7 @@ def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
         return calibrate_noise_multiplier(
             epsilon=epsilon, delta=delta, steps=unit.phases[0].steps, **shared
         )
-
-    def excess(log_noise: float) -> float:
-        spent = with_noise(unit, math.exp(log_noise)).delta(epsilon)
-        return math.log(max(spent, 1e-320) / delta)
-
-    low, high = 0.0, 0.0
-    while excess(high) > 0:
-        low, high = high, high + 1
-        if high > math.log(1e9):
-            raise ValueError(
-                f"`epsilon` must be reachable with a noise multiplier below 1e9, got {epsilon!r} "
-                f"at delta={delta!r}; take fewer steps."
-            )
-    while low > math.log(1e-3) and excess(low) <= 0:
-        low, high = low - 1, low
-    noise = math.exp(brentq(excess, low, high, xtol=2e-5)) if excess(low) > 0 else math.exp(low)
-    while with_noise(unit, noise).epsilon(delta) > epsilon:
-        noise *= 1 + 2e-5
-    return noise
+    return calibrate_scale(partial(with_noise, unit), epsilon=epsilon, delta=delta)
 
 
 def _check_ledger(ledger: object) -> None:

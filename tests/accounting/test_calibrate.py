@@ -1,4 +1,4 @@
-"""Calibration: the budget is met, and hardly any of it is left."""
+"""Calibration stays within the budget and leaves hardly any of it."""
 
 import math
 
@@ -13,7 +13,7 @@ from optax_lsdp.accounting import (
     calibrate_steps,
 )
 
-TABLE_1 = [  # n, ε, and the smallest z for batches of 128 and 50 epochs, by another accountant
+TABLE_1 = [  # n, ε, and the smallest z by another accountant; 50 epochs with batches of 128
     (60_000, 0.10, 10.080),
     (60_000, 0.30, 3.749),
     (50_000, 0.10, 11.040),
@@ -32,7 +32,7 @@ kinds = st.sampled_from(
 
 
 @pytest.mark.parametrize(("size", "epsilon", "noise"), TABLE_1)
-def test_the_noise_of_the_papers_table_is_found(size, epsilon, noise):
+def test_noise_agrees_with_another_accountant(size, epsilon, noise):
     steps = 50 * math.ceil(size / 128)
     found = calibrate_noise_multiplier(
         epsilon=epsilon, delta=1e-5, sampling_rate=128 / size, steps=steps
@@ -44,7 +44,7 @@ def test_the_noise_of_the_papers_table_is_found(size, epsilon, noise):
 @given(
     epsilon=st.floats(0.05, 20), rate=st.floats(0.002, 0.2), steps=st.integers(1, 5000), kind=kinds
 )
-def test_calibrated_noise_meets_the_budget_and_no_more(epsilon, rate, steps, kind):
+def test_calibrated_noise_is_the_least_within_the_budget(epsilon, rate, steps, kind):
     noise = calibrate_noise_multiplier(
         epsilon=epsilon, delta=1e-6, sampling_rate=rate, steps=steps, **kind
     )
@@ -53,7 +53,7 @@ def test_calibrated_noise_meets_the_budget_and_no_more(epsilon, rate, steps, kin
 
 
 @pytest.mark.parametrize("kind", [{}, {"sampling": "shuffled", "neighbouring": "replace_one"}])
-def test_calibrated_steps_meet_the_budget_and_no_more(kind):
+def test_calibrated_steps_are_the_most_within_the_budget(kind):
     most = calibrate_steps(epsilon=2, delta=1e-6, noise_multiplier=5, sampling_rate=0.02, **kind)
     assert SampledGaussian(5, 0.02, most, **kind).epsilon(1e-6) <= 2
     assert SampledGaussian(5, 0.02, most + 1, **kind).epsilon(1e-6) > 2
@@ -62,7 +62,7 @@ def test_calibrated_steps_meet_the_budget_and_no_more(kind):
 @pytest.mark.parametrize(
     "kind", [{}, {"sampling": "without_replacement", "neighbouring": "replace_one"}]
 )
-def test_calibrated_batches_meet_the_budget_and_no_more(kind):
+def test_calibrated_batches_are_the_largest_within_the_budget(kind):
     most = calibrate_batch_size(
         epsilon=2, delta=1e-6, noise_multiplier=4, dataset_size=5000, steps=500, **kind
     )
@@ -74,7 +74,7 @@ def test_calibrated_batches_meet_the_budget_and_no_more(kind):
     ("epsilon", "delta", "rate", "steps", "size"),
     [(100, 1e-5, 0.01, 10, 1), (1, 0.5, 0.01, 10, 1), (1, 1e-5, 0.001, 100, 3)],
 )
-def test_generous_targets_and_groups_are_met(epsilon, delta, rate, steps, size):
+def test_generous_budgets_and_groups_need_little_noise(epsilon, delta, rate, steps, size):
     noise = calibrate_noise_multiplier(
         epsilon=epsilon, delta=delta, sampling_rate=rate, steps=steps, group_size=size
     )
@@ -82,7 +82,7 @@ def test_generous_targets_and_groups_are_met(epsilon, delta, rate, steps, size):
     assert noise < 3
 
 
-def test_a_budget_that_is_never_reached_allows_everything():
+def test_a_budget_that_no_batch_exceeds_allows_full_batches():
     options = dict(epsilon=50, delta=1e-6, noise_multiplier=10, dataset_size=100, steps=5)
     assert calibrate_batch_size(**options) == 100
 
@@ -124,6 +124,6 @@ def test_a_budget_that_is_never_reached_allows_everything():
         ),
     ],
 )
-def test_impossible_targets_are_named(call, message):
+def test_an_impossible_budget_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""Whatever is asked has an answer that is no less than the truth, or gets one sentence."""
+"""Every question has an answer that is not below the true value, or raises one sentence."""
 
 import math
 import re
@@ -8,27 +8,29 @@ import pytest
 
 from optax_lsdp import accounting
 from optax_lsdp.accounting import DiscreteGaussian, Ledger, SampledGaussian
-from optax_lsdp.accounting._gaussian import gaussian_epsilon
+from optax_lsdp.accounting._bounds import gaussian_epsilon
 from tests.cases import slow
 
 REPLACE = {"neighbouring": "replace_one"}
 FIXED = {"sampling": "without_replacement", **REPLACE}
-CUT = {"max_batch_size": 1, "dataset_size": 10}
+TRUNCATED = {"max_batch_size": 1, "dataset_size": 10}
 HUGE = {"max_batch_size": 10**6, "dataset_size": 10**18}
-RUNS = {
+PHASES = {
     "a large group": SampledGaussian(1.0, 0.5, 20).group(300),
     "all people": SampledGaussian(1.0, 0.5, 20).group(10**10),
     "all people, replaced": SampledGaussian(1.0, 0.5, 20, **REPLACE).group(10**10),
-    "a group of a sure sample": SampledGaussian(1.0, 1 - 1e-12, 1).group(10**9),
+    "a group that is almost surely drawn": SampledGaussian(1.0, 1 - 1e-12, 1).group(10**9),
     "a large group and much noise": SampledGaussian(1e8, 1e-13, 10**9).group(10**17),
-    "a large group of cut batches": SampledGaussian(1e-5, 0.5, 10**12, **CUT).group(10**9),
+    "a large group in truncated batches": SampledGaussian(1e-5, 0.5, 10**12, **TRUNCATED).group(
+        10**9
+    ),
     "no noise": SampledGaussian(1e-300, 1e-300, 10**18, **REPLACE).group(2),
     "a group without noise": SampledGaussian(1e-300, 1e-6, 20).group(2),
-    "a mesh that is coarse": SampledGaussian(1000.0, 0.5, 10**9, **FIXED),
-    "no noise, cut": SampledGaussian(1e-300, 1.0, 1, **HUGE).group(10**17),
-    "as many steps as can be said": SampledGaussian(0.3, 1e-13, 10**18),
-    "as many cut steps": SampledGaussian(1.0, 1e-300, 10**18, **CUT).group(2),
-    "cut steps of everybody": SampledGaussian(1e8, 1 - 1e-12, 10**18, **HUGE).group(2),
+    "a coarse mesh": SampledGaussian(1000.0, 0.5, 10**9, **FIXED),
+    "no noise, truncated": SampledGaussian(1e-300, 1.0, 1, **HUGE).group(10**17),
+    "the most steps": SampledGaussian(0.3, 1e-13, 10**18),
+    "the most truncated steps": SampledGaussian(1.0, 1e-300, 10**18, **TRUNCATED).group(2),
+    "truncated steps of everybody": SampledGaussian(1e8, 1 - 1e-12, 10**18, **HUGE).group(2),
     "nearly all of the data": SampledGaussian(1.0, 1 - 1e-12, 10**6),
     "nearly none of the data": SampledGaussian(0.5, 1e-300, 1),
     "a few shuffled": SampledGaussian(
@@ -39,55 +41,55 @@ SLOW = {
     "a group without replacement": SampledGaussian(1.0, 1e-6, 10**6, **FIXED).group(10**9),
     "all noise": SampledGaussian(1e300, 0.5, 10**9),
     "a billion steps": SampledGaussian(1.0, 1e-4, 10**9),
-    "a group of whom a member is rare": SampledGaussian(1e300, 0.5, 1, group_size=300),
-    "rare and large losses": SampledGaussian(0.3, 1e-6, 20, **CUT),
+    "a group with more noise than is counted": SampledGaussian(1e300, 0.5, 1, group_size=300),
+    "rare and large losses": SampledGaussian(0.3, 1e-6, 20, **TRUNCATED),
     "a rare group": SampledGaussian(0.3, 1e-300, 20, group_size=2),
 }
-runs = pytest.mark.parametrize("name", [*RUNS, *slow(*SLOW)])
+all_phases = pytest.mark.parametrize("name", [*PHASES, *slow(*SLOW)])
 
 
-@runs
-def test_every_run_has_an_answer_that_is_no_worse_than_without_sampling(name):
-    run = (RUNS | SLOW)[name]
-    moved = 2 if run.neighbouring == "replace_one" or run.max_batch_size else 1
-    worst = math.sqrt(run.steps) * moved * run.group_size / run.noise_multiplier
+@all_phases
+def test_epsilon_is_at_most_that_without_sampling(name):
+    phase = (PHASES | SLOW)[name]
+    moved = 2 if phase.neighbouring == "replace_one" or phase.max_batch_size else 1
+    worst = math.sqrt(phase.steps) * moved * phase.group_size / phase.noise_multiplier
     for delta in (1e-300, 1e-5):
-        epsilon = run.epsilon(delta)
+        epsilon = phase.epsilon(delta)
         assert 0 <= epsilon <= gaussian_epsilon(delta, worst * (1 + 1e-12))
-    assert 0 <= run.delta(1.0) <= 1
+    assert 0 <= phase.delta(1.0) <= 1
 
 
-@runs
-def test_lower_bounds_and_trade_offs_of_every_run_have_an_answer(name):
-    run = (RUNS | SLOW)[name]
-    lower, upper = run.epsilon_bounds(1e-5)
+@all_phases
+def test_lower_bounds_and_trade_offs_have_an_answer(name):
+    phase = (PHASES | SLOW)[name]
+    lower, upper = phase.epsilon_bounds(1e-5)
     assert 0 <= lower <= upper
-    assert 0 <= run.trade_off(0.1) <= 0.9
+    assert 0 <= phase.trade_off(0.1) <= 0.9
 
 
-def test_a_sampled_group_is_no_better_than_one_whose_members_are_counted():
-    # P of more than 20 of 40 at a rate of 0.9 is near 1: such groups are accounted for in full.
+def test_a_group_too_large_for_its_pair_is_accounted_for_without_sampling():
+    # More than 20 of 40 members are almost surely in a batch at a rate of 0.9.
     few, many = (SampledGaussian(1.0, 0.9, 1, group_size=size) for size in (20, 40))
     assert few.epsilon(1e-5) <= many.epsilon(1e-5)
     assert many.epsilon(1e-5) == gaussian_epsilon(1e-5, 40.0 * (1 + 1e-15))
 
 
-def test_rare_and_large_losses_cost_little():
-    # Drawn in 20 steps with a probability of 2e-5, and δ is half of that.
+def test_rare_and_large_losses_cost_little_delta():
+    # The probability to be drawn in any of 20 steps is 2e-5.
     assert SampledGaussian(0.3, 1e-6, 20).delta(0.5) < 2e-7
-    assert SampledGaussian(0.3, 1e-6, 20, **CUT).delta(0.5) < 2e-7
+    assert SampledGaussian(0.3, 1e-6, 20, **TRUNCATED).delta(0.5) < 2e-7
 
 
 TOO_LARGE = 10**5000
-RUN = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "steps": 10}
+STEPS = {"noise_multiplier": 1.0, "sampling_rate": 0.1, "steps": 10}
 BUDGET = {"epsilon": 1.0, "delta": 1e-5}
 PAPER = {**BUDGET, "dataset_size": 100, "batch_size": 10, "steps": 5, "lipschitz": 1.0}
 CALLS = {
-    "SampledGaussian": (SampledGaussian, {**RUN, "group_size": 2, **CUT}),
+    "SampledGaussian": (SampledGaussian, {**STEPS, "group_size": 2, **TRUNCATED}),
     "DiscreteGaussian": (DiscreteGaussian, {"noise_multiplier": 1.0, "steps": 10}),
     "calibrate_noise_multiplier": (
         accounting.calibrate_noise_multiplier,
-        {**BUDGET, "sampling_rate": 0.1, "steps": 10, "group_size": 1, **CUT},
+        {**BUDGET, "sampling_rate": 0.1, "steps": 10, "group_size": 1, **TRUNCATED},
     ),
     "calibrate_steps": (
         accounting.calibrate_steps,
@@ -111,7 +113,7 @@ VALUES = (1e-300, 1e300, 10**18, 1 - 1e-16)
 
 
 @pytest.mark.parametrize(("call", "name"), ARGUMENTS)
-def test_every_wrong_argument_gets_one_sentence(call, name):
+def test_every_wrong_argument_raises_one_sentence_that_names_it(call, name):
     function, given = CALLS[call]
     for value in WRONG:
         if value is None and name in ("max_batch_size", "dataset_size"):
@@ -127,7 +129,7 @@ def test_every_wrong_argument_gets_one_sentence(call, name):
         for case in ARGUMENTS
     ],
 )
-def test_every_extreme_argument_has_an_answer_or_gets_one_sentence(call, name):
+def test_every_extreme_argument_has_an_answer_or_raises_one_sentence(call, name):
     function, given = CALLS[call]
     for value in VALUES:
         try:
@@ -138,9 +140,9 @@ def test_every_extreme_argument_has_an_answer_or_gets_one_sentence(call, name):
             assert re.match(r"`\w+` must", str(error)), error
 
 
-def test_every_curve_and_ledger_is_bounded():
+def test_curves_and_ledgers_have_a_largest_number_of_steps():
     ledger = Ledger([SampledGaussian(1.0, 0.1, 10**18)])
-    with pytest.raises(ValueError, match=r"`epsilons` must be asked of 1e\+08 steps at most"):
+    with pytest.raises(ValueError, match=r"`epsilons` must have at most 1e\+08 steps"):
         ledger.epsilons(1e-5)
     ledger.append(SampledGaussian(1.0, 0.1, 10**18))
     with pytest.raises(ValueError, match=r"`steps` must be a whole number, 1e\+18 at most"):

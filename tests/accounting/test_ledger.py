@@ -1,4 +1,4 @@
-"""Ledger: what was spent is remembered, merged, saved, and asked without being changed."""
+"""A ledger records steps, merges equal ones, survives JSON, and answers without changing."""
 
 import json
 import math
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optax_lsdp.accounting import Ledger, SampledGaussian, _curve
+from optax_lsdp.accounting import Ledger, SampledGaussian, _ledger
 
 STEP = SampledGaussian(1.1, 256 / 60_000, 1)
 OTHER = SampledGaussian(2.0, 0.01, 1)
@@ -24,15 +24,15 @@ steps = st.builds(
 
 
 @settings(max_examples=20)
-@given(runs=st.lists(steps, max_size=5))
-def test_a_ledger_survives_json(runs):
-    ledger = Ledger(runs)
+@given(phases=st.lists(steps, max_size=5))
+def test_a_ledger_survives_json(phases):
+    ledger = Ledger(phases)
     again = Ledger.from_json(ledger.to_json())
     assert again == ledger and again.phases == ledger.phases
-    assert again.steps == sum(run.steps for run in runs)
+    assert again.steps == sum(phase.steps for phase in phases)
 
 
-def test_steps_one_by_one_are_a_run():
+def test_equal_steps_are_merged_into_one_phase():
     ledger = Ledger()
     for _ in range(100):
         ledger.append(STEP)
@@ -40,8 +40,8 @@ def test_steps_one_by_one_are_a_run():
         ledger.append(SampledGaussian(1.1, 256 / 60_000, 2))  # equal, but not the same object
     ledger.append(OTHER)
     ledger.append(STEP)
-    assert [run.steps for run in ledger.phases] == [200, 1, 1]
-    assert sorted(run.steps for run in ledger.parts) == [1, 201]
+    assert [phase.steps for phase in ledger.phases] == [200, 1, 1]
+    assert sorted(phase.steps for phase in ledger.parts) == [1, 201]
     expected = SampledGaussian(1.1, 256 / 60_000, 201) + OTHER
     assert ledger.epsilon(1e-5) == expected.epsilon(1e-5)
 
@@ -55,7 +55,7 @@ def test_a_question_changes_nothing():
 
 
 @pytest.mark.parametrize(
-    "runs",
+    "phases",
     [
         [SampledGaussian(1.1, 256 / 60_000, 3000)],
         [SampledGaussian(3.0, 0.02, 200), SampledGaussian(1.5, 0.01, 500)],
@@ -70,29 +70,29 @@ def test_a_question_changes_nothing():
     ],
     ids=["one", "two", "mixed", "full", "shuffled", "fixed size"],
 )
-def test_the_curve_is_the_answer_after_every_step(runs):
-    ledger = Ledger(runs)
+def test_the_curve_agrees_with_epsilon_after_each_step(phases):
+    ledger = Ledger(phases)
     curve = ledger.epsilons(1e-6)
     assert len(curve) == ledger.steps
     assert np.all(np.diff(curve) >= 0)
     for taken in {1, 2, 37, ledger.steps // 3, ledger.steps}:
         rest, prefix = taken, Ledger()
-        for run in runs:
-            prefix.append(SampledGaussian(**{**vars(run), "steps": min(rest, run.steps)}))
-            rest -= min(rest, run.steps)
+        for phase in phases:
+            prefix.append(SampledGaussian(**{**vars(phase), "steps": min(rest, phase.steps)}))
+            rest -= min(rest, phase.steps)
         low, high = prefix.epsilon_bounds(1e-6)
         assert low * (1 - 1e-9) <= curve[taken - 1] <= high * 1.002 + 1e-12
 
 
-def test_between_two_answers_the_next_one_counts(monkeypatch):
-    monkeypatch.setattr(_curve, "_RATIO", 0.5)
+def test_the_curve_takes_the_next_computed_value(monkeypatch):
+    monkeypatch.setattr(_ledger, "_RATIO", 0.5)
     curve = Ledger([SampledGaussian(3.0, 0.02, 100)]).epsilons(1e-6)
-    assert len(set(curve)) < 20  # few are answered
+    assert len(set(curve)) < 20  # few are computed
     for taken in (5, 17, 50, 99):
         assert curve[taken - 1] >= SampledGaussian(3.0, 0.02, taken).epsilon_bounds(1e-6)[0]
 
 
-def test_remaining_steps_use_up_the_budget_and_no_more():
+def test_remaining_steps_are_the_most_within_the_budget():
     ledger = Ledger([SampledGaussian(1.1, 256 / 60_000, 5000), OTHER])
     more = ledger.remaining_steps(2.0, 1e-5)
     next_steps = SampledGaussian(2.0, 0.01, more)
@@ -101,10 +101,10 @@ def test_remaining_steps_use_up_the_budget_and_no_more():
     assert ledger.remaining_steps(1.0, 1e-5) == 0
 
 
-def test_parts_of_shuffled_epochs_stay_apart():
+def test_parts_of_shuffled_epochs_are_not_merged():
     part = SampledGaussian(8.0, 0.1, 4, sampling="shuffled", neighbouring="zero_out")
     ledger = Ledger([part, part, part])
-    assert [run.steps for run in ledger.phases] == [4, 4, 4]
+    assert [phase.steps for phase in ledger.phases] == [4, 4, 4]
     assert ledger.epsilon(1e-5) == pytest.approx(
         SampledGaussian(8.0, 0.1, 30, sampling="shuffled", neighbouring="zero_out").epsilon(1e-5)
     )
@@ -121,15 +121,15 @@ def altered(**changes):
     ("call", "message"),
     [
         (lambda: Ledger.from_json(altered(optax_lsdp_ledger=2)), "of version 1, got version 2"),
-        (lambda: Ledger.from_json(altered(extra=1)), "a version and runs alone, .*'extra'"),
+        (lambda: Ledger.from_json(altered(extra=1)), "only the keys .* got .*'extra'"),
         (lambda: Ledger.from_json(altered(optax_lsdp_ledger=True)), "got version True"),
         (lambda: Ledger.from_json(None), "`text` must be what to_json returned, got 'None'"),
         (lambda: Ledger.from_json("{}"), "`text` must be what to_json returned, got '{}'"),
         (lambda: Ledger.from_json("no"), "`text` must be what to_json returned, got 'no'"),
         (lambda: Ledger.from_json("[]"), "`text` must be what to_json returned"),
-        (lambda: Ledger.from_json(altered(phases=[{"steps": 1}])), "`text` must hold runs with"),
-        (lambda: Ledger.from_json(altered(phases=[3])), "`text` must hold runs with .* got 3"),
-        (lambda: Ledger.from_json(altered(phases=3)), "`text` must hold"),
+        (lambda: Ledger.from_json(altered(phases=[{"steps": 1}])), "`text` must have phases with"),
+        (lambda: Ledger.from_json(altered(phases=[3])), "`text` must have phases with .* got 3"),
+        (lambda: Ledger.from_json(altered(phases=3)), "`text` must have"),
         (
             lambda: Ledger.from_json(
                 altered(phases=[{**vars(STEP), "noise_multiplier": math.nan}])
@@ -150,11 +150,11 @@ def altered(**changes):
         ),
     ],
 )
-def test_bad_input_is_named(call, message):
+def test_a_message_names_the_wrong_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_only_runs_are_recorded():
-    with pytest.raises(TypeError, match="`run` must be a SampledGaussian, got 1"):
+def test_a_ledger_records_only_sampled_gaussians():
+    with pytest.raises(TypeError, match="`phase` must be a SampledGaussian, got 1"):
         Ledger().append(1)

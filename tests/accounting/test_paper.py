@@ -1,4 +1,4 @@
-"""Theorem 1: its noise, its conditions, and what it is worth."""
+"""Theorem 1 of the paper: its noise, its conditions, and the true ε of that noise."""
 
 import math
 
@@ -13,7 +13,9 @@ SETTING = dict(delta=1e-5, dataset_size=60_000, batch_size=128, steps=23_450, li
     ("epsilon", "multiplier", "poisson", "fixed_size"),
     [(0.10, 99.36, 0.00777, 0.01719), (0.30, 33.26, 0.02669, 0.05904)],
 )
-def test_the_number_alone_carries_the_truth_beside_it(epsilon, multiplier, poisson, fixed_size):
+def test_noise_without_its_conditions_comes_with_the_true_epsilon(
+    epsilon, multiplier, poisson, fixed_size
+):
     noise = paper_noise(epsilon=epsilon, number_alone=True, **SETTING)
     assert not noise.holds
     assert noise.noise_multiplier == pytest.approx(multiplier, rel=1e-4)
@@ -25,7 +27,7 @@ def test_the_number_alone_carries_the_truth_beside_it(epsilon, multiplier, poiss
 @pytest.mark.parametrize(
     ("batch", "steps", "first"), [(128, 23_450, "3.86"), (256, 14_100, "5.25")]
 )
-def test_a_refusal_says_by_how_much_and_from_when(batch, steps, first):
+def test_a_refusal_says_how_far_the_conditions_fail_and_where_they_hold(batch, steps, first):
     setting = {**SETTING, "batch_size": batch, "steps": steps}
     with pytest.raises(ValueError, match=rf"α = 117\.12 must be .* first at ε = {first};"):
         paper_noise(epsilon=0.1, **setting)
@@ -37,7 +39,7 @@ def test_a_refusal_says_by_how_much_and_from_when(batch, steps, first):
                 paper_noise(epsilon=epsilon, **setting)
 
 
-def test_where_it_holds_it_is_the_theorem():
+def test_the_noise_is_the_formula_of_the_theorem():
     noise = paper_noise(epsilon=4.0, **{**SETTING, "lipschitz": 2.0})
     log, mu, alpha = math.log(1e5), noise.mu, noise.alpha
     assert alpha == pytest.approx(log / ((1 - mu) * 4) + 1)
@@ -46,10 +48,10 @@ def test_where_it_holds_it_is_the_theorem():
     assert noise.largest_alpha == pytest.approx(math.log(mu * 60_000**3 * 4 / inner))
     assert noise.spread == pytest.approx(5 * 128**2 * 23_450 * alpha / (mu * 60_000**2 * 4))
     assert alpha <= noise.largest_alpha and noise.spread >= 1.5
-    assert noise.poisson_epsilon < 0.1 * 4.0  # and loose
+    assert noise.poisson_epsilon < 0.1 * 4.0  # the theorem is loose
 
 
-def test_without_its_conditions_it_is_unsafe():
+def test_the_noise_is_unsafe_if_the_conditions_fail():
     setting = {**SETTING, "batch_size": 256, "steps": 235}
     noise = paper_noise(epsilon=8.0, mu=0.56, number_alone=True, **setting)
     assert not noise.holds
@@ -67,6 +69,6 @@ def test_without_its_conditions_it_is_unsafe():
         ({"lipschitz": -1}, "`lipschitz` .* got -1"),
     ],
 )
-def test_bad_input_is_named(changes, message):
+def test_a_message_names_the_wrong_argument(changes, message):
     with pytest.raises(ValueError, match=message):
         paper_noise(**{"epsilon": 1.0, **SETTING, **changes})

@@ -1,4 +1,4 @@
-"""Poisson batches that are cut: every setting is held to brute force in 40 digits."""
+"""Truncated Poisson batches reveal no more than reported, by brute force in 40 digits."""
 
 import mpmath
 import pytest
@@ -8,10 +8,10 @@ from tests.cases import FULL, slow
 from tests.oracles import delta_of_sums, delta_of_two_steps, truncated_sum
 
 CASES = [  # rate, dataset size, largest batch, noise multiplier
-    (0.62, 12, 1, 3.0),  # hardly any batch is not cut
+    (0.62, 12, 1, 3.0),  # almost every batch is truncated
     (0.9, 6, 2, 1.0),
     (0.999999, 5, 2, 0.8),
-    (0.3, 5, 5, 1.0),  # cut only where an example is added
+    (0.3, 5, 5, 1.0),  # truncated only if an example is added
     (0.05, 9, 1, 0.5),
     (0.5, 2, 1, 40.0),
     *slow(
@@ -27,18 +27,18 @@ CASES = [  # rate, dataset size, largest batch, noise multiplier
 ]
 CASES = [case if hasattr(case, "marks") else pytest.param(case) for case in CASES]
 RELATIONS = ("add_remove", "zero_out", "replace_one")
-VALUES = (-1, 0, 1) if FULL else (-1, 0)  # of the others
+VALUES = (-1, 0, 1) if FULL else (-1, 0)  # contributions of the other examples
 case = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(f"{x:g}" for x in case))
 relation = pytest.mark.parametrize("relation", RELATIONS)
 
 
 @pytest.fixture(autouse=True)
 def forty_digits():
-    with mpmath.workdps(70):  # of which 30 may be lost where large numbers cancel
+    with mpmath.workdps(70):  # cancellation may lose 30 of them
         yield
 
 
-def make_run(case, relation, steps=1, **options):
+def make_phase(case, relation, steps=1, **options):
     rate, size, most, noise = case
     return SampledGaussian(
         noise,
@@ -52,7 +52,7 @@ def make_run(case, relation, steps=1, **options):
 
 
 def neighbours(case, relation, values=VALUES, group=1):
-    """Return pairs of sums, in both directions, of datasets whose others have the same value."""
+    """Yield pairs of sums, in both directions; all other examples contribute the same value."""
     rate, size, most, _ = case
     for value in values:
         if relation == "add_remove":
@@ -75,7 +75,7 @@ def worst_delta(case, relation, epsilon, values=VALUES, group=1):
 
 
 def analysed_delta(case, relation, epsilon):
-    """Return what the analysis gives in exact arithmetic: the step is cut, or it is not."""
+    """Return δ(ε) of the analysis in exact arithmetic: the step is truncated, or it is not."""
     rate, size, most, noise = case
     rate, worst = mpmath.mpf(rate), mpmath.mpf(0)
     for others in (size - 1, size) if relation == "add_remove" else (size - 1,):
@@ -83,26 +83,26 @@ def analysed_delta(case, relation, epsilon):
             mpmath.binomial(others, n) * rate**n * (1 - rate) ** (others - n)
             for n in range(others + 1)
         ]
-        cut = sum(drawn[most:], mpmath.mpf(0))
+        truncated = sum(drawn[most:], mpmath.mpf(0))
         taken = sum(drawn[n] * rate * most / (n + 1) for n in range(most, others + 1))
-        present = taken / cut if cut else mpmath.mpf(0)
+        present = taken / truncated if truncated else mpmath.mpf(0)
         here, there = {0: 1 - rate, 1: rate}, {0: mpmath.mpf(1)}
         if relation == "replace_one":
             there = {0: 1 - rate, -1: rate}
         replaced = delta_of_sums({0: 1 - present, 2: present}, {0: mpmath.mpf(1)}, noise, epsilon)
         for p, q in ((here, there), (there, here)):
-            uncut = delta_of_sums(p, q, noise, epsilon)
-            worst = max(worst, (1 - cut) * uncut + cut * replaced)
+            ordinary = delta_of_sums(p, q, noise, epsilon)
+            worst = max(worst, (1 - truncated) * ordinary + truncated * replaced)
     return worst
 
 
 @relation
 @case
-def test_no_cut_batch_reveals_more_than_is_reported(case, relation):
-    run, noise = make_run(case, relation), case[-1]
-    for scale in (0.0, 0.3, 3.0, 30.0):  # of the loss; the last has a δ that is very small
+def test_no_truncated_batch_reveals_more_than_reported(case, relation):
+    phase, noise = make_phase(case, relation), case[-1]
+    for scale in (0.0, 0.3, 3.0, 30.0):  # in units of the loss; the last one has a tiny δ
         epsilon = scale * min(1.0, 1 / noise)
-        bound, analysed = run.delta(epsilon), analysed_delta(case, relation, epsilon)
+        bound, analysed = phase.delta(epsilon), analysed_delta(case, relation, epsilon)
         assert worst_delta(case, relation, epsilon) <= bound
         assert analysed <= bound
         assert bound <= analysed * (1 + 1e-6) or analysed < 1e-12
@@ -110,10 +110,10 @@ def test_no_cut_batch_reveals_more_than_is_reported(case, relation):
 
 @relation
 @case
-def test_a_lower_bound_is_reached_where_the_others_are_zero(case, relation):
-    run = make_run(case, relation)
+def test_lower_bounds_are_attained_if_the_others_contribute_zero(case, relation):
+    phase = make_phase(case, relation)
     for delta in (1e-3, 1e-9, 1e-40):
-        lower, upper = run.epsilon_bounds(delta)
+        lower, upper = phase.epsilon_bounds(delta)
         assert lower <= upper
         assert lower == 0 or worst_delta(case, relation, lower, values=(0,)) >= delta
 
@@ -122,18 +122,18 @@ def test_a_lower_bound_is_reached_where_the_others_are_zero(case, relation):
 @pytest.mark.parametrize(
     "case", [(0.6, 5, 1, 1.0), *slow((0.9, 4, 2, 2.0), (0.999, 6, 3, 1.5), (0.2, 3, 1, 0.7))]
 )
-def test_a_group_whose_batches_are_cut_reveals_no_more_than_is_reported(case, relation):
-    run = make_run(case, relation).group(2)
+def test_no_group_in_truncated_batches_reveals_more_than_reported(case, relation):
+    phase = make_phase(case, relation).group(2)
     for epsilon in (0.0, 0.7, 3.0):
-        assert worst_delta(case, relation, epsilon, group=2) <= run.delta(epsilon)
+        assert worst_delta(case, relation, epsilon, group=2) <= phase.delta(epsilon)
 
 
 @relation
 @pytest.mark.parametrize("case", [(0.62, 6, 1, 3.0), *slow((0.9, 5, 2, 2.0), (0.3, 5, 3, 1.0))])
-def test_two_cut_steps_reveal_no_more_than_is_reported(case, relation):
-    run, epsilon = make_run(case, relation, steps=2), 0.1
+def test_two_truncated_steps_reveal_no_more_than_reported(case, relation):
+    phase, epsilon = make_phase(case, relation, steps=2), 0.1
     with mpmath.workdps(20):
         one, other = next(iter(neighbours(case, relation, values=(-1,))))
         worst = delta_of_two_steps(one, other, case[-1], epsilon)
-    assert worst <= run.delta(epsilon) * (1 + 1e-9)  # what the trapezoids err by
-    assert run.delta(epsilon) <= 5 * worst  # of one pair of datasets
+    assert worst <= phase.delta(epsilon) * (1 + 1e-9)  # the error of the trapezoidal rule
+    assert phase.delta(epsilon) <= 5 * worst  # of a single pair of datasets

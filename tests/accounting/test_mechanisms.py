@@ -1,4 +1,4 @@
-"""SampledGaussian: reference values, extremes and bad input."""
+"""SampledGaussian has the reference values of other accountants, and answers extreme questions."""
 
 import math
 import warnings
@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from optax_lsdp.accounting import (
     Composition,
     SampledGaussian,
-    _queries,
+    _composition,
+    _quadrature,
     show_epsilon,
     statement,
     steps_of_epochs,
 )
-from tests.cases import slow
 
-# Values of an independent accountant, to the digits given.
+# Values of an independent accountant, to as many digits as are known.
 REFERENCES = [
     (256 / 60_000, 1.1, 14_100, 1e-5, 2.38512),
     (4096 / 50_000, 3.0, 2_450, 1e-5, 6.50127),
@@ -50,14 +50,16 @@ def build(noise, rate, steps, kind=("poisson", "add_remove"), **options):
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps", "delta", "reference"), REFERENCES)
-def test_reference_values_are_met_from_above(rate, noise, steps, delta, reference):
+def test_epsilon_is_at_least_the_reference_value_and_close_to_it(
+    rate, noise, steps, delta, reference
+):
     epsilon = SampledGaussian(noise, rate, steps).epsilon(delta)
     half_a_digit = 0.5 * 10.0 ** -len(f"{reference}".partition(".")[2])
     assert reference - half_a_digit <= epsilon <= (reference + half_a_digit) * 1.001
 
 
 @pytest.mark.parametrize(("noise", "batch", "steps", "lower", "upper"), FIXED_SIZE)
-def test_without_replacement_the_bounds_are_those_known(noise, batch, steps, lower, upper):
+def test_bounds_without_replacement_are_the_known_ones(noise, batch, steps, lower, upper):
     kind = "without_replacement", "replace_one"
     low, high = build(noise, batch / 60_000, steps, kind).epsilon_bounds(1e-5)
     np.testing.assert_allclose([low, high], [lower, upper], rtol=2e-3)
@@ -69,7 +71,7 @@ def test_without_replacement_the_bounds_are_those_known(noise, batch, steps, low
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-4, 1e-2, 0.3, 1.0])
 @pytest.mark.parametrize("noise", [0.3, 0.5, 1.0, 3.0, 100.0])
-def test_extremes_are_answered_without_a_warning(noise, rate):
+def test_extreme_phases_have_an_answer_without_a_warning(noise, rate):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         low, epsilon = SampledGaussian(noise, rate, 10**6).epsilon_bounds(1e-12)
@@ -77,11 +79,11 @@ def test_extremes_are_answered_without_a_warning(noise, rate):
     if noise >= 1:
         assert epsilon <= 1.02 * low
     finer = SampledGaussian(noise, rate, 10**6).delta(0.999 * epsilon)
-    assert finer > 1e-12  # within 0.1 %, as far as the bound itself can tell
+    assert finer > 1e-12  # the answer is within 0.1 % of where the bound meets δ
 
 
 @pytest.mark.parametrize("noise", [1e-200, 1e-3, 0.05])
-def test_hardly_any_noise_is_answered(noise):
+def test_hardly_any_noise_has_an_answer(noise):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for kind in (("poisson", "add_remove"), ("without_replacement", "replace_one")):
@@ -90,87 +92,107 @@ def test_hardly_any_noise_is_answered(noise):
 
 
 @pytest.mark.parametrize(("most", "cost"), [(256, 3.0), (256 + 5 * 16, 1 + 1e-5)])
-def test_cutting_batches_costs_what_it_must(most, cost):
-    run = SampledGaussian(2.0, 256 / 60_000, 14_100)
+def test_truncating_batches_costs_little_at_a_large_limit(most, cost):
+    phase = SampledGaussian(2.0, 256 / 60_000, 14_100)
     cut = SampledGaussian(2.0, 256 / 60_000, 14_100, max_batch_size=most, dataset_size=60_000)
-    ratio = cut.epsilon(1e-5) / run.epsilon(1e-5)
+    ratio = cut.epsilon(1e-5) / phase.epsilon(1e-5)
     assert 1 - 1e-9 <= ratio <= cost
     assert cut.epsilon_bounds(1e-5)[0] <= cut.epsilon(1e-5)
 
 
-def test_a_batch_that_cannot_be_cut_is_not():
+def test_a_limit_of_the_dataset_size_changes_nothing():
     options = dict(max_batch_size=1000, dataset_size=1000)
     cut = SampledGaussian(1.0, 0.01, 100, neighbouring="zero_out", **options)
     assert cut.epsilon(1e-5) == SampledGaussian(1.0, 0.01, 100).epsilon(1e-5)
 
 
-def test_shuffled_epochs_are_counted_whole():
-    def run(steps):
+def test_parts_of_shuffled_epochs_count_as_whole_epochs():
+    def phase(steps):
         return build(2.0, 1 / 235, steps, ("shuffled", "zero_out"))
 
-    assert run(235 * 4).mu == 1.0
-    assert run(235 * 3 + 1).mu == 1.0
-    assert run(235 * 2).epsilon(1e-5) < run(235 * 2 + 1).epsilon(1e-5)
+    assert phase(235 * 4).mu == 1.0
+    assert phase(235 * 3 + 1).mu == 1.0
+    assert phase(235 * 2).epsilon(1e-5) < phase(235 * 2 + 1).epsilon(1e-5)
     assert build(2.0, 256 / 60_000, 235, ("shuffled", "zero_out")).mu == math.sqrt(2) / 2
     assert build(2.0, 1 / 235, 235, ("shuffled", "replace_one")).mu == 1.0
-    # Two parts of an epoch may be parts of two.
-    np.testing.assert_allclose((run(100) + run(100)).epsilon(1e-5), run(470).epsilon(1e-5))
-    assert run(470).epsilon_bounds(1e-5)[0] == 0.0
+    # Two parts of an epoch may be parts of two different epochs.
+    np.testing.assert_allclose((phase(100) + phase(100)).epsilon(1e-5), phase(470).epsilon(1e-5))
+    assert phase(470).epsilon_bounds(1e-5)[0] == 0.0
 
 
-def test_nothing_done_costs_nothing():
-    run = SampledGaussian(1.0, 0.1, 0)
-    assert run.epsilon(1e-5) == run.delta(0.0) == run.advantage() == 0.0
-    assert run.epsilon_bounds(1e-5) == (0.0, 0.0)
-    assert run.trade_off(0.25) == pytest.approx(0.75)
+def test_no_steps_cost_nothing():
+    phase = SampledGaussian(1.0, 0.1, 0)
+    assert phase.epsilon(1e-5) == phase.delta(0.0) == phase.advantage() == 0.0
+    assert phase.epsilon_bounds(1e-5) == (0.0, 0.0)
+    assert phase.trade_off(0.25) == pytest.approx(0.75)
     assert Composition(()).epsilon(1e-5) == 0.0
-    assert (run + SampledGaussian(1.0, 0.1, 5)).parts == (SampledGaussian(1.0, 0.1, 5),)
+    assert (phase + SampledGaussian(1.0, 0.1, 5)).parts == (SampledGaussian(1.0, 0.1, 5),)
 
 
-def test_a_schedule_of_noise_is_composed_and_long_ones_are_rounded_up():
-    noises = np.linspace(1.0, 2.0, 200)
-    many = sum(SampledGaussian(float(noise), 0.01, 5) for noise in noises)
-    few = sum(SampledGaussian(float(noise), 0.01, 100) for noise in noises[::20])
-    fewer = sum(SampledGaussian(float(noise), 0.01, 100) for noise in noises[19::20])
-    assert len(many.parts) == 200
-    assert fewer.epsilon(1e-5) < many.epsilon(1e-5) < few.epsilon(1e-5)
+@pytest.mark.parametrize(
+    ("count", "most"), [(40, 16), pytest.param(200, 64, marks=pytest.mark.full)]
+)
+def test_a_long_noise_schedule_is_rounded_to_less_noise(count, most, monkeypatch):
+    monkeypatch.setattr(_composition, "_MOST_KINDS", most)
+    noises, group = np.linspace(1.0, 2.0, count), count // 5
+    schedule = sum(SampledGaussian(float(noise), 0.01, 5) for noise in noises)
+    at_most = sum(SampledGaussian(float(noise), 0.01, 5 * group) for noise in noises[::group])
+    at_least = sum(
+        SampledGaussian(float(noise), 0.01, 5 * group) for noise in noises[group - 1 :: group]
+    )
+    assert len(schedule.parts) == count
+    assert at_least.epsilon(1e-5) < schedule.epsilon(1e-5) < at_most.epsilon(1e-5)
 
 
-@pytest.mark.parametrize("count", [17, *slow(140)])
-def test_many_different_steps_are_bounded_from_both_sides(count, monkeypatch):
-    steps = 2000 // count
-    run = Composition(tuple(SampledGaussian(1 + i / count, 0.005, steps) for i in range(count)))
-    low, high = run.epsilon_bounds(1e-5)
-    worse = Composition(tuple(SampledGaussian(1 + i / 8, 0.005, 250) for i in range(8)))
+@pytest.mark.parametrize(
+    ("count", "most", "highest", "pieces"),
+    [
+        (6, 4, 1.04, 1),
+        pytest.param(17, 64, 2.0, 8, marks=pytest.mark.full),
+        pytest.param(140, 64, 2.0, 8, marks=pytest.mark.full),
+    ],
+)
+def test_many_different_phases_are_bounded_from_both_sides(
+    count, most, highest, pieces, monkeypatch
+):
+    monkeypatch.setattr(_composition, "_MOST_KINDS", most)
+    monkeypatch.setattr(_quadrature, "_MOST_KINDS", min(most, 16))
+
+    def schedule(count):
+        noises = np.linspace(1.0, highest, count, endpoint=False)
+        steps = 2000 // count
+        return Composition(tuple(SampledGaussian(float(z), 0.005, steps) for z in noises))
+
+    low, high = schedule(count).epsilon_bounds(1e-5)
     assert low <= high <= 1.06 * low
-    assert high < worse.epsilon(1e-5)  # eighths of the schedule at their least noise
-    monkeypatch.setattr(_queries, "_MOST_PARTS", 1000)  # nothing is rounded
-    exact = run.epsilon(1e-5)
+    assert high < schedule(pieces).epsilon(1e-5)  # a few pieces, each at its least noise
+    monkeypatch.setattr(_composition, "_MOST_KINDS", 1000)  # nothing is rounded
+    exact = schedule(count).epsilon(1e-5)
     assert low <= exact <= high * (1 + 1e-4)
 
 
 @pytest.mark.parametrize(
-    ("run", "least"),
+    ("phase", "least"),
     [
-        # All of q = 1, cut: the example takes the place of another.
+        # Truncated at q = 1: the example takes the place of another.
         (SampledGaussian(1.0, 1.0, 1, dataset_size=100, max_batch_size=99), 9.9),
         (SampledGaussian(10.0, 1.0, 1000, dataset_size=1000, max_batch_size=900), 39.81),
-        # Groups that δ in doubles cannot follow.
+        # Groups whose δ is below the smallest double.
         (SampledGaussian(1.0, 1.0, 1, neighbouring="replace_one").group(50), 5425.5),
         (build(0.05, 0.99, 1, ("without_replacement", "replace_one")).group(10), 78_000),
-        # Steps that are counted in a narrow type.
+        # Steps as a narrow integer type, which overflows.
         (
             SampledGaussian(1.0, 0.01, np.uint8(200)) + SampledGaussian(1.0, 0.01, np.uint8(200)),
             1.2,
         ),
     ],
 )
-def test_what_once_was_reported_too_low_is_not(run, least):
-    assert run.epsilon(1e-5) >= least
+def test_epsilon_is_not_too_low_in_cases_that_once_failed(phase, least):
+    assert phase.epsilon(1e-5) >= least
 
 
 @pytest.mark.parametrize("noise", [1e5, 1e7])
-def test_the_closed_form_is_bounded_from_both_sides(noise):
+def test_bounds_of_one_gaussian_bracket_the_closed_form(noise):
     low, high = SampledGaussian(noise, 1, 1).epsilon_bounds(1e-15)
     with mpmath.workdps(60):
         mu = 1 / mpmath.mpf(noise)
@@ -184,7 +206,7 @@ def test_the_closed_form_is_bounded_from_both_sides(noise):
 
 
 @pytest.mark.parametrize(
-    ("run", "delta"),
+    ("phase", "delta"),
     [
         (SampledGaussian(1.0, 0.01, 1000), 0.161),
         (SampledGaussian(0.3, 1e-7, 2), 1e-3),
@@ -194,13 +216,13 @@ def test_the_closed_form_is_bounded_from_both_sides(noise):
         (SampledGaussian(1e300, 0.1, 10), 1e-5),
     ],
 )
-def test_strange_questions_are_answered(run, delta):
-    low, high = run.epsilon_bounds(delta)
+def test_unusual_questions_have_an_answer(phase, delta):
+    low, high = phase.epsilon_bounds(delta)
     assert 0 <= low <= high < math.inf
-    assert run.delta(high) <= delta
+    assert phase.delta(high) <= delta
 
 
-def test_different_kinds_are_composed():
+def test_different_sampling_schemes_compose():
     sampled, full = SampledGaussian(1.0, 0.01, 100), SampledGaussian(20.0, 1, 50, sampling="full")
     both = sampled + full
     assert max(sampled.epsilon(1e-5), full.epsilon(1e-5)) < both.epsilon(1e-5)
@@ -239,11 +261,11 @@ BAD = {
         lambda: build(1.0, 0.1, 1, ("shuffled", "add_remove")),
         "must be 'zero_out' or 'replace_one' with sampling='shuffled'",
     ),
-    "cut without a size": (
+    "truncated without a size": (
         lambda: SampledGaussian(1.0, 0.1, 1, max_batch_size=5),
         "`max_batch_size` must come with .* got sampling='poisson' and dataset_size=None",
     ),
-    "cut, but not Poisson": (
+    "truncated, but not Poisson": (
         lambda: build(
             1.0, 0.1, 1, ("without_replacement", "replace_one"), max_batch_size=5, dataset_size=9
         ),
@@ -255,37 +277,37 @@ BAD = {
         lambda: steps_of_epochs(0, dataset_size=9, batch_size=3),
         "`epochs` must be positive and finite, got 0",
     ),
-    "more than there is": (
+    "batch larger than the dataset": (
         lambda: steps_of_epochs(1, dataset_size=3, batch_size=9),
         "`batch_size` must be at most `dataset_size`, got 9 of 3",
     ),
-    "epochs of something else": (
+    "epochs of an unknown scheme": (
         lambda: steps_of_epochs(1, dataset_size=9, batch_size=3, sampling="sorted"),
         "`sampling` must be .* got 'sorted'",
     ),
     "two relations": (
         lambda: build(1.0, 0.1, 1) + build(1.0, 0.1, 1, ("poisson", "zero_out")),
-        "`neighbouring` must be the same in all runs",
+        "`neighbouring` must be the same in all phases",
     ),
 }
 
 
 @pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD.keys())
-def test_bad_input_is_named(call, message):
+def test_a_message_names_the_wrong_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
-def test_a_statement_of_a_huge_epsilon_does_not_reassure():
+def test_a_statement_with_a_huge_epsilon_does_not_reassure():
     little = SampledGaussian(1.0, 1.0, 10, sampling="full")
-    assert little.advantage() > 0.85  # nine of ten guesses are right
+    assert little.advantage() > 0.85  # more than nine of ten guesses are right
     said = " ".join(statement(little, 1e-5).split())
     assert "promises little" in said and "cannot" not in said
     assert "promises" not in statement(SampledGaussian(1.1, 0.01, 100), 1e-5)
 
 
 @given(st.floats(1e-9, 1e9), st.integers(1, 8))
-def test_bounds_are_rounded_to_their_safe_side(epsilon, digits):
+def test_show_epsilon_rounds_to_the_safe_side(epsilon, digits):
     upper = float(show_epsilon(epsilon, digits))
     lower = float(show_epsilon(epsilon, digits, is_lower_bound=True))
     close = 1 + 1e-9

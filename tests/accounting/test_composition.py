@@ -1,4 +1,4 @@
-"""What can be asked of any run, and the laws that all answers obey."""
+"""Laws that the answers of every mechanism obey."""
 
 import math
 
@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from scipy.special import ndtri
 
 from optax_lsdp.accounting import SampledGaussian
-from optax_lsdp.accounting._gaussian import gaussian_delta
+from optax_lsdp.accounting._bounds import gaussian_delta
+from tests.cases import FULL
 
 noises = st.floats(math.log(0.4), math.log(50)).map(math.exp)
 rates = st.floats(math.log(1e-5), math.log(0.5)).map(math.exp)
@@ -22,7 +23,7 @@ kinds = st.sampled_from(
         ("without_replacement", "replace_one"),
     ]
 )
-few = settings(max_examples=8)
+few = settings(max_examples=40 if FULL else 4)
 
 
 def build(noise, rate, steps, kind=("poisson", "add_remove"), **options):
@@ -32,12 +33,12 @@ def build(noise, rate, steps, kind=("poisson", "add_remove"), **options):
     )
 
 
-@settings(max_examples=20)
+@settings(max_examples=40 if FULL else 12)
 @given(noise=noises, rate=rates, steps=counts, delta=deltas, kind=kinds)
 def test_delta_of_epsilon_is_no_more_than_delta(noise, rate, steps, delta, kind):
-    run = build(noise, rate, steps, kind)
-    low, epsilon = run.epsilon_bounds(delta)
-    assert run.delta(epsilon) <= delta
+    phase = build(noise, rate, steps, kind)
+    low, epsilon = phase.epsilon_bounds(delta)
+    assert phase.delta(epsilon) <= delta
     assert 0 <= low <= epsilon
     if kind[0] == "poisson" and noise > 1 and steps > 10 and low > 0:
         assert epsilon <= 1.01 * low
@@ -49,7 +50,7 @@ def test_epsilon_falls_with_noise_and_delta_and_grows_with_steps_and_rate(
     noise, rate, steps, delta, kind
 ):
     epsilon = build(noise, rate, steps, kind).epsilon(delta)
-    looseness = 1.001  # within which every answer is above the truth
+    looseness = 1.001  # answers are above the true ε by at most this factor
     assert build(1.1 * noise, rate, steps, kind).epsilon(delta) <= looseness * epsilon
     assert build(noise, rate, steps, kind).epsilon(2 * delta) <= looseness * epsilon
     assert build(noise, rate, 2 * steps, kind).epsilon(delta) * looseness >= epsilon
@@ -60,7 +61,9 @@ def test_epsilon_falls_with_noise_and_delta_and_grows_with_steps_and_rate(
 @given(
     noise=noises, rate=rates, first=counts, second=counts, delta=deltas, share=st.floats(0.1, 0.9)
 )
-def test_two_halves_cost_no_more_together_than_apart(noise, rate, first, second, delta, share):
+def test_a_composition_costs_no_more_than_the_sum_of_its_phases(
+    noise, rate, first, second, delta, share
+):
     one, two = build(noise, rate, first), build(1.3 * noise, rate, second)
     apart = one.epsilon(share * delta) + two.epsilon((1 - share) * delta)
     assert (one + two).epsilon(delta) <= 1.001 * apart + 1e-12
@@ -68,13 +71,13 @@ def test_two_halves_cost_no_more_together_than_apart(noise, rate, first, second,
 
 @few
 @given(noise=noises, rate=rates, first=counts, second=counts, delta=deltas, kind=kinds)
-def test_adding_runs_of_one_kind_is_one_longer_run(noise, rate, first, second, delta, kind):
+def test_adding_equal_phases_gives_one_longer_phase(noise, rate, first, second, delta, kind):
     together = build(noise, rate, first, kind) + build(noise, rate, second, kind)
     assert together.epsilon(delta) == build(noise, rate, first + second, kind).epsilon(delta)
 
 
 @given(noise=noises, steps=counts, delta=deltas, relation=kinds.map(lambda kind: kind[1]))
-def test_at_a_rate_of_one_every_example_is_in_every_batch(noise, steps, delta, relation):
+def test_poisson_sampling_at_rate_one_is_full_batches(noise, steps, delta, relation):
     full = build(noise, 1.0, steps, ("full", relation)).epsilon(delta)
     assert build(noise, 1, steps, ("poisson", relation)).epsilon(delta) == full
     almost = build(noise, 1 - 1e-6, steps, ("poisson", relation)).epsilon(delta)
@@ -82,10 +85,10 @@ def test_at_a_rate_of_one_every_example_is_in_every_batch(noise, steps, delta, r
 
 
 @given(noise=noises, rate=rates, delta=deltas)
-def test_one_step_is_amplified_in_closed_form(noise, rate, delta):
+def test_one_step_agrees_with_amplification_in_closed_form(noise, rate, delta):
     epsilon = SampledGaussian(noise, rate, 1).epsilon(delta)
 
-    def true(epsilon):  # removing is worse than adding at ε ≥ 0
+    def true(epsilon):  # at ε ≥ 0 removing reveals more than adding
         return rate * gaussian_delta(math.log1p(math.expm1(epsilon) / rate), 1 / noise)
 
     assert true(epsilon) <= delta
@@ -97,7 +100,7 @@ def test_one_step_is_amplified_in_closed_form(noise, rate, delta):
 
 @few
 @given(noise=st.floats(0.7, 20), rate=rates, steps=counts, delta=deltas)
-def test_replacing_one_lies_between_one_and_two(noise, rate, steps, delta):
+def test_replacing_one_costs_between_removing_one_and_removing_two(noise, rate, steps, delta):
     one = build(noise, rate, steps)
     replaced = build(noise, rate, steps, ("poisson", "replace_one")).epsilon(delta)
     assert one.epsilon(delta) <= 1.001 * replaced
@@ -106,7 +109,7 @@ def test_replacing_one_lies_between_one_and_two(noise, rate, steps, delta):
 
 @few
 @given(noise=st.floats(0.7, 20), rate=rates, steps=counts, size=st.integers(2, 6))
-def test_a_group_costs_less_than_its_members_one_by_one(noise, rate, steps, size):
+def test_a_group_costs_no_more_than_a_chain_of_single_changes(noise, rate, steps, size):
     one = build(noise, rate, steps)
     epsilon = one.epsilon(1e-8)
     grown = sum(math.exp(i * epsilon) for i in range(size)) * 1e-8
@@ -119,21 +122,21 @@ def test_a_group_costs_less_than_its_members_one_by_one(noise, rate, steps, size
 
 @few
 @given(noise=st.floats(1, 20), rate=st.floats(1e-3, 0.3), steps=st.integers(20, 5000))
-def test_a_trade_off_is_convex_and_falls_and_agrees_with_delta(noise, rate, steps):
-    run = build(noise, rate, steps)
+def test_a_trade_off_curve_is_convex_and_decreasing_and_agrees_with_delta(noise, rate, steps):
+    phase = build(noise, rate, steps)
     alphas = np.linspace(0, 1, 41)
-    curve = run.trade_off(alphas)
+    curve = phase.trade_off(alphas)
     assert np.all(np.diff(curve) <= 1e-12) and np.all(np.diff(curve, 2) >= -1e-9)
     assert np.all(curve <= 1 - alphas + 1e-12) and curve[-1] == 0
     for epsilon in (0.0, 0.5, 2.0):
-        delta = run.delta(epsilon)
+        delta = phase.delta(epsilon)
         assert np.all(curve >= 1 - delta - math.exp(epsilon) * alphas - 2e-3)
-    advantage = run.advantage()
+    advantage = phase.advantage()
     assert np.max(1 - alphas - curve) <= advantage + 1e-3
-    assert run.trade_off(0.25) == curve[10]
+    assert phase.trade_off(0.25) == curve[10]
 
 
-def test_the_trade_off_of_full_batches_is_gaussian():
-    run = SampledGaussian(5.0, 1, 25, sampling="full")
+def test_the_trade_off_curve_of_full_batches_is_gaussian():
+    phase = SampledGaussian(5.0, 1, 25, sampling="full")
     alphas = np.linspace(0.01, 0.99, 9)
-    np.testing.assert_allclose(ndtri(1 - alphas) - ndtri(run.trade_off(alphas)), 1.0, rtol=1e-9)
+    np.testing.assert_allclose(ndtri(1 - alphas) - ndtri(phase.trade_off(alphas)), 1.0, rtol=1e-9)

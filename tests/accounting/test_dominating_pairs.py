@@ -1,34 +1,45 @@
-"""Dominating pairs: each is held to all datasets of a few examples, counted one by one."""
+"""Dominating pairs reveal at least as much as every small dataset, and binomial tails are right."""
 
 import itertools
 
+import mpmath
 import numpy as np
 import pytest
 
 from optax_lsdp.accounting import SampledGaussian
-from optax_lsdp.accounting._pairs import add, add_group, remove, remove_group, replace
+from optax_lsdp.accounting._dominating_pairs import (
+    addition_pair,
+    binomial_lower_tail,
+    binomial_rounding,
+    binomial_upper_tail,
+    group_addition_pair,
+    group_members,
+    group_removal_pair,
+    removal_pair,
+    replacement_pair,
+)
 from tests.oracles import batches, hockey_stick, noisy_sums
 
 WIDTH = 0.005
 X = np.arange(-14, 14, WIDTH)
 VALUES = (-1.0, 0.0, 1.0)
 PAIRS = {
-    "remove": remove(0.2, 0.7),
-    "add": add(0.2, 0.7),
-    "replace": replace(0.2, 0.7),
-    "remove, rarely": remove(1e-6, 2.0),
-    "add, rarely": add(1e-6, 2.0),
-    "replace, rarely": replace(1e-6, 2.0),
-    "remove, always": remove(1.0, 1.5),
-    "add, always": add(1.0, 1.5),
-    "replace, always": replace(1.0, 1.5),
-    "remove three": remove_group(0.2, 0.7, 3),
-    "add three": add_group(0.2, 0.7, 3),
+    "remove": removal_pair(0.2, 0.7),
+    "add": addition_pair(0.2, 0.7),
+    "replace": replacement_pair(0.2, 0.7),
+    "remove, rarely": removal_pair(1e-6, 2.0),
+    "add, rarely": addition_pair(1e-6, 2.0),
+    "replace, rarely": replacement_pair(1e-6, 2.0),
+    "remove, always": removal_pair(1.0, 1.5),
+    "add, always": addition_pair(1.0, 1.5),
+    "replace, always": replacement_pair(1.0, 1.5),
+    "remove three": group_removal_pair(0.2, 0.7, 3),
+    "add three": group_addition_pair(0.2, 0.7, 3),
 }
 
 
 def neighbours(size, relation):
-    """Return all pairs of datasets of contributions up to 1 that differ in their last example."""
+    """Yield all pairs of datasets with contributions in VALUES that differ in the last example."""
     for others in itertools.product(VALUES, repeat=size - 1):
         for one, other in itertools.product(VALUES, repeat=2):
             if relation == "add_remove":
@@ -94,7 +105,7 @@ def test_a_shuffled_epoch_reveals_no_more_than_is_reported():
     width, noise = 0.05, 1.0
     x = np.arange(-8, 8, width)
 
-    def density(data):  # two batches of one, in either order
+    def density(data):  # two batches of one example, in either order
         bumps = [np.exp(-((x - value / noise) ** 2) / 2) / np.sqrt(2 * np.pi) for value in data]
         return (np.outer(*bumps) + np.outer(*bumps[::-1])) / 2
 
@@ -109,8 +120,8 @@ def test_a_shuffled_epoch_reveals_no_more_than_is_reported():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_two_directions_are_worse_than_opposite_ones(seed):
-    # In the plane: an example's contribution u is replaced by v, of norms up to μ.
+def test_no_replacement_is_worse_than_one_in_the_opposite_direction(seed):
+    # In the plane, a contribution u is replaced by v; their norms are at most μ.
     rng = np.random.default_rng(seed)
     rate, shift, width = rng.uniform(0.05, 0.95), rng.uniform(0.3, 2.0), 0.05
     x = np.arange(-8, 8, width)
@@ -128,7 +139,7 @@ def test_no_two_directions_are_worse_than_opposite_ones(seed):
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS.keys())
-def test_a_point_is_where_its_loss_is(pair):
+def test_point_is_the_inverse_of_loss(pair):
     x = np.linspace(-6, 8, 400)
     losses = pair.loss(x)
     assert np.all(np.diff(losses) >= -1e-15 * np.abs(losses[1:]))
@@ -136,17 +147,70 @@ def test_a_point_is_where_its_loss_is(pair):
     np.testing.assert_allclose(found, losses, rtol=1e-9, atol=1e-15)
 
 
-def test_losses_that_no_point_has_are_at_infinity():
+def test_losses_that_do_not_occur_are_at_infinity():
     rate = 0.2
     least = np.log1p(-rate)
-    assert remove(rate, 1.0).point(np.array([least - 0.01]))[0] == -np.inf
-    assert remove_group(rate, 1.0, 2).point(np.array([2 * least - 0.01]))[0] == -np.inf
-    assert add(rate, 1.0).point(np.array([-least + 0.01]))[0] == np.inf
+    assert removal_pair(rate, 1.0).point(np.array([least - 0.01]))[0] == -np.inf
+    assert group_removal_pair(rate, 1.0, 2).point(np.array([2 * least - 0.01]))[0] == -np.inf
+    assert addition_pair(rate, 1.0).point(np.array([-least + 0.01]))[0] == np.inf
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_both_sides_are_probabilities(name):
-    pair, rounding = PAIRS[name], 1e-9 if "three" in name else 4e-16  # groups are rounded up
+def test_weights_of_p_and_q_are_probabilities(name):
+    pair, rounding = (
+        PAIRS[name],
+        1e-9 if "three" in name else 4e-16,
+    )  # weights of groups are rounded up
     np.testing.assert_allclose(pair.base.sum(), 1, rtol=rounding)
     np.testing.assert_allclose(pair.change.sum(), 0, atol=rounding)
     assert np.all(pair.weights >= -1e-16)
+
+
+def exact_upper_tail(least, trials, rate):
+    """Return P(X ≥ least) by summing all terms."""
+    rate = mpmath.mpf(rate)
+    term = mpmath.binomial(trials, least) * rate**least * (1 - rate) ** (trials - least)
+    total = mpmath.mpf(0)
+    while term > total * mpmath.mpf("1e-25"):
+        total += term
+        term *= rate / (1 - rate) * (trials - least) / (least + 1)
+        least += 1
+    return total
+
+
+@pytest.mark.parametrize(
+    ("trials", "rate", "least"),
+    [
+        (1, 0.3, 1),
+        (56, 7.4e-6, 7),
+        (10_614, 0.37, 5119),
+        (381_015, 6.2e-6, 2),
+        (8_556_628, 0.52068441456799, 4_455_220),  # scipy's bdtrc errs by 2e-4 here
+        (108_317_111, 0.0074987, 812_214),
+    ],
+)
+def test_binomial_tails_err_by_at_most_their_rounding(trials, rate, least):
+    with mpmath.workdps(40):
+        upper, rounding = exact_upper_tail(least, trials, rate), binomial_rounding(trials)
+        assert abs(binomial_upper_tail(least, trials, rate) - upper) <= rounding * upper
+        assert abs(binomial_lower_tail(least, trials, rate) - (1 - upper)) <= rounding * (1 - upper)
+
+
+@pytest.mark.parametrize(
+    ("size", "rate"), [(3, 0.2), (300, 0.5), (10**6, 1e-4), (10**9, 1e-8), (10**12, 1e-12)]
+)
+def test_weights_of_a_group_are_rounded_up_and_optimistic_ones_down(size, rate):
+    shift = 0.05
+    pessimistic, optimistic = (
+        group_removal_pair(rate, shift, size, optimistic=one) for one in (False, True)
+    )
+    last, missing = group_members(rate, shift, size)
+    assert len(pessimistic.centres) == len(optimistic.centres) == last + 1
+    with mpmath.workdps(40):
+        q = mpmath.mpf(rate)
+        for j in range(1, last + 1):
+            exact = mpmath.binomial(size, j) * q**j * mpmath.exp((size - j) * mpmath.log1p(-q))
+            assert exact * (1 - 2e-9) <= optimistic.change[j] <= exact or exact < 1e-290
+            assert exact <= pessimistic.change[j] <= exact * (1 + 2e-9) or exact < 1e-290
+        if last < size:
+            assert exact_upper_tail(last + 1, size, rate) <= missing < 1e-39

@@ -1,0 +1,392 @@
+"""The privacy analysis of each sampling scheme, and of several phases together.
+
+`analyse` returns the dominating pairs of one phase, that is, of a `SampledGaussian`.
+`PrivacyProfile` composes the pairs of all phases and answers questions about δ(ε). To add a
+sampling scheme, add its analysis to `_AMPLIFIED`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
+
+import numpy as np
+from scipy.special import ndtr, ndtri
+
+from optax_lsdp._checks import MOST_STEPS
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Sampling
+from optax_lsdp.accounting._bounds import (
+    gaussian_delta,
+    gaussian_epsilon,
+    gaussian_lower_epsilon,
+    lower_epsilon,
+    upper_delta,
+    upper_epsilon,
+    upper_profile,
+)
+from optax_lsdp.accounting._dominating_pairs import (
+    Pair,
+    Step,
+    addition_pair,
+    binomial_lower_tail,
+    binomial_rounding,
+    binomial_upper_tail,
+    fixed_size_pair,
+    group_addition_pair,
+    group_members,
+    group_removal_pair,
+    removal_pair,
+    replacement_pair,
+)
+from optax_lsdp.accounting._quadrature import Steps
+
+if TYPE_CHECKING:
+    from optax_lsdp.accounting._mechanisms import SampledGaussian
+
+# Beyond these limits the analysis ignores sampling, or counts less noise or a higher rate.
+_LARGEST_SHIFT = 12.0  # standard deviations of the noise by which one example moves the sum
+_LARGEST_DATASET = 10**12  # beyond it, rounding hides how often batches are truncated
+_MOST_NOISE, _LEAST_RATE = 1e7, 1e-12
+_MOST_RATE = 1 - 1e-9
+_MOST_MEMBERS = 500  # members of a group in one batch
+_MOST_MISSING = 1e-3  # probability of more members than the pair models
+_LARGEST_MU = 4.0  # of one Gaussian mechanism on the lattice
+_LARGEST_DELTA = 0.9
+_LEAST_TRUNCATED = 1e-300  # a probability that stands for zero
+_PROFILE = 400  # points of ε from which a trade-off curve is bounded
+
+T = TypeVar("T")
+
+
+class Analysis(NamedTuple):
+    """What one phase reveals.
+
+    Attributes:
+        mu: μ if the whole phase is one Gaussian mechanism, else None.
+        upper: the steps that dominate one step of the phase, one for each case to consider (for
+            example adding and removing an example). A single entry covers every case.
+        lower: pairs that some two neighbouring datasets attain, one for each case; empty if no
+            good ones are known.
+        steps: the number of such steps.
+    """
+
+    mu: float | None
+    upper: tuple[Step, ...]
+    lower: tuple[Pair, ...]
+    steps: int
+
+
+def analyse(phase: "SampledGaussian") -> Analysis:
+    """Return the pairs that dominate one step of a phase, and the number of steps.
+
+    Where double precision cannot follow, the phase counts as one with less noise, with a higher
+    sampling rate, or without sampling. Each of these reveals more.
+    """
+    if phase.noise_multiplier > _MOST_NOISE or phase.sampling_rate < _LEAST_RATE:
+        noise = min(phase.noise_multiplier, _MOST_NOISE)
+        rate = max(phase.sampling_rate, _LEAST_RATE)
+        worse = dataclasses.replace(phase, noise_multiplier=noise, sampling_rate=rate)
+        if phase.max_batch_size is not None and rate > phase.sampling_rate:
+            size = _LARGEST_DATASET + 1  # a higher rate is not always worse in truncated batches
+            worse = dataclasses.replace(worse, dataset_size=size)
+        return analyse(worse)._replace(lower=())
+    if is_gaussian(phase):
+        gaussian = _gaussian(math.sqrt(uses(phase)) * _shift(phase))
+        return gaussian._replace(lower=()) if phase.sampling == "shuffled" else gaussian
+    if _ignores_sampling(phase):
+        return _gaussian(unamplified_mu(phase))._replace(lower=())
+    return _AMPLIFIED[phase.sampling](phase)
+
+
+def is_gaussian(phase: "SampledGaussian") -> bool:
+    """Return whether the phase is one Gaussian mechanism, whatever its noise."""
+    always_drawn = phase.sampling_rate == 1 and phase.max_batch_size is None
+    return always_drawn or not SCHEMES[phase.sampling].amplified
+
+
+def has_group_analysis(phase: "SampledGaussian") -> bool:
+    """Return whether `analyse` handles groups of this phase directly, not by the general bound."""
+    if phase.sampling == "poisson" and phase.max_batch_size is None:
+        return phase.neighbouring != "replace_one" or phase.sampling_rate == 1
+    return is_gaussian(phase)
+
+
+def unamplified_mu(phase: "SampledGaussian") -> float:
+    """Return μ as if every batch contained the example, which bounds what the phase reveals."""
+    sensitivity = _largest_sensitivity(phase)
+    return math.sqrt(uses(phase)) * sensitivity * phase.group_size / phase.noise_multiplier
+
+
+def uses(phase: "SampledGaussian") -> int:
+    """Return how many steps can use one example: all, or one per epoch that was begun."""
+    if SCHEMES[phase.sampling].once_per_epoch:
+        return math.ceil(phase.steps / steps_per_epoch(phase))
+    return phase.steps
+
+
+def steps_per_epoch(phase: "SampledGaussian") -> int:
+    """Return ⌊1/q⌋, which is 235 if q is the float next to 1/235."""
+    return math.floor(1 / phase.sampling_rate * (1 + 1e-12))
+
+
+def _shift(phase: "SampledGaussian") -> float:
+    """Return how far neighbouring sums are apart, in standard deviations of the noise."""
+    sensitivity = RELATIONS[phase.neighbouring].sensitivity
+    return sensitivity * (phase.group_size / phase.noise_multiplier)
+
+
+def _largest_sensitivity(phase: "SampledGaussian") -> float:
+    """Return the sensitivity in clip norms; it is 2 where truncation can replace an example."""
+    if phase.max_batch_size is not None:
+        return 2.0
+    return RELATIONS[phase.neighbouring].sensitivity
+
+
+def _ignores_sampling(phase: "SampledGaussian") -> bool:
+    """Return whether a step reveals too much, or there are too many, to count the sampling."""
+    is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
+    if phase.steps > MOST_STEPS or is_sure:
+        return True
+    if phase.group_size == 1 or phase.sampling != "poisson":
+        shift = _largest_sensitivity(phase) * (phase.group_size / phase.noise_multiplier)
+        return shift > _LARGEST_SHIFT
+    if phase.group_size > _LARGEST_DATASET or phase.noise_multiplier * _LARGEST_SHIFT < 1:
+        return True
+    shift = 1 / phase.noise_multiplier
+    last, missing = group_members(phase.sampling_rate, shift, phase.group_size)
+    return last > _MOST_MEMBERS or missing > _MOST_MISSING
+
+
+def _gaussian(mu: float) -> Analysis:
+    pair = removal_pair(1.0, mu)
+    return Analysis(mu, (((1.0, pair),),), (pair,), 1)
+
+
+def _without_replacement(phase: "SampledGaussian") -> Analysis:
+    """Analyse fixed-size batches: an upper bound, and a pair that some datasets attain."""
+    rate, shift = phase.sampling_rate, _shift(phase)
+    attained = removal_pair(rate, shift), addition_pair(rate, shift)
+    return Analysis(None, (((1.0, fixed_size_pair(rate, shift)),),), attained, phase.steps)
+
+
+def _poisson(phase: "SampledGaussian") -> Analysis:
+    """Analyse Poisson batches, truncated or not."""
+    if phase.max_batch_size is not None:
+        return _truncated_poisson(phase, phase.max_batch_size)
+    upper = tuple(((1.0, pair),) for pair in _poisson_pairs(phase, phase.sampling_rate))
+    lower = _poisson_pairs(phase, phase.sampling_rate, optimistic=True)
+    return Analysis(None, upper, lower, phase.steps)
+
+
+def _poisson_pairs(
+    phase: "SampledGaussian", rate: float, *, optimistic: bool = False
+) -> tuple[Pair, ...]:
+    shift = 1 / phase.noise_multiplier
+    if phase.neighbouring == "replace_one":
+        return (replacement_pair(rate, shift),)
+    if phase.group_size > 1:
+        return tuple(
+            pair(rate, shift, phase.group_size, optimistic=optimistic)
+            for pair in (group_removal_pair, group_addition_pair)
+        )
+    return removal_pair(rate, shift), addition_pair(rate, shift)
+
+
+def _truncated_poisson(phase: "SampledGaussian", most: int) -> Analysis:
+    """Analyse Poisson batches that are truncated to `most` = B examples.
+
+    Let N be the number of other examples that were drawn; it does not depend on the example. If
+    N < B, the step is an ordinary Poisson step. Otherwise the batch has B examples: a uniform
+    subset of the others, or, with probability q·B/(N + 1), one in which the example has taken
+    another's place. The example is then at most replaced, as in a batch of fixed size. The analysis
+    assumes that the attacker learns which of the two happened, which reveals more than the step. A
+    dataset of n examples has n − 1 others, or n if an example is added to it.
+
+    Lower bounds use datasets whose other examples contribute zero. There truncation only makes it
+    less likely that the example is in the batch.
+
+    The probabilities of both events are known up to rounding. The uncertain remainder is given to a
+    pair that dominates both: replacing an example of a fixed-size batch at rate q. It reveals more
+    than `replacement_pair`, whose centres are no further apart.
+    """
+    rate, noise, size = phase.sampling_rate, phase.noise_multiplier, phase.dataset_size or 0
+    dominating = fixed_size_pair(rate, 2 / noise)
+    if size > _LARGEST_DATASET:
+        return Analysis(None, (((1.0, dominating),),), (), phase.steps)
+    pairs = _poisson_pairs(phase, rate)
+    upper: list[Step] = []
+    lower: list[Pair] = []
+    for others in (size - 1, size) if phase.neighbouring == "add_remove" else (size - 1,):
+        if most > others:
+            upper += [((1.0, pair),) for pair in pairs]
+            lower += pairs
+            continue
+        rounding = binomial_rounding(others)
+        truncated = max(binomial_upper_tail(most, others, rate), _LEAST_TRUNCATED)
+        ordinary = binomial_lower_tail(most, others, rate)
+        replaced = most * binomial_upper_tail(most + 1, others + 1, rate) / (others + 1)
+        share = (replaced + _LEAST_TRUNCATED) / truncated * (1 + 3 * rounding)
+        worst = fixed_size_pair(min(rate, share), 2 / noise)
+        unknown = 2 * rounding * min(truncated, ordinary)
+        if ordinary < truncated:
+            is_truncated, is_ordinary = 1 - ordinary * (1 + rounding), ordinary * (1 - rounding)
+        else:
+            is_truncated, is_ordinary = truncated * (1 - rounding), 1 - truncated * (1 + rounding)
+        upper += [
+            ((is_ordinary, pair), (is_truncated, worst), (unknown, dominating)) for pair in pairs
+        ]
+        if (least := (rate * is_ordinary + replaced) * (1 - 2 * rounding)) >= _LEAST_RATE:
+            lower += _poisson_pairs(phase, least)
+    return Analysis(None, tuple(upper), tuple(lower), phase.steps)
+
+
+_AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], Analysis]] = {
+    "poisson": _poisson,
+    "without_replacement": _without_replacement,
+}
+
+
+@dataclass(frozen=True)
+class PrivacyProfile:
+    """The function δ(ε) of several phases together, bounded from above and from below.
+
+    Phases that are Gaussian mechanisms count as one. If there is nothing else, it is answered in
+    closed form.
+
+    Attributes:
+        mu: μ of all Gaussian phases together.
+        upper: the other phases' steps for upper bounds, for each case; see `Analysis`.
+        mu_lower, lower: the same for lower bounds. `lower` is empty if `upper` is.
+        group_size: the size of groups that have no analysis of their own. The bound for groups
+            that holds for every mechanism covers them.
+        mu_unamplified: μ as if every batch contained every example, which bounds everything.
+    """
+
+    mu: float
+    upper: tuple[Steps, ...]
+    mu_lower: float
+    lower: tuple[Sequence[tuple[Pair, int]], ...]
+    group_size: int
+    mu_unamplified: float
+
+    @classmethod
+    def of(
+        cls,
+        upper: Sequence[Analysis],
+        lower: Sequence[Analysis],
+        group_size: int,
+        mu_unamplified: float,
+    ) -> Self:
+        """Return the profile of phases, from their analyses for upper and for lower bounds."""
+        mu = math.hypot(*(one.mu for one in upper if one.mu is not None)) * (1 + 1e-15)
+        mu = min(mu, mu_unamplified)
+        mu_lower = math.hypot(*(one.mu for one in lower if one.mu is not None and one.lower))
+        most = _cases([(one.upper, one.steps) for one in upper if one.mu is None])
+        least = _cases([(one.lower, one.steps) for one in lower if one.mu is None and one.lower])
+        if mu:
+            pair, count = _split_gaussian(mu)
+            most = [[*case, (((1.0, pair),), count)] for case in most]
+        if mu_lower:
+            least = [[*case, _split_gaussian(mu_lower)] for case in least]
+        return cls(mu, tuple(most), mu_lower, tuple(least), group_size, mu_unamplified)
+
+    def epsilon(self, delta: float) -> float:
+        """Return an upper bound on the smallest ε: the largest of all cases."""
+        delta = min(delta, _LARGEST_DELTA)
+        if not self.upper and self.group_size == 1:
+            return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
+        most = gaussian_epsilon(delta, self.mu_unamplified)
+        if self.group_size > 1:
+            return min(most, self._group_epsilon(delta, most))
+        return min(most, max(upper_epsilon(case, delta, most) for case in self.upper))
+
+    def delta(self, epsilon: float) -> float:
+        """Return an upper bound on δ(ε): the largest of all cases."""
+        if not self.upper and self.group_size == 1:
+            return gaussian_delta(epsilon, self.mu) if self.mu else 0.0
+        most = gaussian_delta(epsilon, self.mu_unamplified)
+        if self.group_size > 1:
+            return min(most, math.exp(min(0.0, self._log_group_delta(epsilon))))
+        return min(most, max(upper_delta(case, epsilon) for case in self.upper))
+
+    def lower_epsilon(self, delta: float, upper: float) -> float:
+        """Return a lower bound on the smallest ε; `upper` is an upper bound on it."""
+        if not self.lower:
+            return gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
+        highest = 0.0
+        for case in self.lower:
+            if highest < 0.9997 * upper:
+                highest = max(highest, lower_epsilon(case, delta, upper))
+        return highest
+
+    def trade_off(self, rates: np.ndarray) -> np.ndarray:
+        """Return a lower bound on the false-negative rate at each false-positive rate α.
+
+        Every (ε, δ) puts two lines below the curve: 1 − δ − e^ε α and e^(−ε)(1 − δ − α).
+        """
+        if not self.upper and self.group_size == 1:
+            return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
+        epsilons = np.linspace(0.0, min(self.epsilon(1e-12), 600.0), _PROFILE)
+        deltas = self._deltas(epsilons)
+        steep = 1 - deltas[:, None] - np.exp(epsilons)[:, None] * rates
+        flat = np.exp(-epsilons)[:, None] * (1 - deltas[:, None] - rates)
+        return np.maximum(0.0, np.maximum(steep, flat).max(axis=0))
+
+    def _deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Return upper bounds on δ at rising ε; for groups a few of them cover the rest."""
+        if self.group_size > 1:
+            few = np.array([self.delta(one) for one in epsilons[::20]])
+            return np.repeat(few, 20)[: len(epsilons)]
+        most = np.array([gaussian_delta(one, self.mu_unamplified) for one in epsilons])
+        return np.minimum(most, np.max([upper_profile(case, epsilons) for case in self.upper], 0))
+
+    @property
+    def _single(self) -> Self:
+        return dataclasses.replace(self, group_size=1)
+
+    def _log_group_delta(self, epsilon: float) -> float:
+        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, the bound along a chain of k neighbours."""
+        each = epsilon / self.group_size
+        single = max(self._single.delta(each), 1e-300)
+        return math.log(single) + _log_powers(each, self.group_size)
+
+    def _group_epsilon(self, delta: float, most: float) -> float:
+        """Return an ε at which `_log_group_delta` is at most log δ, or `most` if that is less.
+
+        The search starts at k times the ε of one example, since δ(ε/k) must be at most δ.
+        """
+        low = high = self.group_size * self._single.epsilon(delta)
+        previous = math.inf
+        while (excess := self._log_group_delta(high) - math.log(delta)) > 0:
+            low, high = high, 1.5 * high + 1e-9
+            if high > most or excess >= previous:  # δ(ε/k) is below the smallest double
+                return most
+            previous = excess
+        while high - low > 1e-4 * high:
+            middle = (low + high) / 2
+            is_over = self._log_group_delta(middle) > math.log(delta)
+            low, high = (middle, high) if is_over else (low, middle)
+        return high
+
+
+def _log_powers(x: float, count: int) -> float:
+    """Return log Σ e^(ix) over i < count, for x ≥ 0."""
+    if x * count < 1e-12:
+        return math.log(count) + x * count
+    whole, one = count * x, x
+    return whole - one + math.log(math.expm1(-whole) / math.expm1(-one))
+
+
+def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
+    """Return the parts of every phase for each case; phases with fewer cases repeat theirs."""
+    return [
+        [(cases[case % len(cases)], count) for cases, count in parts]
+        for case in range(max((len(cases) for cases, _ in parts), default=0))
+    ]
+
+
+def _split_gaussian(mu: float) -> tuple[Pair, int]:
+    """Return a Gaussian mechanism as several equal ones that the lattice can handle."""
+    count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
+    return removal_pair(1.0, mu / math.sqrt(count)), count

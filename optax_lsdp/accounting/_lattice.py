@@ -1,0 +1,340 @@
+"""Proved bounds on δ(ε) of many steps, from privacy losses that are rounded to a lattice.
+
+`pessimistic_lattice` and `optimistic_lattice` round one step's privacy loss to whole multiples of
+the mesh h. `convolve` adds up the losses of all steps: it tilts the masses p at losses ℓ to
+p·e^(θℓ − K(θ)), convolves them by FFT, and tilts back. Without the tilt, the FFT's rounding errors
+would swamp the tail that δ consists of. With θ near the Chernoff optimum, that tail becomes the
+bulk of the distribution.
+
+Every error is bounded and added on the safe side: towards larger δ in upper bounds, and towards
+smaller δ in lower bounds.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.fft import next_fast_len, rfft
+from scipy.optimize import isotonic_regression
+from scipy.special import ndtr
+
+from optax_lsdp.accounting._dominating_pairs import Pair, Step
+from optax_lsdp.accounting._quadrature import Settings, cut_points
+
+_EPS = 2.0**-52
+_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch, as shares of a cell
+_NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summed
+
+
+class Lattice(NamedTuple):
+    """Masses of P at losses `positions`·h and at ∞.
+
+    Attributes:
+        positions: whole numbers.
+        masses: the mass of P at each position.
+        infinite: the mass of P at an infinite loss.
+        slack: a bound on how far a true loss can exceed its position because of rounding.
+    """
+
+    positions: np.ndarray
+    masses: np.ndarray
+    infinite: float
+    slack: float
+
+
+def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
+    """Return a lattice whose hockey-stick divergence is at least the step's, at every ε.
+
+    See `_connect_dots` for how. The step's pairs contribute in proportion to their probabilities.
+    """
+    parts = []
+    for weight, pair in step:
+        if not weight:
+            continue
+        lattice = _connect_dots(pair, mesh, per_octave, tail / weight)
+        if pair.folded:
+            lattice = _fold(lattice, mesh)
+        parts.append(
+            (lattice.positions, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
+        )
+    index, masses, infinite, slack = zip(*parts, strict=True)
+    return Lattice(np.concatenate(index), np.concatenate(masses), sum(infinite), max(slack))
+
+
+def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
+    """Move the mass of each cell to the cell's two ends, so that divergences can only grow.
+
+    A cell [ℓ, ℓ′] with masses P and Q gives u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)) to its upper end and
+    P − u to its lower end. The two ends then have the cell's P and the cell's Q. This spreads P/Q
+    about its mean under Q. A divergence is convex in P/Q, so it grows at every ε, and also after
+    composition (Doroshenko et al. 2022, Connect the Dots).
+
+    Mass below the lattice moves up to the lowest end, mass above it moves to infinity, and bounds
+    on rounding errors are added to P and u. Cells have the width of the mesh near zero, and a fixed
+    share of the loss further out. The ends of cells are known up to a loss of s. With e^(−s)Q for
+    Q, no loss of a cell is below its lower end, and none is above its upper end by more than 2s.
+    The slack of 3s covers both.
+    """
+    low, high = pair.loss(np.array(cut_points(pair, tail)))
+    index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
+    ends = index * mesh
+    points = pair.point(ends)
+    known = np.isfinite(points)
+    off = float(np.max(np.abs(pair.loss(points[known]) - ends[known]), initial=0.0))
+    off += 8 * _EPS * float(np.max(np.abs(ends)) + np.sum(np.abs(pair.change)))
+    masses, errors = _cell_masses(points[:, None] - pair.centres)
+    total = (masses + errors) @ pair.weights
+    weights = pair.change - np.expm1(ends[:-1])[:, None] * pair.base
+    excess = np.sum(weights * masses, axis=1) + off * np.exp(ends[:-1]) * (masses @ pair.base)
+    excess += np.sum(np.abs(weights) * (errors + 4 * _EPS * masses), axis=1)
+    upper = np.clip(excess / -np.expm1(-np.diff(ends)), 0.0, total)
+    spread = np.zeros(len(index))
+    spread[0] = float(ndtr(points[0] - pair.centres) @ pair.weights) * (1 + 1e-12)
+    spread[:-1] += total - upper
+    spread[1:] += upper
+    infinite = float(ndtr(pair.centres - points[-1]) @ pair.weights) * (1 + 1e-12)
+    return Lattice(index, spread, infinite + pair.missing, 3 * off)
+
+
+def _fold(lattice: Lattice, mesh: float) -> Lattice:
+    """Return the positive losses, their mirror image with P and Q exchanged, and the rest at 0."""
+    positive = lattice.positions > 0
+    index, masses = lattice.positions[positive], lattice.masses[positive]
+    mirrored = masses * np.exp(-index * mesh)
+    rest = max(0.0, 1.0 - float(masses.sum() + mirrored.sum())) + 16 * _EPS
+    return lattice._replace(
+        positions=np.concatenate([-index[::-1], [0], index]),
+        masses=np.concatenate([mirrored[::-1], [rest], masses]),
+    )
+
+
+def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
+    """Return a lattice whose hockey-stick divergence is at most the pair's, at every ε.
+
+    A divergence is convex in α = e^ε. If all losses are on the lattice, it is also linear between
+    lattice points. In each cell, the chord of the pair's divergence is above the divergence by at
+    most its distance from a tangent. Each lattice point is lowered by the larger of these
+    distances in the two cells that meet there, so every chord is below the divergence. The largest
+    convex function below the lowered points, which is 1 at α = 0 and 0 at the last positive point,
+    is the divergence of a distribution on the lattice. Its slopes give the masses.
+    """
+    low, high = pair.loss(np.array(cut_points(pair, tail)))
+    reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
+    index = np.union1d(_cell_ends(*reach, per_octave), [0])
+    ends = index * mesh
+    left = ends[1:] <= 0
+    lower, upper = (_surplus(pair, side, left)[0] for side in (ends[:-1], ends[1:]))
+    excess = np.full(len(left), math.inf)
+    for where in _TANGENTS:
+        touching = ends[:-1] + where * np.diff(ends)
+        value, slope = _surplus(pair, touching, left)
+        at_lower = value + slope * np.exp(ends[:-1]) * -np.expm1(touching - ends[:-1])
+        at_upper = value + slope * np.exp(ends[1:]) * -np.expm1(touching - ends[1:])
+        excess = np.minimum(excess, np.maximum(lower - at_lower, upper - at_upper))
+    excess = np.maximum(excess, 0.0) + np.where(left, 1e-15, 1e-11 * lower)
+    lowered = np.maximum(np.append(0.0, excess), np.append(excess, 0.0))
+    lower, upper = lower - lowered[:-1], upper - lowered[1:]
+    last = int(np.argmax(np.append(~left & (upper <= 0), True)))  # the cell that reaches zero
+    if last == 0 or left[last - 1]:
+        return Lattice(np.zeros(1, int), np.ones(1), 0.0, 0.0)  # no loss: below every divergence
+    upper[last - 1] = 0.0
+    ratios = np.append(0.0, np.exp(ends[: last + 1]))
+    slopes = (upper[:last] - lower[:last]) / np.diff(ratios)[1:] - left[:last]
+    slopes = np.append(lower[0] / ratios[1] - 1, slopes)
+    slopes = np.minimum(isotonic_regression(slopes, weights=np.diff(ratios)).x, 0.0)
+    masses = np.diff(slopes, append=0.0) * ratios[1:]
+    return Lattice(index[: last + 1], masses, 0.0, 0.0)
+
+
+def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the divergence at α = e^loss and its slope in α, less 1 − α in cells left of 0."""
+    gaps = pair.centres - pair.point(losses)[:, None]
+    tails = ndtr(np.where(left[:, None], -gaps, gaps))
+    weights = pair.change - np.expm1(losses)[:, None] * pair.base
+    sign = np.where(left, -1.0, 1.0)
+    return sign * np.sum(weights * tails, axis=1), -sign * (tails @ pair.base)
+
+
+def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
+    """Return whole numbers from `first` to `last`: all of them near zero, fewer further out."""
+    ladder = [np.arange(2 * per_octave)]
+    start = 2 * per_octave
+    while start <= max(-first, last):
+        ladder.append(np.arange(start, 2 * start, start // per_octave))
+        start *= 2
+    steps = np.concatenate(ladder)
+    both = np.concatenate([-steps[:0:-1], steps])
+    return np.concatenate([[first], both[(both > first) & (both < last)], [last]])
+
+
+def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return Φ(b) − Φ(a) between consecutive rows, and a bound on the error of each.
+
+    Differences are taken in the nearer tail, where Φ is small. The relative error of `ndtr` grows
+    with its exponent x²/2. Measured against mpmath, it is at most 1.05·ε·(4 + x²), and a difference
+    has two such errors.
+    """
+    left, right = ends[:-1], ends[1:]
+    far = np.where(left > 0, -left, right)
+    high, low = ndtr(far), ndtr(np.where(left > 0, -right, left))
+    errors = 4 * _EPS * high * (4 + np.clip(far, -40.0, 0.0) ** 2)
+    return np.maximum(high - low, 0.0), errors
+
+
+class _Sums(NamedTuple):
+    """δ(ε)/weight, a bound on its error, weight, e^(−θNh), and the log of a safety factor."""
+
+    value: np.ndarray
+    error: np.ndarray
+    weight: np.ndarray
+    wrapped: float
+    growth: np.ndarray
+
+
+class TiltedSum(NamedTuple):
+    """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
+
+    There is one sum per row of counts. Arrays have one entry or row per sum, and one column per
+    frequency where they depend on the frequency.
+
+    Attributes:
+        mesh: h, the spacing of the lattice.
+        tilt: θ.
+        size: N, the length of the FFT. Losses that differ by N·h are not distinguished.
+        log_scale: Σ T·K(θ). The mass of P at s is the tilted mass times e^(log_scale − θs).
+        frequencies: the whole numbers j of the coefficients that are kept.
+        gaps: Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, where r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
+        ends: Π φⱼ^T/((1 − r′)N).
+        noise: a bound on the error of a sum over all frequencies.
+        growth: a bound on the logarithm of the factor by which rounding may have changed masses.
+        infinite: the mass of P at an infinite loss.
+        slack: a bound on how far the true sum of losses can exceed the sum on the lattice.
+        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S, which bound its upper tail.
+    """
+
+    mesh: float
+    tilt: float
+    size: int
+    log_scale: np.ndarray
+    frequencies: np.ndarray
+    gaps: np.ndarray
+    ends: np.ndarray
+    noise: np.ndarray
+    growth: np.ndarray
+    infinite: np.ndarray
+    slack: np.ndarray
+    extra_tilt: float
+    log_moment: np.ndarray
+
+    def upper_delta(self, epsilon: np.ndarray) -> np.ndarray:
+        """Return upper bounds on δ(ε) of the steps, for one ε per row."""
+        value, error, weight, wrapped, growth = self._sums(epsilon - self.slack)
+        with np.errstate(over="ignore", invalid="ignore"):
+            bound = np.exp(growth) * weight * (value + error + wrapped) + self.infinite
+        return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
+
+    def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
+        """Return lower bounds on δ(ε) of the losses on the lattice, for one ε per row."""
+        value, error, weight, wrapped, growth = self._sums(epsilon)
+        window = self.size * self.mesh
+        beyond = np.exp(np.minimum(0.0, self.log_moment - self.extra_tilt * (epsilon + window)))
+        with np.errstate(over="ignore", invalid="ignore"):
+            bound = np.exp(-growth) * weight * (value - error - beyond) - wrapped / (1 - wrapped)
+        return np.where(weight < math.inf, np.maximum(bound, 0.0), 0.0)
+
+    def _sums(self, epsilon: np.ndarray) -> _Sums:
+        """Sum over all frequencies.
+
+        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT's residues are read as losses s in
+        (ε, ε + Nh]. The first of them, s₀, factors out the weight e^(log_scale − θs₀). What
+        remains, e^(−θs) and e^(−(θ + 1)s), are geometric series with the Fourier sums 1/(1 − r) and
+        1/(1 − r′). By Parseval's theorem no inverse FFT is needed.
+
+        A loss above the window is read too low. Its true share of δ is at most weight·e^(−θNh),
+        which upper bounds add. It adds at most weight times its tilted mass, which a Chernoff bound
+        limits and lower bounds subtract. Losses below the window are read too high. They add at
+        most Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
+        """
+        epsilon = np.minimum(epsilon, 1e15 * self.mesh)  # δ only decreases beyond
+        first = np.floor(epsilon / self.mesh).astype(np.int64) + 1
+        start = first * self.mesh
+        window = self.size * self.mesh
+        wrapped = math.exp(-self.tilt * window)
+        turns = self.frequencies * (first % self.size)[:, None] % self.size / self.size
+        phases = np.exp(2j * math.pi * turns)
+        gap = np.sum((phases * self.gaps).real, axis=1)
+        end = np.sum((phases * self.ends).real, axis=1)
+        rest = -np.expm1(epsilon - start) + wrapped * np.expm1(epsilon - start - window)
+        value = (1 - wrapped) * gap + rest * end
+        exponent = self.log_scale - self.tilt * start
+        weight = np.exp(np.where(exponent < 600, exponent, math.inf))
+        size = np.abs(self.log_scale) + np.abs(self.tilt * start)
+        return _Sums(value, self.noise, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
+
+
+def convolve(lattices: Sequence[Lattice], counts: np.ndarray, settings: Settings) -> TiltedSum:
+    """Convolve tilted losses, each as many times as a row of `counts` says, and bound the errors.
+
+    Every input of an FFT reaches every output through log₂N additions and multiplications by
+    numbers of modulus 1. So for inputs of sum 1 an output errs by at most η = 8·log₂N·ε, where ε
+    is the machine precision. Its T-th power errs by T·η·(|φ| + η)^(T − 1), and by a relative
+    ε·(T|log φ| + 16) for the power's own arithmetic. A tilted mass is exact up to a factor e^(ε·c),
+    where c is the size of its exponents; T such factors multiply. Dropped coefficients add at most
+    e^(−42) to the mean of all.
+    """
+    mesh, tilt = settings.mesh, settings.tilt
+    size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)
+    eta = 8 * math.log2(size) * _EPS
+    parts = [_tilted_masses(lattice, mesh, tilt) for lattice in lattices]
+    logs = np.array([log for _, log in parts])
+    moved = np.array([_tilted_masses(one, mesh, tilt + settings.extra_tilt)[1] for one in lattices])
+    reach = np.array([tilt * mesh * np.max(np.abs(lattice.positions)) for lattice in lattices])
+    growth = counts @ (_EPS * (reach + np.abs(logs) + 750.0))
+    spectra = [
+        rfft(np.bincount(lattice.positions % size, masses, size))
+        for lattice, (masses, _) in zip(lattices, parts, strict=True)
+    ]
+    fewest = counts.min(axis=0)
+    decay = sum(
+        fewer * np.log(np.abs(spectrum) + eta)
+        for fewer, spectrum in zip(fewest, spectra, strict=True)
+    )
+    kept = np.flatnonzero(decay > -_NEGLIGIBLE)
+    spectrum = np.array([one[kept] for one in spectra])
+    log_spectrum = np.log(np.where(spectrum == 0, 1e-300, spectrum))
+    bounds = np.abs(spectrum) + eta
+    sides = np.where((kept == 0) | (2 * kept == size), 1.0, 2.0) / size  # 2: with the conjugate
+    angles = 2j * math.pi / size * kept
+    end = 1 / -np.expm1(-(tilt + 1) * mesh + angles)
+    gap = np.exp(-tilt * mesh + angles) * math.expm1(-mesh) / np.expm1(-tilt * mesh + angles) * end
+    weights = np.abs(gap) + mesh * np.abs(end)
+    errors = np.exp(counts @ np.log(bounds))
+    errors = errors * (counts @ (eta / bounds) + _EPS * (counts @ np.abs(log_spectrum) + 16))
+    powers = np.exp(counts @ log_spectrum) * sides
+    return TiltedSum(
+        mesh=mesh,
+        tilt=tilt,
+        size=size,
+        log_scale=counts @ logs,
+        frequencies=kept,
+        gaps=powers * gap,
+        ends=powers * end,
+        noise=errors @ (sides * weights) + math.exp(-_NEGLIGIBLE) * weights[0],
+        growth=growth,
+        infinite=counts @ np.array([lattice.infinite for lattice in lattices]),
+        slack=counts @ np.array([lattice.slack for lattice in lattices]),
+        extra_tilt=settings.extra_tilt,
+        log_moment=counts @ (moved - logs) + growth,
+    )
+
+
+def _tilted_masses(lattice: Lattice, mesh: float, tilt: float) -> tuple[np.ndarray, float]:
+    """Return the tilted masses p·e^(θℓ − K) of one step, and K."""
+    with np.errstate(divide="ignore"):
+        logs = np.log(lattice.masses)
+    logs += tilt * mesh * lattice.positions
+    top = float(logs.max())
+    weights = np.exp(logs - top)
+    total = float(weights.sum())
+    return weights / total, top + math.log(total)

@@ -1,0 +1,248 @@
+"""The mechanisms that the accountant knows: what training releases, and what that guarantees.
+
+`SampledGaussian` is Gaussian noise on clipped sums over sampled batches. `DiscreteGaussian` is
+discrete Gaussian noise on full batches. A new mechanism belongs here. If its steps have a
+dominating pair, it is a `Mechanism` and gets that pair in `_analysis`. Otherwise, like
+`DiscreteGaussian`, it has `epsilon` and `delta` with a proof of its own.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, fields, replace
+from typing import Literal, Self, cast
+
+from scipy.optimize import minimize_scalar
+
+from optax_lsdp._checks import (
+    MOST_STEPS,
+    check_choice,
+    check_delta,
+    check_non_negative,
+    check_positive,
+    check_rate,
+    check_whole,
+    is_number,
+)
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
+from optax_lsdp.accounting._analysis import analyse
+from optax_lsdp.accounting._composition import Mechanism
+
+_ROUNDING = 1e-9  # relative amount added to bounds of discrete noise against rounding
+DEFAULT_RELATION = cast(Neighbouring, None)  # `SampledGaussian` replaces it by the default
+
+
+@dataclass(frozen=True)
+class SampledGaussian(Mechanism):
+    """A phase of `steps` noisy clipped sums, each over a sampled batch.
+
+    Attributes:
+        noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C,
+            the largest norm that one example can contribute (√ΣC² with groups of parameters). z
+            has the same meaning for every relation: the accountant itself considers that replacing
+            an example can move the sum by 2C.
+        sampling_rate: q, the expected share of the dataset in a batch.
+        steps: T, the number of noisy sums that are released.
+        sampling: the sampling scheme:
+            "poisson": every batch contains every example with probability q, independently;
+            "without_replacement": every batch is a uniform subset of q·n examples;
+            "full": every batch is the whole dataset, q = 1, and its size is public;
+            "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch, in any order. No tight
+            analysis is known. The reported ε holds for every order, as if the attacker knew which
+            batch contains each example.
+        neighbouring: the neighbouring relation, that is, how two datasets differ that an attacker
+            must not tell apart:
+            "add_remove": one of them has one example more;
+            "zero_out": a blank that contributes nothing takes the place of one example;
+            "replace_one": one example has another value.
+            The default is "add_remove" if the scheme has an analysis for it. Otherwise there is
+            no default.
+        max_batch_size: larger Poisson batches are truncated to this size, uniformly at random.
+        dataset_size: n, needed with `max_batch_size`.
+        group_size: how many examples one person contributes; see `group`.
+
+    Every answer errs towards a larger ε. The accountant ignores sampling if one example can move
+    the sum by more than 12 standard deviations of the noise.
+
+    >>> phase = SampledGaussian(noise_multiplier=1.1, sampling_rate=256 / 60_000, steps=14_100)
+    >>> round(phase.epsilon(delta=1e-5), 3)
+    2.385
+
+    The same noise on shuffled batches, 60 epochs of 235 batches each:
+
+    >>> shuffled = SampledGaussian(
+    ...     1.1, 1 / 235, 14_100, sampling="shuffled", neighbouring="zero_out"
+    ... )
+    >>> round(shuffled.epsilon(delta=1e-5), 1)
+    54.0
+    """
+
+    noise_multiplier: float
+    sampling_rate: float
+    steps: int
+    _: KW_ONLY
+    sampling: Sampling = "poisson"
+    neighbouring: Neighbouring = DEFAULT_RELATION
+    max_batch_size: int | None = None
+    dataset_size: int | None = None
+    group_size: int = 1
+
+    def __post_init__(self) -> None:
+        is_zero = is_number(self.noise_multiplier) and self.noise_multiplier == 0
+        why = "without noise ε is infinite" if is_zero else ""
+        check_positive("noise_multiplier", self.noise_multiplier, why)
+        check_rate("sampling_rate", self.sampling_rate)
+        check_whole("steps", self.steps, least=0)
+        check_whole("group_size", self.group_size)
+        check_choice("sampling", self.sampling, SCHEMES)
+        scheme = SCHEMES[self.sampling]
+        if self.neighbouring is None and scheme.default_neighbouring is not None:
+            object.__setattr__(self, "neighbouring", scheme.default_neighbouring)
+        if self.neighbouring not in scheme.neighbouring:
+            choices = " or ".join(map(repr, scheme.neighbouring))
+            why = "there is no default" if self.neighbouring is None else "nothing else is analysed"
+            raise ValueError(
+                f"`neighbouring` must be {choices} with sampling={self.sampling!r}, "
+                f"got {self.neighbouring!r}; {why}."
+            )
+        if scheme.whole_dataset and self.sampling_rate != 1:
+            raise ValueError(
+                f"`sampling_rate` must be 1 for full batches, got {self.sampling_rate!r}."
+            )
+        if self.dataset_size is not None:
+            check_whole("dataset_size", self.dataset_size)
+        if self.max_batch_size is not None:
+            check_whole("max_batch_size", self.max_batch_size)
+            if not scheme.random_size or self.dataset_size is None:
+                raise ValueError(
+                    "`max_batch_size` must come with sampling='poisson' and a `dataset_size`, "
+                    f"got sampling={self.sampling!r} and dataset_size={self.dataset_size!r}."
+                )
+        for field in fields(self):  # NumPy numbers become Python numbers
+            value = getattr(self, field.name)
+            if not isinstance(value, str | None):
+                kind = float if field.name in ("noise_multiplier", "sampling_rate") else int
+                object.__setattr__(self, field.name, kind(value))
+
+    @property
+    def phases(self) -> tuple[Self, ...]:
+        """This phase alone."""
+        return (self,)
+
+    @property
+    def mu(self) -> float | None:
+        """μ of the Gaussian mechanism that is exactly as private, or None if there is none."""
+        return analyse(self).mu if self.steps else 0.0
+
+    def group(self, size: int) -> Self:
+        """Return this phase for groups of `size` examples; see `Mechanism.group`."""
+        check_whole("size", size)
+        return replace(self, group_size=self.group_size * size)
+
+
+@dataclass(frozen=True)
+class DiscreteGaussian:
+    """Steps of `discrete.add_discrete_gaussian_noise` on full batches.
+
+    In any dimension, each step satisfies ½/z²-zero-concentrated differential privacy, just as with
+    continuous noise. T steps have ρ = T/2z², or four times that if the relation is "replace_one".
+    Then ε = min over α of αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound. The
+    result is somewhat larger than for continuous noise, which has an exact analysis.
+
+    Args:
+        noise_multiplier: z, the noise in units of the sensitivity.
+        steps: T.
+        sampling: must be "full": the accountant has no analysis of discrete noise with sampling.
+        neighbouring: the neighbouring relation; see `SampledGaussian`. The dataset's size is
+            public.
+
+    References:
+        Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy.
+
+    >>> round(DiscreteGaussian(noise_multiplier=10.0, steps=25).epsilon(1e-5), 3)
+    2.166
+    """
+
+    noise_multiplier: float
+    steps: int
+    sampling: Literal["full"] = "full"
+    neighbouring: Neighbouring = "add_remove"
+
+    def __post_init__(self) -> None:
+        check_positive("noise_multiplier", self.noise_multiplier)
+        check_whole("steps", self.steps)
+        if self.sampling != "full":
+            raise ValueError(
+                f'`sampling` must be "full", got {self.sampling!r}; discrete noise on sampled '
+                "batches is not analysed: use `SampledGaussian` with `add_gaussian_noise`."
+            )
+        check_choice("neighbouring", self.neighbouring, SCHEMES["full"].neighbouring)
+
+    @property
+    def rho(self) -> float:
+        """The ρ of zero-concentrated differential privacy."""
+        shift = RELATIONS[self.neighbouring].sensitivity / float(self.noise_multiplier)
+        return self.steps * shift * shift / 2
+
+    def epsilon(self, delta: float) -> float:
+        """Return an ε for which (ε, δ)-differential privacy is certified."""
+        check_delta("delta", delta)
+
+        def bound(log_excess: float) -> float:
+            excess = math.exp(log_excess)  # α − 1
+            order = 1 + excess
+            return order * self.rho - math.log(order * delta) / excess - math.log1p(1 / excess)
+
+        return max(0.0, _smallest(bound) * (1 + _ROUNDING))
+
+    def delta(self, epsilon: float) -> float:
+        """Return a δ for which (ε, δ)-differential privacy is certified."""
+        check_non_negative("epsilon", epsilon)
+
+        def log_bound(log_excess: float) -> float:
+            excess = math.exp(log_excess)
+            order = 1 + excess
+            grown = excess * (order * self.rho - epsilon)
+            return grown - log_excess - order * math.log1p(1 / excess)
+
+        least = sys.float_info.min  # δ is never zero
+        return min(1.0, max(least, math.exp(_smallest(log_bound)) * (1 + _ROUNDING)))
+
+
+def _smallest(bound: Callable[[float], float]) -> float:
+    """Return nearly the minimum of a family of valid bounds, so the result is valid too."""
+    return float(minimize_scalar(bound, bounds=(-20.0, 30.0), method="bounded").fun)
+
+
+def steps_of_epochs(
+    epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
+) -> int:
+    """Return how many steps `epochs` epochs take, rounded up.
+
+    Args:
+        epochs: the number of passes over the data, not necessarily whole.
+        dataset_size: n.
+        batch_size: b, the expected or fixed size of a batch.
+        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. An epoch of
+            shuffled batches has ⌊n/b⌋ steps and leaves out the remaining examples.
+
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
+    14063
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256, sampling="shuffled")
+    14040
+    """
+    check_positive("epochs", epochs)
+    check_whole("dataset_size", dataset_size)
+    check_whole("batch_size", batch_size)
+    check_choice("sampling", sampling, SCHEMES)
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"`batch_size` must be at most `dataset_size`, got {batch_size} of {dataset_size}."
+        )
+    steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
+    if steps > MOST_STEPS:
+        raise ValueError(
+            f"`epochs` must take at most {MOST_STEPS:.0e} steps, got {epochs!r}, which takes "
+            f"{steps:.2g}; lower it or raise `batch_size`."
+        )
+    return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11

@@ -1,0 +1,329 @@
+"""The privacy loss at quadrature nodes: close to exact, but without a bound on its error.
+
+Nothing here carries the guarantee. The quadrature serves two purposes. It chooses the settings of
+the lattice (the tilt, the mesh, the window); bad settings make a bound loose, never wrong. And it
+gives a second, independent value of δ(ε), by a contour integral, to check the lattice against.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+from scipy.special import ndtri
+
+from optax_lsdp.accounting._dominating_pairs import Pair, Step
+
+_PANEL, _PANEL_WEIGHTS = np.polynomial.legendre.leggauss(12)
+_LOOSENESS = 1e-4  # the share of ε that the mesh may cost
+_CUT = 1e-5  # the share of δ that the cut tails of all steps may have together
+_STEEPEST = 1e6  # largest θ·ε; beyond it all losses are at their maximum and δ drops to zero
+_MOST_KINDS = 16  # different steps of which a quadrature is taken
+_FURTHEST = 1e15  # largest position on the lattice; int64 holds it
+_MOST_RESIDUES = 1_500_000  # lattice points in the window; more would take seconds
+_AGREEMENT = 1e-6  # relative, between the values of two spacings and of two lines
+_BLOCK, _MOST_POINTS = 32, 512  # of a contour integral; it gives up if it needs more
+
+
+class Quadrature(NamedTuple):
+    """Losses at quadrature nodes and the masses of P there. A mass missing to 1 has loss zero."""
+
+    losses: np.ndarray
+    masses: np.ndarray
+
+
+Steps = Sequence[tuple[Step, int]]  # different steps, and how often each is taken
+Quadratures = Sequence[tuple[Quadrature, int]]
+
+
+class Settings(NamedTuple):
+    """How to compose steps on a lattice, and which result to expect.
+
+    Attributes:
+        tilt: θ.
+        mesh: h, the spacing of the lattice.
+        window: the width of the interval in which losses are distinguished.
+        extra_tilt: a tilt in addition to θ that bounds the mass above the window.
+        per_octave: the number of cells between a loss and its double.
+        quadratures: quadratures of the steps, and how often each step is taken.
+        tail: the mass that is cut off each tail of a step's P.
+        epsilon: the ε, or the scale of losses, that the settings suit.
+        log_delta: log δ at that ε.
+        cost: how much of ε the mesh may cost, more than intended where it had to be coarser.
+    """
+
+    tilt: float
+    mesh: float
+    window: float
+    extra_tilt: float
+    per_octave: int
+    quadratures: Quadratures
+    tail: float
+    epsilon: float
+    log_delta: float
+    cost: float
+
+
+def quadrature(step: Step, tail: float) -> Quadrature:
+    """Return a step's losses at the nodes of a Gauss–Legendre rule, without a mass of `tail`."""
+    parts = [_quadrature(weight, pair, tail / weight) for weight, pair in step if weight]
+    return Quadrature(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _quadrature(weight: float, pair: Pair, tail: float) -> Quadrature:
+    low, high = cut_points(pair, tail)
+    if pair.folded:
+        low = max(low, float(pair.point(np.zeros(1))[0]))
+    edges = np.linspace(low, high, math.ceil(2 * (high - low)) + 1)
+    half = np.diff(edges) / 2
+    x = (edges[:-1, None] + half[:, None] * (1 + _PANEL)).ravel()
+    widths = weight * (half[:, None] * _PANEL_WEIGHTS).ravel() / math.sqrt(2 * math.pi)
+    losses = pair.loss(x)
+    masses = widths * (np.exp(-((x[:, None] - pair.centres) ** 2) / 2) @ pair.weights)
+    if pair.folded:
+        masses = np.concatenate([masses, masses * np.exp(-losses)])
+        losses = np.concatenate([losses, -losses])
+    return Quadrature(losses, masses)
+
+
+def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
+    """Return a low and a high point, beyond each of which P has a mass of at most `tail`."""
+    held = pair.weights > 0
+    shares = tail / (pair.weights[held] * np.sum(held))
+    reach = -ndtri(np.minimum(shares, 0.01))
+    return float(np.min(pair.centres[held] - reach)), float(np.max(pair.centres[held] + reach))
+
+
+def settings_for_epsilon(steps: Steps, delta: float, epsilon: float | None = None) -> Settings:
+    """Return settings for finding the ε with δ(ε) = δ; `epsilon` is a guess of it, if known."""
+    log_delta = math.log(delta)
+    quadratures, tail = _quadratures(steps, log_delta)
+
+    def excess(tilt: float) -> float:
+        bound, at = _chernoff(quadratures, tilt)
+        return min(bound - log_delta, _STEEPEST - tilt * at)
+
+    tilt = _root(excess, _gentle_tilt(quadratures) / 4)
+    return _settings(quadratures, tilt, tail, log_delta, epsilon)
+
+
+def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Settings:
+    """Return settings for finding δ(ε); a guess `log_delta` of it limits the tails to cut."""
+    quadratures, tail = _quadratures(steps, log_delta)
+
+    def excess(tilt: float) -> float:
+        at = _chernoff(quadratures, tilt)[1]
+        return min(epsilon - at, _STEEPEST - tilt * at)
+
+    tilt = _root(excess, _gentle_tilt(quadratures))
+    least = 0.02 * math.sqrt(_cumulants(quadratures, tilt).variance)
+    log_delta = min(log_delta, _chernoff(quadratures, tilt)[0])
+    return _settings(quadratures, tilt, tail, max(log_delta, -600.0), max(epsilon, least))
+
+
+def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
+    """Return the steps' quadratures and the tail cut off them.
+
+    If there are too many different steps, neighbours in the list count as the widest among them.
+    """
+    total = sum(count for _, count in steps)
+    tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
+    chunk = math.ceil(len(steps) / _MOST_KINDS)
+    found = []
+    for start in range(0, len(steps), chunk):
+        alike = steps[start : start + chunk]
+        widest = max((step for step, _ in alike), key=_width)
+        found.append((quadrature(widest, tail), sum(count for _, count in alike)))
+    return found, tail
+
+
+def _width(step: Step) -> float:
+    return max(float(np.ptp(pair.centres)) for _, pair in step)
+
+
+class _Cumulants(NamedTuple):
+    log: float
+    mean: float
+    variance: float
+
+
+def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
+    """Return log E_P[e^(θS)] of the sum S of all losses, and S's tilted mean and variance."""
+    sums = []
+    for (losses, masses), count in quadratures:
+        top = max(0.0, tilt * float(losses.max()))
+        rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
+        tilted = masses * np.exp(tilt * losses - top)
+        total = float(tilted.sum()) + rest
+        mean = float(tilted @ losses) / total
+        variance = float(tilted @ (losses - mean) ** 2 + rest * mean**2) / total
+        if top < 1:
+            log = math.log1p(float(masses @ np.expm1(tilt * losses)))
+        else:
+            log = math.log(total) + top
+        sums.append((count * log, count * mean, count * variance))
+    return _Cumulants(*(math.fsum(column) for column in zip(*sums, strict=True)))
+
+
+def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
+    """Return the smallest log δ that the Chernoff bound with θ gives, and the ε of that minimum.
+
+    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion from Rényi divergence.
+    """
+    known = _cumulants(quadratures, tilt)
+    epsilon = known.mean + math.log(tilt / (tilt + 1))
+    return known.log - tilt * known.mean - math.log1p(tilt), epsilon
+
+
+def _gentle_tilt(quadratures: Quadratures) -> float:
+    """Return a tilt that moves the mean of the sum by about a standard deviation."""
+    known = _cumulants(quadratures, 0.0)
+    return _root(
+        lambda tilt: 0.5 + tilt * known.mean - _cumulants(quadratures, tilt).log,
+        1e-3 / math.sqrt(known.variance),
+    )
+
+
+def _root(decreasing: Callable[[float], float], low: float) -> float:
+    """Return the root above `low` of a decreasing function, or `low` if it is negative there."""
+    if decreasing(low) <= 0:
+        return low
+    for _ in range(60):
+        high = 3 * low
+        if decreasing(high) <= 0:
+            return brentq(decreasing, low, high, xtol=1e-15 * low, rtol=1e-14)
+        low = high
+    return low
+
+
+def _settings(
+    quadratures: Quadratures,
+    tilt: float,
+    tail: float,
+    log_delta: float,
+    epsilon: float | None = None,
+) -> Settings:
+    """Choose the mesh so that it costs no more than the intended share of ε.
+
+    Rounding to the lattice adds a variance V to each step, which costs Σ T·V·(θ + 1)/2 of ε. V is
+    h²/6 where losses are larger than the mesh h, and h|ℓ| where they are smaller.
+    """
+    known = _cumulants(quadratures, tilt)
+    scale = max(_chernoff(quadratures, tilt)[1], math.sqrt(known.variance))
+    scale = min(epsilon or math.inf, scale)
+    allowed = _LOOSENESS * scale * 2 / (tilt + 1)
+    tilted = []
+    for (losses, masses), count in quadratures:
+        weights = masses * np.exp(np.minimum(tilt * losses, 600.0))
+        weights /= weights.sum() + max(0.0, 1 - masses.sum())
+        tilted.append((count * weights, np.abs(losses)))
+
+    def excess(mesh: float) -> float:
+        cost = sum(float(w @ np.minimum(mesh**2 / 6, mesh * size)) for w, size in tilted)
+        return allowed - cost
+
+    squares = sum(float(w @ size**2) for w, size in tilted)
+    mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in quadratures)))
+    least = 0.2 * math.sqrt(_cumulants(quadratures, 0.0).variance)
+    mesh = min(mesh, 0.5 / tilt, max(scale, least) / 300)
+    furthest = max(float(size.max()) for _, size in tilted) / _FURTHEST
+    per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
+    extra_tilt, window = _window(quadratures, tilt, tail, log_delta, scale)
+    mesh = max(mesh, furthest, window / _MOST_RESIDUES)
+    return Settings(
+        tilt=tilt,
+        mesh=mesh,
+        window=window,
+        extra_tilt=extra_tilt,
+        per_octave=min(max(per_octave, 16), 2048),
+        quadratures=quadratures,
+        tail=tail,
+        epsilon=scale,
+        log_delta=log_delta,
+        cost=max(_LOOSENESS * scale, (allowed - excess(mesh)) * (tilt + 1) / 2),
+    )
+
+
+def _window(
+    quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float
+) -> tuple[float, float]:
+    """Return an extra tilt and the window's width.
+
+    Over the window e^(−θs) falls to δ·e^(−25), and the tilted sum has a mass of at most e^(−20)
+    above the window. As on the lattice, the tail that is cut off counts at the largest loss.
+    """
+
+    def log_moment(at: float) -> float:
+        with_tail = (
+            (Quadrature(np.append(losses, losses.max()), np.append(masses, 2 * tail)), count)
+            for (losses, masses), count in quadratures
+        )
+        return _cumulants(list(with_tail), at).log
+
+    known = log_moment(tilt)
+    shares = tilt * np.geomspace(0.02, 2, 12)
+    ends = [(log_moment(tilt + t) - known + 20) / t for t in shares]
+    best = int(np.argmin(ends))
+    return float(shares[best]), float(max((25 - log_delta) / tilt, ends[best] - epsilon))
+
+
+def contour_delta(
+    quadratures: Quadratures, epsilon: float, tilt: float, decay: float
+) -> float | None:
+    """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ, or None if unsure.
+
+    M(s) = Π E_P[e^(sL)]^T. The trapezoidal rule's spacing is such that e^(−θs) falls by e^(−decay)
+    over one period. The value is returned only if twice the spacing and another line agree with it.
+    """
+    spacing = math.pi * tilt / decay
+    values = [
+        value
+        for line in (tilt, 0.9 * tilt)
+        for value in _trapezoids(quadratures, epsilon, line, spacing)
+    ]
+    lowest, highest = min(values), max(values)
+    is_sure = lowest > 0 and highest < 1 and highest - lowest <= _AGREEMENT * lowest
+    return values[0] if is_sure else None  # NaN is not sure either
+
+
+def _trapezoids(
+    quadratures: Quadratures, epsilon: float, line: float, spacing: float
+) -> tuple[float, float]:
+    """Return the trapezoidal sums along one line with the spacing and twice the spacing, or NaN."""
+    terms = np.zeros(0)
+    while len(terms) < _MOST_POINTS:
+        heights = spacing * (len(terms) + np.arange(_BLOCK))
+        points = line + 1j * heights
+        logs = sum(count * _log_moments(nodes, line, heights) for nodes, count in quadratures)
+        if not np.all(np.isfinite(logs)):
+            break
+        with np.errstate(over="ignore", invalid="ignore"):
+            block = np.exp(logs - points * epsilon) / (points * (points + 1))
+        if not np.all(np.isfinite(block)):
+            break
+        terms = np.concatenate([terms, block])
+        if np.abs(block[-1]) < 1e-9 * _AGREEMENT * abs(terms[0]):
+            cancelled = abs(terms.real.sum()) < 1e-4 * np.abs(terms).max()
+            if cancelled:
+                break
+            terms[0] /= 2
+            every, second = terms.real.sum(), terms.real[::2].sum()
+            return spacing / math.pi * every, 2 * spacing / math.pi * second
+    return math.nan, math.nan
+
+
+def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndarray:
+    """Return log E_P[e^(sL)] at s = line + i·heights, NaN where the nodes do not resolve e^(sL)."""
+    losses, masses = nodes
+    top = max(0.0, line * float(losses.max()))
+    tilted = masses * np.exp(line * losses - top)
+    held = tilted > 1e-14 * tilted.max()
+    widest = float(np.max(np.diff(np.sort(losses[held])), initial=0.0))
+    if heights[-1] * widest > 2:
+        return np.full(len(heights), math.nan)
+    waves = 1j * np.multiply.outer(heights, losses)
+    if top < 1:
+        return np.log1p(np.expm1(waves + line * losses) @ masses)
+    rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
+    return np.log(np.exp(waves) @ tilted + rest) + top
