@@ -76,7 +76,7 @@ def clipper(engine):
 
 def test_the_network_has_all_kinds_of_rules():
     rows = lsdp.explain_clipping(network, PARAMS, jnp.ones((3, 20))).rows
-    assert {row.rule for row in rows} == {"Gram", "outer product", "materialised"}
+    assert {row.strategy for row in rows} == {"Gram matrices", "outer product", "materialised"}
 
 
 @settings(max_examples=CHEAP)

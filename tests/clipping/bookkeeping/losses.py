@@ -17,7 +17,7 @@ class Case(NamedTuple):
     loss: Any
     params: Any
     batch: Any
-    rules: tuple[str, ...] | None = None
+    strategies: tuple[str, ...] | None = None
 
 
 def normal(*shape):
@@ -48,26 +48,28 @@ LOSSES = {
     "row, left": Case(
         lambda w, x: squash(w @ x), normal(30, 20), normal(N, 20), ("outer product",)
     ),
-    "rows": Case(lambda w, x: squash(x @ w), normal(40, 50), normal(N, 3, 40), ("Gram",)),
-    "rows, left": Case(lambda w, x: squash(w @ x.T), normal(50, 40), normal(N, 3, 40), ("Gram",)),
+    "rows": Case(lambda w, x: squash(x @ w), normal(40, 50), normal(N, 3, 40), ("Gram matrices",)),
+    "rows, left": Case(
+        lambda w, x: squash(w @ x.T), normal(50, 40), normal(N, 3, 40), ("Gram matrices",)
+    ),
     "many rows": Case(lambda w, x: squash(x @ w), normal(6, 7), normal(N, 9, 6), ("materialised",)),
     "heads": Case(
         lambda w, x: squash(jnp.einsum("td,dhk->htk", x, w)),
         normal(40, 3, 14),
         normal(N, 4, 40),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "heads, out": Case(
         lambda w, x: squash(jnp.einsum("htk,hkd->td", x, w)),
         normal(3, 14, 40),
         normal(N, 3, 4, 14),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "batched": Case(
         lambda w, x: squash(jnp.einsum("gtp,gpq->gtq", x, w)),
         normal(3, 20, 21),
         normal(N, 3, 4, 20),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "batched rows": Case(
         lambda w, x: squash(jnp.einsum("gp,pgq->qg", x, w)),
@@ -82,13 +84,13 @@ LOSSES = {
         lambda p, x: squash(jax.vmap(lambda y: y @ p[0] + p[1])(x)),
         [normal(20, 30), normal(30)],
         normal(N, 3, 20),
-        ("Gram", "materialised"),
+        ("Gram matrices", "materialised"),
     ),
     "half the weights": Case(
         lambda w, x: squash(x @ w[:, :20]) + squash(x @ w[:, 20:]),
         normal(20, 60),
         normal(N, 4, 20),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "overlapping": Case(
         lambda w, x: squash(x @ w[:, :20]) + squash(x @ w[:, 10:30]),
@@ -105,49 +107,60 @@ LOSSES = {
         normal(600),
         normal(N, 3, 20),
     ),
-    "stack by index": Case(through_stack, normal(3, 20, 20), normal(N, 4, 20), ("Gram",)),
+    "stack by index": Case(through_stack, normal(3, 20, 20), normal(N, 4, 20), ("Gram matrices",)),
     "concatenated": Case(
         lambda p, x: squash(x @ jnp.concatenate(p, 1)),
         [normal(20, 20), normal(20, 25)],
         normal(N, 4, 20),
-        ("Gram", "Gram"),
+        ("Gram matrices", "Gram matrices"),
     ),
     "concatenated inputs": Case(
         lambda p, x: squash(x @ jnp.concatenate(p)),
         [normal(15, 20), normal(25, 20)],
         normal(N, 4, 40),
-        ("Gram", "Gram"),
+        ("Gram matrices", "Gram matrices"),
     ),
     "concatenated with itself": Case(
         lambda w, x: squash(x @ jnp.concatenate([w, w], 1)), normal(20, 20), normal(N, 2, 20)
     ),
     # tied weights
     "tied": Case(
-        lambda w, x: squash(jnp.tanh(x @ w) @ w.T), normal(40, 50), normal(N, 3, 40), ("Gram",)
+        lambda w, x: squash(jnp.tanh(x @ w) @ w.T),
+        normal(40, 50),
+        normal(N, 3, 40),
+        ("Gram matrices",),
     ),
     "tied square": Case(
-        lambda w, x: squash(jnp.tanh(x @ w) @ w), normal(40, 40), normal(N, 40), ("Gram",)
+        lambda w, x: squash(jnp.tanh(x @ w) @ w), normal(40, 40), normal(N, 40), ("Gram matrices",)
     ),
     "tied embedding": Case(
-        lambda w, i: cross_entropy(jnp.tanh(w[i]) @ w.T, i), normal(90, 60), IDS, ("Gram",)
+        lambda w, i: cross_entropy(jnp.tanh(w[i]) @ w.T, i), normal(90, 60), IDS, ("Gram matrices",)
     ),
     # embeddings
-    "embedding": Case(lambda w, i: squash(w[i]), TABLE, IDS, ("Gram",)),
+    "embedding": Case(lambda w, i: squash(w[i]), TABLE, IDS, ("Gram matrices",)),
     "embedding of one": Case(lambda w, i: squash(w[i]), TABLE, IDS[:, 0]),
     "embedding, clipped": Case(
-        lambda w, i: squash(jnp.take(w, i, axis=0, mode="clip")), TABLE, IDS + 45, ("Gram",)
+        lambda w, i: squash(jnp.take(w, i, axis=0, mode="clip")),
+        TABLE,
+        IDS + 45,
+        ("Gram matrices",),
     ),
     "embedding, filled": Case(
         lambda w, i: squash(jnp.take(w, i, axis=0, mode="fill", fill_value=0)),
         TABLE,
         IDS + 45,
-        ("Gram",),
+        ("Gram matrices",),
     ),
-    "embedding, from the end": Case(lambda w, i: squash(w[i]), TABLE, IDS - 50, ("Gram",)),
-    "embedding along columns": Case(lambda w, i: squash(w[:, i]), TABLE, IDS[:, :3], ("Gram",)),
-    "one-hot": Case(lambda w, i: squash(jax.nn.one_hot(i, 50) @ w), TABLE, IDS, ("Gram",)),
+    "embedding, from the end": Case(lambda w, i: squash(w[i]), TABLE, IDS - 50, ("Gram matrices",)),
+    "embedding along columns": Case(
+        lambda w, i: squash(w[:, i]), TABLE, IDS[:, :3], ("Gram matrices",)
+    ),
+    "one-hot": Case(lambda w, i: squash(jax.nn.one_hot(i, 50) @ w), TABLE, IDS, ("Gram matrices",)),
     "window of a table": Case(
-        lambda w, i: squash(lax.dynamic_slice(w, (i[0], 0), (3, 30))), TABLE, IDS, ("fallback",)
+        lambda w, i: squash(lax.dynamic_slice(w, (i[0], 0), (3, 30))),
+        TABLE,
+        IDS,
+        ("materialised, no rule",),
     ),
     "expert": Case(lambda w, x: squash(x @ w[jnp.argmax(x[:4])]), normal(4, 20, 30), normal(N, 20)),
     # entries, and what depends on parameters alone
@@ -159,7 +172,10 @@ LOSSES = {
     ),
     "one more than": Case(lambda w, x: squash(x * (1 + w)), normal(6), normal(N, 9, 6)),
     "threshold": Case(
-        lambda w, x: squash(jnp.maximum(x, w)), normal(6), normal(N, 9, 6), ("fallback",)
+        lambda w, x: squash(jnp.maximum(x, w)),
+        normal(6),
+        normal(N, 9, 6),
+        ("materialised, no rule",),
     ),
     "normalised": Case(
         lambda w, x: squash(x @ (w / jnp.linalg.norm(w, axis=0))),
@@ -176,7 +192,7 @@ LOSSES = {
         lambda w, x: squash(x @ w) + 0.1 * jnp.sum(w**2),
         normal(20, 30),
         normal(N, 4, 20),
-        ("fallback",),
+        ("materialised, no rule",),
     ),
     "output": Case(lambda w, x: w[0] + jnp.sum(x), jnp.ones(3), normal(N, 6)),
     "unused": Case(
@@ -195,6 +211,6 @@ LOSSES = {
         lambda w, x: jnp.where(jnp.sum(w) > 0, 1.0, 2.0) * squash(x @ w),
         normal(40, 50),
         normal(N, 3, 40),
-        ("Gram",),
+        ("Gram matrices",),
     ),
 }

@@ -82,19 +82,19 @@ LOSSES = {
         lambda w, x: jnp.sum(jax.jit(lambda x, w: jnp.tanh(x @ w.T.T))(x, w)),
         normal(40, 50),
         normal(N, 3, 40),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "jit returns a weight": Case(
         lambda w, x: squash(x @ jax.jit(lambda w: w.T)(w)),
         normal(50, 40),
         normal(N, 3, 40),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "remat": Case(
         lambda w, x: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w.T))(x)),
         normal(40, 50),
         normal(N, 3, 40),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "remat returns a weight": Case(
         lambda w, x: squash(x @ jax.checkpoint(lambda w: 2 * w)(w)),
@@ -102,10 +102,16 @@ LOSSES = {
         normal(N, 3, 20),
     ),
     "custom_jvp": Case(
-        lambda w, x: squash(odd_product(w, x)), normal(6, 30), normal(N, 3, 6), ("fallback",)
+        lambda w, x: squash(odd_product(w, x)),
+        normal(6, 30),
+        normal(N, 3, 6),
+        ("materialised, no rule",),
     ),
     "custom_vjp": Case(
-        lambda w, x: squash(tripled(w, x)), normal(6, 30), normal(N, 3, 6), ("fallback",)
+        lambda w, x: squash(tripled(w, x)),
+        normal(6, 30),
+        normal(N, 3, 6),
+        ("materialised, no rule",),
     ),
     "cond": Case(branching, [normal(40, 50), normal(40, 50), normal(50)], normal(N, 3, 40)),
     "cond in scan": Case(branching_in_scan, normal(20, 20), normal(N, 6, 20)),
@@ -123,9 +129,9 @@ LOSSES = {
         recurrent,
         [normal(20, 20) / 4, normal(20, 20) / 4, normal(20)],
         normal(N, 4, 20),
-        ("Gram", "Gram", "materialised"),
+        ("Gram matrices", "Gram matrices", "materialised"),
     ),
-    "layers in a scan": Case(scanned, normal(3, 20, 20), normal(N, 2, 20), ("Gram",)),
+    "layers in a scan": Case(scanned, normal(3, 20, 20), normal(N, 2, 20), ("Gram matrices",)),
     "layers in a scan, rows": Case(scanned, normal(3, 20, 20), normal(N, 20), ("outer product",)),
     "layers in a scan, backwards": Case(
         lambda w, x: scanned(w, x, reverse=True),
@@ -145,7 +151,7 @@ LOSSES = {
         ),
         normal(3, 20, 20),
         normal(N, 20),
-        ("Gram",),
+        ("Gram matrices",),
     ),
     "layers scanned and closed over": Case(
         lambda w, x: jnp.sum(lax.scan(lambda h, v: (jnp.tanh(h @ v + h @ w[0]), None), x, w)[0]),
@@ -237,6 +243,9 @@ LOSSES |= {
         ("materialised",),
     ),
     "kernel as image": Case(
-        lambda w, x: squash(conv(w[None], x)), normal(6, 6, 4), normal(N, 3, 3, 4, 2), ("fallback",)
+        lambda w, x: squash(conv(w[None], x)),
+        normal(6, 6, 4),
+        normal(N, 3, 3, 4, 2),
+        ("materialised, no rule",),
     ),
 }

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.clipping.bookkeeping import _book
+from optax_lsdp.clipping.bookkeeping import _gradients
 from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
 
@@ -51,10 +51,10 @@ def test_norms_and_sums_are_those_of_vmap(name):
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 def test_each_leaf_gets_its_rule(case):
-    if case.rules is not None:
+    if case.strategies is not None:
         example = jax.tree.map(lambda x: x[0], case.batch)
         rows = lsdp.explain_clipping(case.loss, case.params, example).rows
-        assert tuple(row.rule for row in rows) == case.rules
+        assert tuple(row.strategy for row in rows) == case.strategies
 
 
 @pytest.mark.parametrize(
@@ -119,15 +119,15 @@ def test_patches_of_a_few_examples_at_a_time_change_nothing(monkeypatch, few):
     case = CASES["2-d"]
     expected = lsdp.clipped_grad(case.loss, clip_norm=0.1, engine="vmap")(case.params, case.batch)
     forms = []
-    form = _book._use_gradients
+    form = _gradients._term_gradients
 
-    def recorded(scheme, use, index, operand, cotangent):
+    def recorded(analysis, term, index, operand, cotangent):
         forms.append(len(operand))
-        return form(scheme, use, index, operand, cotangent)
+        return form(analysis, term, index, operand, cotangent)
 
-    monkeypatch.setattr(_book, "piece_size", lambda site, piece: (1, 1, 1, 0))
-    monkeypatch.setattr(_book, "_CACHE_FLOATS", few)
-    monkeypatch.setattr(_book, "_use_gradients", recorded)
+    monkeypatch.setattr(_gradients, "piece_size", lambda use, piece: (1, 1, 1, 0))
+    monkeypatch.setattr(_gradients, "_CACHE_FLOATS", few)
+    monkeypatch.setattr(_gradients, "_term_gradients", recorded)
     total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.1))(case.params, case.batch)
     assert few in forms
     for leaf, other in zip(jax.tree.leaves(total), jax.tree.leaves(expected), strict=True):

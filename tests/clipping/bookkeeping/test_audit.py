@@ -179,10 +179,10 @@ def test_indices_of_64_bits_are_followed():
         def loss(table, ids):
             return jnp.sum(jnp.tanh(table[ids]) * jnp.arange(30.0, dtype=jnp.float32))
 
-        (rule,) = (row.rule for row in lsdp.explain_clipping(loss, table, ids[0]).rows)
+        (strategy,) = (row.strategy for row in lsdp.explain_clipping(loss, table, ids[0]).rows)
         sums = [
             lsdp.clipped_grad(loss, clip_norm=0.1, engine=engine)(table, ids).value
             for engine in ("bookkeeping", "vmap")
         ]
-        assert rule == "Gram"
+        assert strategy == "Gram matrices"
         np.testing.assert_allclose(*sums, atol=1e-6)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.clipping.bookkeeping._grams import Factors, squared_norms
+from optax_lsdp.clipping.bookkeeping._gram import Factors, squared_norms
 from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
 
@@ -88,7 +88,7 @@ def test_cancelling_gradients_are_formed_so_that_none_is_clipped_too_much():
 
     params = jnp.zeros((40, 40))
     (row,) = lsdp.explain_clipping(loss, params, jax.tree.map(lambda x: x[0], batch)).rows
-    assert row.rule == "Gram"
+    assert row.strategy == "Gram matrices"
     private, _ = jax.jit(lsdp.value_and_clipped_grad(loss, clip_norm=1e-4))(params, batch)
     pairs = zip(*(np.asarray(x, np.float64) for x in batch), strict=True)
     exact = [np.linalg.norm(x.T @ y) for x, y in pairs]
@@ -217,8 +217,8 @@ def test_a_masked_example_changes_no_bit_whatever_the_rules(odd):
         hidden = jnp.tanh(x @ params["rows"]).mean(axis=0)
         return jnp.sum((hidden @ params["dense"] + params["bias"]) ** 2)
 
-    rules = {row.rule for row in lsdp.explain_clipping(loss, params, batch[0]).rows}
-    assert {"Gram", "outer product"} <= rules
+    rules = {row.strategy for row in lsdp.explain_clipping(loss, params, batch[0]).rows}
+    assert {"Gram matrices", "outer product"} <= rules
     grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=0.1))
     mask = jnp.arange(300) != 7
     for counted in (mask, jnp.ones(300, bool)):  # what is not finite contributes nothing either

@@ -9,7 +9,7 @@ from hypothesis import example, given
 
 import optax_lsdp as lsdp
 from optax_lsdp._trees import norm_rounding
-from optax_lsdp.clipping._factors import clip_factors
+from optax_lsdp.clipping._clip_norm import clip_factors
 from tests import oracles
 
 N = 6
