@@ -1,4 +1,4 @@
-"""Losses that use their parameters in every way, and the rule that each leaf should get."""
+"""Losses that use their parameters in many ways, and the strategy that each leaf should get."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ N = 5
 
 
 class Case(NamedTuple):
-    """A loss for one example, its parameters, a batch, and the expected rule of each leaf."""
+    """A loss for one example, its parameters, a batch, and the expected strategy of each leaf."""
 
     loss: Any
     params: Any
@@ -21,7 +21,7 @@ class Case(NamedTuple):
 
 
 def normal(*shape):
-    """Return numbers by NumPy: JAX would compile for each shape while tests are collected."""
+    """Return random numbers from NumPy; JAX would compile for each shape during collection."""
     return jax.device_put(np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32))
 
 
@@ -163,7 +163,7 @@ LOSSES = {
         ("materialised, no rule",),
     ),
     "expert": Case(lambda w, x: squash(x @ w[jnp.argmax(x[:4])]), normal(4, 20, 30), normal(N, 20)),
-    # entries, and what depends on parameters alone
+    # entrywise uses, and values that depend on parameters alone
     "bias and scale": Case(
         lambda p, x: squash(x * p[0] + p[1]),
         [normal(6), normal(6)],

@@ -1,4 +1,4 @@
-"""Losses whose parameters are used inside of calls, loops and branches, and convolutions."""
+"""Losses that use their parameters inside calls, loops and branches, and in convolutions."""
 
 import jax
 import jax.numpy as jnp
