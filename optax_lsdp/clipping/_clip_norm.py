@@ -57,13 +57,7 @@ class CheckedClipNorm:
         return self.value(step) if self.is_schedule else self.value
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[Group]:
-        """Return the group of each leaf of `tree`, in the order of its leaves.
-
-        Args:
-            tree: parameters or gradients, of which the clip norm is a prefix.
-            now: the clip norm of the current step; by default the clip norm itself, which for a
-                schedule is the function.
-        """
+        """Return the group of each leaf of `tree`, with the clip norm of the step if given."""
         prefix = self.value if now is None else now
         groups: list[Group] = []
         addresses = iter(self.addresses)
@@ -166,16 +160,14 @@ def clip_and_sum(
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
     An example contributes exactly zero if it is masked, or if its norm in any group is not finite.
+    The sum is float32 or wider.
 
     Args:
-        rows: per-example gradients; each leaf has shape (n, …).
+        rows: the gradients gᵢ; each leaf has shape (n, …).
         groups: the group of each leaf.
-        style: the formula of the clip factors.
+        style: the formula of the clip factors cᵢ.
         mask: (n,), True where there is an example.
         split: inside `shard_map`, the mesh axes over which each leaf's gradient is split.
-
-    Returns:
-        By group, each example's norm (n,); and the sum, in float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
     # One barrier around split and replicated leaves would make all of them vary.
@@ -199,9 +191,7 @@ def clip_and_sum(
     return norms, jax.tree.unflatten(structure, sums)
 
 
-def _joint_norms(
-    members: Mapping[frozenset[str], Sequence[jax.Array]],
-) -> tuple[jax.Array, float]:
+def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, (n,), and a bound on its rounding.
 
     Args:

@@ -121,7 +121,7 @@ def clipped_grad(
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
-    >>> total = clipped_grad(loss, clip_norm=1.0)(jnp.zeros(2), batch)
+    >>> total = jax.jit(clipped_grad(loss, clip_norm=1.0))(jnp.zeros(2), batch)
     >>> print(np.asarray(total.value).round(3), total.clip_norm)
     [0.6 1.3] 1.0
     """
@@ -161,23 +161,25 @@ def value_and_clipped_grad(
     """Return `f(params, batch, mask=None)`, which returns `(PerExample, clipped sum)`.
 
     Like `clipped_grad`, but each example's loss, norm and aux are returned beside the sum. These
-    are private. Nothing that is released may depend on them unless they get noise as well.
+    are private. Nothing that is released may depend on them unless they get noise as well. All
+    arguments have the same meaning as in `clipped_grad`, with these additions:
 
     Args:
-        loss_fn: as in `clipped_grad`; with `has_aux`, it returns `(value, aux)`.
+        loss_fn: with `has_aux`, it returns `(value, aux)`.
         clip_norm: as in `clipped_grad`.
         clip_style: as in `clipped_grad`.
-        engine: as in `clipped_grad`; "auto" chooses bookkeeping, or vmap where shards of a
-            `shard_map` split the work on one example.
+        engine: "auto" chooses bookkeeping, or vmap where shards of a `shard_map` split the work on
+            one example.
         microbatch_size: as in `clipped_grad`.
-        keep_batch_axis: as in `clipped_grad`; aux is returned as `loss_fn` made it.
+        keep_batch_axis: does not change aux, which is returned as `loss_fn` made it.
         replicated_axes: as in `clipped_grad`.
         has_aux: whether `loss_fn` returns a pair.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])
-    >>> private, total = value_and_clipped_grad(loss, clip_norm=1.0)(jnp.ones(2), batch)
+    >>> f = jax.jit(value_and_clipped_grad(loss, clip_norm=1.0))
+    >>> private, total = f(jnp.ones(2), batch)
     >>> print(private.values, private.norms)
     [7.  0.5] [5.  0.5]
     """

@@ -65,7 +65,7 @@ def clip_per_example(
     >>> params = {"w": jnp.zeros(2)}
     >>> stacked = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}  # norms 5 and 1/2
     >>> tx = clip_per_example(1.0)
-    >>> total, _ = tx.update(stacked, tx.init(params), params)
+    >>> total, _ = jax.jit(tx.update)(stacked, tx.init(params), params)
     >>> print(np.asarray(total["w"]).round(3))
     [0.6 1.3]
     """

@@ -214,11 +214,7 @@ def test_stacked_gradients_of_split_parameters_are_refused(loss, check_vma):
         return link.update(stacked, link.init(params), params)[0]
 
     mapped = jax.shard_map(
-        run,
-        mesh=mesh_of("Auto"),
-        in_specs=(SPECS, jax.P()),
-        out_specs=SPECS,
-        check_vma=check_vma,
+        run, mesh=mesh_of("Auto"), in_specs=(SPECS, jax.P()), out_specs=SPECS, check_vma=check_vma
     )
     with pytest.raises(ValueError, match="`replicated_axes` must name"):
         jax.eval_shape(mapped, PARAMS, BATCH)

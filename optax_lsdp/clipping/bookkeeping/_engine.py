@@ -176,13 +176,9 @@ def are_certain(squares: dict[str, Squares], groups: list[Group], style: ClipSty
 def clip_quickly(
     squares: dict[str, Squares], groups: list[Group], style: ClipStyle, alive: jax.Array
 ) -> Clipping:
-    """Return norms from squares, and the clip factors of their upper bounds.
+    """Return norms from squares, and clip factors from upper bounds on them.
 
-    Args:
-        squares: by group, each example's ‖gradient‖².
-        groups: the group of each leaf.
-        style: as in `clipped_grad`.
-        alive: (n,), False for examples that contribute zero.
+    Examples that are not `alive`, (n,), get factor 0.
     """
     norms, factors = {}, {}
     for path, clip_norm in dict(groups).items():
@@ -203,12 +199,8 @@ def clip_carefully(
 ) -> Clipping:
     """Return norms and clip factors, computed with scales so that no square over- or underflows.
 
-    Args:
-        columns: by leaf, (n, k): its gradients, or the norms of its gradients (k = 1).
-        rounding: a bound on the relative error of the latter.
-        groups: the group of each leaf.
-        style: as in `clipped_grad`.
-        counted: (n,), False where masked.
+    Of each leaf, `columns` has either the gradients, (n, k), or only their norms, (n, 1), whose
+    relative error is at most `rounding`. Examples that are not `counted`, (n,), get factor 0.
     """
     norms, factors = {}, {}
     dtype = wide_dtype(*columns.values())
@@ -224,9 +216,7 @@ def clip_carefully(
 
 
 def _one_by_one(
-    clip: Callable[[PyTree, jax.Array], tuple[Clipping, ByLeaf]],
-    inputs: PyTree,
-    counted: jax.Array,
+    clip: Callable[[PyTree, jax.Array], tuple[Clipping, ByLeaf]], inputs: PyTree, counted: jax.Array
 ) -> tuple[Clipping, ByLeaf]:
     """Return `clip(inputs, counted)`, computed for one example per device at a time.
 

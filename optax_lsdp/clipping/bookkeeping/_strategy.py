@@ -19,13 +19,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_function
-from optax_lsdp._isolation import (
-    Program,
-    ValueAndAux,
-    check_trained,
-    trace,
-    warn_of_batch_norms,
-)
+from optax_lsdp._isolation import Program, ValueAndAux, check_trained, trace, warn_of_batch_norms
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._loss import called, reraise, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
@@ -58,10 +52,7 @@ class Strategy(NamedTuple):
     """How the engine handles one leaf.
 
     Attributes:
-        kind: "outer product" or "Gram matrices" if the norm follows from the factors alone;
-            "materialised" if every example's gradient of the leaf is formed, because that is
-            cheaper; "materialised, no rule" if it is formed because some use has no rule;
-            "unused" if the loss does not depend on the leaf.
+        kind: the name of the strategy; `LeafClipping` says what each name means.
         parts: the terms of the gradient, grouped by disjoint sets of entries of the leaf. The terms
             of one group cover the same entries.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
@@ -369,23 +360,18 @@ def explain_clipping(
         value, aux = output if isinstance(output, tuple) else (output, None)
         if jnp.shape(value):
             raise ValueError(
-                "`example` must be one example without batch axis, for which the loss is a "
-                f"scalar, got a loss of shape {jnp.shape(value)}."
+                "`example` must be one example without batch axis, so that the loss is a scalar, "
+                f"got a loss of shape {jnp.shape(value)}; pass one row of the batch."
             )
         return value, aux
 
     inputs = (example, jax.random.key(0)) if keyed else example
     _, analysis = analyse(value_and_aux, params, inputs)
     leaves = jax.tree.leaves_with_path(params)
-    rows = [
-        LeafClipping(
-            path_name(path),
-            leaf.shape,
-            strategy.primitives,
-            strategy.kind,
-            strategy.multiplications,
-            strategy.floats * wide_dtype(leaf).itemsize,
-        )
-        for (path, leaf), strategy in zip(leaves, analysis.strategies, strict=True)
-    ]
+    rows = []
+    for (path, leaf), strategy in zip(leaves, analysis.strategies, strict=True):
+        kind, _, _, primitives, multiplications, floats = strategy
+        size = floats * wide_dtype(leaf).itemsize
+        row = LeafClipping(path_name(path), leaf.shape, primitives, kind, multiplications, size)
+        rows.append(row)
     return ClippingExplanation(tuple(rows))

@@ -16,14 +16,7 @@ from typing import NamedTuple, TypeVar, cast
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._jaxpr import (
-    ClosedJaxpr,
-    Equation,
-    body,
-    has_custom_backward,
-    is_literal,
-    shape_of,
-)
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, has_custom_backward, is_literal, shape_of
 from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
 from optax_lsdp.clipping.bookkeeping._views import (
     Loop,
@@ -173,9 +166,7 @@ def _walk_equation(
 def is_inlined(equation: Equation, weights: Sequence[object]) -> bool:
     """Tell whether to walk into a call as if it were inlined, since it may return weights.
 
-    Args:
-        equation: any equation.
-        weights: its operands, with None for those that depend on data.
+    `weights` are the operands, with None for those that depend on data.
     """
     is_call = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
     return is_call and (not weights or any(item is not None for item in weights))
@@ -184,13 +175,10 @@ def is_inlined(equation: Equation, weights: Sequence[object]) -> bool:
 def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
     """Tell whether all operands are weights, so that the outputs are weights too.
 
-    Equations with a `custom_vjp` are excluded, because it need not be linear in its cotangent. The
-    gradient of a weight that is used twice is then not the sum of the gradients of its uses, so
-    automatic differentiation has to add the cotangents first.
-
-    Args:
-        equation: any equation.
-        weights: its operands, with None for those that depend on data.
+    `weights` are the operands, with None for those that depend on data. Equations with a
+    `custom_vjp` are excluded, because it need not be linear in its cotangent. The gradient of a
+    weight that is used twice is then not the sum of the gradients of its uses, so automatic
+    differentiation has to add the cotangents first.
     """
     is_pure = not equation.effects and not has_custom_backward(equation)
     return is_pure and all(item is not None for item in weights)

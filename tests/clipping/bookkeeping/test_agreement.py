@@ -95,9 +95,7 @@ def test_groups_are_clipped_independently():
         ]
         alone = [
             lsdp.clipped_grad(
-                case.loss,
-                clip_norm=[norm if i == j else NO_CLIP for j in range(3)],
-                engine="vmap",
+                case.loss, clip_norm=[norm if i == j else NO_CLIP for j in range(3)], engine="vmap"
             )
             for i, norm in enumerate(clip_norm)
         ]

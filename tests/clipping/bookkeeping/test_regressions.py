@@ -51,11 +51,7 @@ CASES = {
         lax.complex(normal(N, 9), normal(N, 9)),
     ),
     "infinite loss": (lambda w, x: jnp.sum((x @ w) ** 2), 1e20 * normal(30, 40), normal(N, 30)),
-    "unsigned ids": (
-        clipped_lookup,
-        normal(50, 30),
-        jnp.full((N, 3), 2**31 + 7, jnp.uint32),
-    ),
+    "unsigned ids": (clipped_lookup, normal(50, 30), jnp.full((N, 3), 2**31 + 7, jnp.uint32)),
     "small ids": (
         lambda w, i: jnp.sum(jnp.tanh(w[i])),
         normal(300, 30),

@@ -28,10 +28,7 @@ def contributions(case, params, batch, clip_norm):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize(
-    "name",
-    ["row", "rows", *slow("tied", "2-d", "recurrent")],
-)
+@pytest.mark.parametrize("name", ["row", "rows", *slow("tied", "2-d", "recurrent")])
 def test_no_contribution_exceeds_the_clip_norm_in_any_dtype(name, dtype):
     case = CASES[name]
 
