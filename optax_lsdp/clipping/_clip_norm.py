@@ -45,7 +45,7 @@ class CheckedClipNorm:
     Attributes:
         value: the copy: a number, a prefix tree of numbers, or a schedule.
         is_schedule: whether `value` is a function of the step.
-        addresses: one text per group, which no other group of the tree has.
+        addresses: a text for each group, unique within the tree.
     """
 
     value: ClipNorm
@@ -57,7 +57,7 @@ class CheckedClipNorm:
         return self.value(step) if self.is_schedule else self.value
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[Group]:
-        """Return the group of each leaf of `tree`, with the clip norm of the step if given."""
+        """Return the group of each leaf of `tree`; `now` is the clip norm of the current step."""
         prefix = self.value if now is None else now
         groups: list[Group] = []
         addresses = iter(self.addresses)

@@ -64,7 +64,7 @@ class PerExample(NamedTuple):
         values: (n,) losses; zero where masked.
         norms: (n,) gradient norms before clipping; zero where masked. With a prefix tree of clip
             norms, a tree of the same structure. Norms far below the clip norm may be inaccurate,
-            because they do not affect the clipped sum.
+            because the clipped sum hardly depends on them.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """
@@ -92,7 +92,7 @@ def clipped_grad(
 
     Inside `shard_map`, parameters that vary over a mesh axis over which the batch does not vary are
     parts of one model. An example's norm is then the norm of its whole gradient, and each shard
-    returns its part of the sum; do not add the parts up. Arrays that `jit` shards need nothing.
+    returns its part of the sum; do not add the parts up. Arrays that `jit` shards work as they are.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis. A key
@@ -281,8 +281,8 @@ def _check_output(output: PyTree, has_aux: bool) -> None:
     value = output[0] if has_aux else output
     if not (is_floating(value) or isinstance(value, float)):
         raise TypeError(
-            f"`loss_fn` must return the loss, a real floating-point scalar, got {kind_of(value)}; "
-            "to return other values as well, use `value_and_clipped_grad(..., has_aux=True)`."
+            "`loss_fn` must return the loss, a real floating-point scalar, got "
+            f"{kind_of(value)}; for other values, use `value_and_clipped_grad(..., has_aux=True)`."
         )
     if jnp.shape(value) != ():
         raise ValueError(
@@ -300,8 +300,8 @@ def _batch_size(batch: PyTree) -> int:
     for path, leaf in leaves:
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
-                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
-                "encode text and dates first."
+                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at "
+                f"{path_name(path)!r}; encode text and dates first."
             )
         if getattr(leaf, "shape", ()) == ():
             raise ValueError(

@@ -8,7 +8,7 @@ cotangents in one backward pass, and forms no gradient of a parameter that has r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +118,7 @@ def _run(
     }
     values |= zip(jaxpr.invars, inputs, strict=True)
 
-    def read(atom: object) -> Value:
+    def read(atom: Any) -> Value:
         return Value(atom.val, atom.val) if is_literal(atom) else values[atom]
 
     for number, equation in enumerate(jaxpr.eqns):
@@ -146,7 +146,7 @@ def _run_equation(
     outputs = evaluate(equation, [argument.active for argument in arguments])
     if makes_weights(equation, weights):
         is_constant = all(argument.active is argument.weight for argument in arguments)
-        constants = outputs if is_constant else evaluate(equation, weights)
+        constants = outputs if is_constant else evaluate(equation, cast("list[jax.Array]", weights))
         return list(map(Value, outputs, constants)), {}
     results = list(map(Value, outputs))
     return _keep_weights(equation, arguments, results) if name == "scan" else results, {}

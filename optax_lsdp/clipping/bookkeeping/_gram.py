@@ -1,8 +1,8 @@
 """Compute norms and sums of gradients Σ_t a_t ⊗ g_t from their factors a and g.
 
-Every norm comes with a bound on its rounding error, so that no norm is used too small. Arrays have
-a leading axis of examples. a is (n, blocks, rows, inputs), or (n, blocks, rows) of integers if its
-rows are one-hot; g is (n, blocks, rows, outputs).
+Every norm comes with a bound on its rounding error, so that callers can use an upper bound on it.
+Arrays have a leading axis of examples. a is (n, blocks, rows, inputs), or (n, blocks, rows) of
+integers if its rows are one-hot; g is (n, blocks, rows, outputs).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Factors(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Each example's computed ‖gradient‖; ‖gradient‖ is at most 1 + `rounding` times it."""
+    """Each example's computed ‖gradient‖. The exact norm is at most 1 + `rounding` times it."""
 
     values: jax.Array
     rounding: float
 
 
 class Squares(NamedTuple):
-    """Each example's computed ‖gradient‖²; the exact value exceeds it by at most `slack`."""
+    """Each example's computed ‖gradient‖². The exact value is at most `slack` larger."""
 
     values: jax.Array
     slack: jax.Array

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ def _walk(
     }
     known |= {v: w for v, w in zip(jaxpr.invars, inputs, strict=True) if w is not None}
 
-    def read(atom: object) -> Weight | None:
+    def read(atom: Any) -> Weight | None:
         return constant(atom.val) if is_literal(atom) else known.get(atom)
 
     for number, equation in enumerate(jaxpr.eqns):

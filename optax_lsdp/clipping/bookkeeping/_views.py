@@ -1,4 +1,4 @@
-"""Weights, which depend on parameters alone, and views, which say which entries they consist of.
+"""Describe weights: values that depend on parameters alone, and the entries they consist of.
 
 A weight is any value that the loss computes from parameters and constants without an example. If
 it consists of entries of one parameter, as a transpose or a slice does, its view describes them by
@@ -75,7 +75,7 @@ def merged(axes: Sequence[Axis]) -> list[Axis]:
 def view_after(equation: Equation, view: View) -> View | None:
     """Return the view of an equation's output, given that of its input, or None if it has none.
 
-    The equation must not repeat an entry. Then its transpose does not change a norm.
+    Equations that repeat entries have none: mapping a gradient back through them changes its norm.
     """
     name, params, (axes, offset) = equation.primitive.name, equation.params, view
     if name in ("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"):
