@@ -52,7 +52,7 @@ CASES = {
     "clip norm beyond float32": (lambda: privatize(clip_norm=1e31), "`clip_norm` .* to 1e30"),
     "groups that are no prefix": (lambda: grad(clip_norm={"v": 1.0}), "`clip_norm` .* prefix"),
     "schedule below zero": (lambda: grad(clip_norm=lambda step: -1.0), "`clip_norm` .* got -1.0"),
-    "schedule without step": (lambda: grad(clip_norm=lambda step: 1.0), "`step` must be given"),
+    "schedule without step": (lambda: grad(clip_norm=lambda step: 1.0), "`step` must be passed"),
     "learning rate NaN": (lambda: lsdp.dp_sgd(np.nan, **GOOD), "`learning_rate` .* got nan"),
     "learning rate negative": (lambda: lsdp.dp_adam(-0.1, **GOOD), "`learning_rate` .* got -0.1"),
     "noise negative": (lambda: privatize(noise_multiplier=-1.0), "`noise_multiplier` .* got -1.0"),
@@ -159,7 +159,7 @@ CASES = {
     "text in a batch": (lambda: grad(batch={"w": np.array(["a"])}), "numbers or keys, got <U1"),
     "batch to explain": (
         lambda: lsdp.explain_clipping(lambda p, x: x["b"] @ p["b"], PARAMS, STACK),
-        "`example` must be one example, without batch axis",
+        "`example` must be one example without batch axis",
     ),
     "loss of nothing": (lambda: grad(loss_fn=lambda p, x: None), "`loss_fn` .* got NoneType"),
     "loss of whole numbers": (lambda: grad(loss_fn=lambda p, x: 1), "`loss_fn` .* got int"),

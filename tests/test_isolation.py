@@ -179,7 +179,7 @@ def test_small_weights_in_long_loops_keep_no_operands():
     }
     batch = jax.random.normal(keys[2], (4, 3))
     rows = lsdp.explain_clipping(loss, params, batch[0]).rows
-    assert {row.rule for row in rows} == {"materialised"}
+    assert {row.strategy for row in rows} == {"materialised"}
     book, vmap = (
         jax.jit(lsdp.clipped_grad(loss, clip_norm=CLIP, engine=engine))
         .lower(params, batch)

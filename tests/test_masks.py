@@ -55,7 +55,7 @@ def test_a_mask_beside_a_marked_sum_comes_too_late(make):
     params, tx = jnp.zeros(2), make(1.0)
     for mask in (None, jnp.array([True, False])):
         total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((2, 2)), mask)
-        with pytest.raises(ValueError, match="`mask` must be given to `clipped_grad`"):
+        with pytest.raises(ValueError, match="`mask` must be passed to `clipped_grad`"):
             tx.update(total, tx.init(params), params, mask=jnp.array([True, False]))
 
 

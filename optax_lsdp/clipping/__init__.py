@@ -1,9 +1,9 @@
-"""Clipping: parameters, a batch and a mask go in, a clipped sum of gradients comes out."""
+"""Clip per-example gradients and sum them: (params, batch, mask) → clipped sum."""
 
 from optax_lsdp._clipped import Clipped
 from optax_lsdp._isolation import vouch_for_callbacks
-from optax_lsdp.clipping._factors import ClipStyle as ClipStyle
-from optax_lsdp.clipping._factors import sensitivity
+from optax_lsdp.clipping._clip_norm import ClipStyle as ClipStyle
+from optax_lsdp.clipping._clip_norm import sensitivity
 from optax_lsdp.clipping._grad import PerExample, clipped_grad, value_and_clipped_grad
 from optax_lsdp.clipping._transform import clip_per_example
 from optax_lsdp.clipping.bookkeeping import explain_clipping

@@ -1,54 +1,63 @@
-"""Microbatches: an engine for a batch goes in, its result in bounded memory comes out."""
+"""Run an engine on a few examples at a time, so that memory does not grow with the batch."""
+
+from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lsdp._mesh import vary, varying_axes
+from optax_lsdp._types import PyTree
+
+Outputs = TypeVar("Outputs")
+Norms = TypeVar("Norms")
 
 
 def in_microbatches(
-    run: Callable[[Any, jax.Array | None], tuple[Any, Any, Any]],
-    batch: Any,
+    run: Callable[[PyTree, jax.Array | None], tuple[Outputs, Norms, optax.Updates]],
+    batch: PyTree,
     mask: jax.Array | None,
     size: int,
-) -> tuple[Any, Any, Any]:
-    """Return `run(batch, mask)`, made of runs over `size` examples at a time.
+) -> tuple[Outputs, Norms, optax.Updates]:
+    """Return `run(batch, mask)`, computed on `size` examples at a time.
 
-    The first two results of `run` are stacked along the examples, the last is summed. Where `size`
-    does not divide the batch, the last microbatch overlaps the one before it, and the
-    examples that were counted already are masked there.
+    `run` returns two trees with a leading axis of examples, which are concatenated, and a sum over
+    examples, which is added up. Where `size` does not divide the batch, the last microbatch
+    overlaps the one before it. The overlapping examples are masked, so that they count once.
     """
     total = len(jax.tree.leaves(batch)[0])
     if size >= total:
         return run(batch, mask)
     count = -(-total // size)
-    known = jnp.ones(total, bool) if mask is None else mask
+    given_mask = jnp.ones(total, bool) if mask is None else mask
 
-    def microbatch(index: jax.Array) -> tuple[Any, Any, Any]:
+    def microbatch(index: jax.Array) -> tuple[Outputs, Norms, optax.Updates]:
         start = jnp.minimum(index * size, total - size)
 
         def window(x: jax.Array) -> jax.Array:
             return jax.lax.dynamic_slice_in_dim(x, start, size)
 
-        fresh = start + jnp.arange(size, dtype=jnp.int32) >= index * size
-        return run(jax.tree.map(window, batch), window(known) & fresh)
+        is_new = start + jnp.arange(size, dtype=jnp.int32) >= index * size
+        return run(jax.tree.map(window, batch), window(given_mask) & is_new)
 
-    def accumulate(carry: Any, index: jax.Array) -> tuple[Any, Any]:
+    def accumulate(
+        carry: optax.Updates, index: jax.Array
+    ) -> tuple[optax.Updates, tuple[Outputs, Norms]]:
         outputs, norms, sums = microbatch(index)
         return jax.tree.map(jnp.add, carry, sums), (outputs, norms)
 
-    def unstack(x: jax.Array) -> jax.Array:
+    def concatenate(x: jax.Array) -> jax.Array:
         overlap = count * size - total
         return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, overlap:]])
 
-    shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])
-
-    def zeros_like(x: Any) -> jax.Array:  # which vary over mesh axes as the sums do
+    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # varying over the same mesh axes
         return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x))
 
+    shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])
     zeros = jax.tree.map(zeros_like, shapes)
     sums, stacked = jax.lax.scan(accumulate, zeros, jnp.arange(count, dtype=jnp.int32))
-    return *jax.tree.map(unstack, stacked), sums
+    outputs, norms = jax.tree.map(concatenate, stacked)
+    return outputs, norms, sums

@@ -1,9 +1,13 @@
-"""clip_per_example: per-example gradients or a marked sum go in, a plain clipped sum comes out."""
+"""Provide `clip_per_example`, the first transform of every private `optax.chain`.
+
+It clips and sums stacked per-example gradients, or it checks and unwraps the marked sum that
+`clipped_grad` returns. It refuses everything else.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,19 +20,15 @@ from optax_lsdp._trees import (
     check_mask,
     check_not_empty,
     check_not_per_example,
+    path_name,
     zip_leaves,
 )
-from optax_lsdp.clipping._factors import (
-    ClipNorm,
-    clip_and_sum,
-    clip_groups,
-    frozen_clip_norm,
-    is_schedule,
-)
+from optax_lsdp._types import ClipNorm
+from optax_lsdp.clipping._clip_norm import checked_clip_norm, clip_and_sum
 
 
 class ClipPerExampleState(NamedTuple):
-    """How many steps were clipped, which is where a schedule of clip norms stands."""
+    """The number of steps so far, at which a schedule of clip norms is evaluated."""
 
     step: jax.Array
 
@@ -38,36 +38,38 @@ def clip_per_example(
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 
-    It takes stacked gradients (leaves with a leading axis of examples, from `jax.vmap` of
-    `jax.grad`; `update` then needs `params`), or the marked sum of `clipped_grad`, which it checks
-    and unwraps. The result is a *sum*, float32 at least, never divided by the number of
-    examples; a gradient that is not finite contributes zero. It must be the first link of a chain.
+    `update` accepts two kinds of input. Stacked gradients have a leading axis of examples in every
+    leaf, as `jax.vmap` of `jax.grad` returns them; `update` then needs `params`. The marked sum of
+    `clipped_grad` is already clipped; `update` checks and unwraps it. The result is a *sum* in
+    float32 or wider. It is never divided by the number of examples. Gradients that are not finite
+    contribute zero. This transform must be the first of a chain.
 
-    A padded batch has a mask, (n,), bool, False for padding. `clipped_grad` takes it; for stacked
-    gradients it is an argument of `update`, of this link and of every chain that begins with it:
-    `update(stacked, state, params, mask=mask)`. Without it, padding counts as examples.
+    A padded batch needs a mask: (n,), bool, False for padding. Pass it to `clipped_grad`. For
+    stacked gradients, pass it to `update` of this transform, or of any chain that begins with it:
+    `update(stacked, state, params, mask=mask)`. Without a mask, padding counts as examples.
 
     Args:
-        clip_norm: C, static. A number; or a prefix of the parameters' tree, one number per
-            group (`sensitivity` then gives √ΣC²); or a schedule, a function of the step.
+        clip_norm: C, static. A number; or a prefix of the parameters' tree, with one number per
+            group (`sensitivity` then returns √ΣC²); or a schedule, a function of the step.
             With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
         replicated_axes: for stacked gradients inside `shard_map` or `pmap`: the mesh axes over
-            which parameters are replicated and examples are split. It is your word for it.
+            which parameters are replicated and examples are split. The library relies on this
+            statement and cannot check it.
 
     Raises:
-        ValueError: if updates are neither stacked nor marked, or were clipped otherwise; if a mask
-            comes with a marked sum; or if parameters are split inside `shard_map`, where the norm
-            of a stacked gradient is only that of a part.
+        ValueError: if the updates are neither stacked nor marked; if they were clipped with
+            another clip norm; if a mask comes with a marked sum; or if parameters are split inside
+            `shard_map`, because each shard would then see the norm of its own part only.
 
     >>> import numpy as np
     >>> params = {"w": jnp.zeros(2)}
     >>> stacked = {"w": jnp.array([[3.0, 4.0], [0.0, 0.5]])}  # norms 5 and 1/2
     >>> tx = clip_per_example(1.0)
-    >>> total, _ = tx.update(stacked, tx.init(params), params)
+    >>> total, _ = jax.jit(tx.update)(stacked, tx.init(params), params)
     >>> print(np.asarray(total["w"]).round(3))
     [0.6 1.3]
     """
-    clip_norm = frozen_clip_norm(clip_norm)
+    norm = checked_clip_norm(clip_norm)
     named_axes = axis_names(replicated_axes)
 
     def init(params: optax.Params) -> ClipPerExampleState:
@@ -80,76 +82,79 @@ def clip_per_example(
         params: optax.Params | None = None,
         *,
         mask: jax.Array | None = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[optax.Updates, ClipPerExampleState]:
-        now = clip_norm(state.step) if is_schedule(clip_norm) else clip_norm
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
-            total = unmark(updates, clip_groups(clip_norm, updates))
-            check_not_per_example(extra_args, None)
+            total = unmark(updates, norm.groups(updates))
+            if extra_args:
+                check_not_per_example(extra_args, None)
             if mask is not None:
                 raise ValueError(
-                    "`mask` must be given to `clipped_grad`, got one beside its sum, which it can "
-                    "no longer change; call `clipped_grad(loss_fn, ...)(params, batch, mask)`."
+                    "`mask` must be passed to `clipped_grad`, got one together with a clipped sum, "
+                    "which a mask can no longer change; call "
+                    "`clipped_grad(loss_fn, ...)(params, batch, mask)`."
                 )
             if params is not None:
                 _check_shapes(total, params)
-            if is_schedule(clip_norm):  # the marked sum is in units of the clip norm
+            if norm.is_schedule:  # the marked sum is in units of the clip norm
+                now = norm.at(state.step)
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
         else:
-            height = _check_stacked(updates, params)
-            check_mask(mask, height)
-            check_not_per_example(extra_args, height)
+            size = _check_stacked(updates, params)
+            check_mask(mask, size)
+            check_not_per_example(extra_args, size)
             check_replicated_axes(named_axes, params, updates)
-            _check_whole(params, updates, named_axes)
-            _, total = clip_and_sum(updates, clip_groups(now, updates), mask=mask)
+            _check_replicated(params, updates, named_axes)
+            _, total = clip_and_sum(updates, norm.groups(updates, norm.at(state.step)), mask=mask)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _check_structure(updates: optax.Updates, params: optax.Params) -> None:
-    """Raise unless both are trees of one structure."""
-    got: Any = jax.tree.structure(updates)
-    if got != jax.tree.structure(params):
-        raise ValueError(
-            "`updates` must have the structure of `params`, got "
-            f"{got} for {jax.tree.structure(params)}."
-        )
+    """Raise unless both trees have the same structure."""
+    got: object = jax.tree.structure(updates)
+    wanted = jax.tree.structure(params)
+    if got != wanted:
+        raise ValueError(f"`updates` must have the structure of `params`, got {got} for {wanted}.")
 
 
 def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
-    """Raise unless every leaf of a sum has its parameter's shape."""
+    """Raise unless each leaf of a sum has the shape of its parameter."""
     _check_structure(total, params)
-    for name, leaf, param in zip_leaves(total, params):
+    leaves = jax.tree.leaves_with_path(total)
+    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must have the shapes of `params`, got {leaf.shape} for "
-                f"{jnp.shape(param)} at {name!r}; `clipped_grad` sums over the examples."
+                f"{jnp.shape(param)} at {path_name(path)!r}; `clipped_grad` sums over the examples."
             )
 
 
-def _check_whole(params: Any, updates: Any, replicated: tuple[str, ...]) -> None:
-    """Raise if gradients may be split over shards: a norm would be that of a part."""
+def _check_replicated(
+    params: optax.Params | None, updates: optax.Updates, replicated: tuple[str, ...]
+) -> None:
+    """Raise if shards may hold parts of the gradients: norms would then be those of the parts."""
     split = varying_axes((params, updates)) - set(replicated)
     if split:
         raise ValueError(
             "`replicated_axes` must name the mesh axes over which stacked gradients vary, got none "
             f"for {', '.join(sorted(split))}; where parameters are split, use `clipped_grad`, "
-            "which takes the norm of all parts together."
+            "which computes the norm of all parts together."
         )
 
 
 def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
-    """Return how many gradients are stacked, or raise unless all leaves agree on that."""
+    """Return the number of stacked gradients; raise unless it is the same in all leaves."""
     check_not_empty("updates", updates)
     check_floating("updates", updates)
     if params is None:
         raise ValueError(
-            "`params` must be passed to `update` with stacked gradients, got None; without it "
-            "stacked and summed gradients cannot be told apart."
+            "`params` must be passed to `update` with stacked gradients, got None; without it, "
+            "`update` cannot tell stacked gradients from a sum."
         )
     _check_structure(updates, params)
-    height = jnp.shape(jax.tree.leaves(updates)[0])[:1]
+    size = jnp.shape(jax.tree.leaves(updates)[0])[:1]
     for name, leaf, param in zip_leaves(updates, params):
         got, shape = jnp.shape(leaf), jnp.shape(param)
         if got == shape:
@@ -159,9 +164,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
                 "optimizer in optax.MultiSteps or the like, which strips the mark, and give a plan "
                 "or `fit` an ordinary optimizer."
             )
-        if got != height + shape:
+        if got != size + shape:
             raise ValueError(
                 f"`updates` must stack one gradient per example, got shape {got} at {name!r}; "
-                f"expected {(*(height or ('n',)), *shape)}."
+                f"expected {(*(size or ('n',)), *shape)}."
             )
-    return height[0]
+    return size[0]

@@ -1,34 +1,39 @@
-"""The vmap engine: the plain reference, which forms every example's gradient."""
+"""The vmap engine: form every example's gradient, clip them, and sum.
 
-from typing import Any
+It is the plain reference to which the tests compare the bookkeeping engine.
+"""
+
+from __future__ import annotations
 
 import jax
 import optax
 
 from optax_lsdp._isolation import ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._mesh import varying_axes
-from optax_lsdp.clipping._factors import ClipGroup, ClipStyle, clip_and_sum
+from optax_lsdp._types import PyTree
+from optax_lsdp.clipping._clip_norm import ClipGroup, ClipStyle, clip_and_sum
 
 
 def clip_by_vmap(
     loss_fn: ValueAndAux,
     params: optax.Params,
-    batch: Any,
+    batch: PyTree,
     mask: jax.Array | None,
     *,
     groups: list[ClipGroup],
     style: ClipStyle,
-) -> tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]:
+) -> tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
-    Inside shard_map, a leaf that varies over a mesh axis over which the batch does not is split
-    over it: each shard has a part of every example's gradient, and norms are those of the whole.
+    Inside `shard_map`, a leaf that varies over a mesh axis over which the batch does not vary is
+    split over that axis. Each shard then has a part of every example's gradient, and the norm is
+    taken over all parts.
     """
-    by_example = varying_axes((batch, mask))
-    split = [frozenset(varying_axes(leaf) - by_example) for leaf in jax.tree.leaves(params)]
+    batch_axes = varying_axes((batch, mask))
+    split = [frozenset(varying_axes(leaf) - batch_axes) for leaf in jax.tree.leaves(params)]
 
-    def one_example(example: Any) -> Any:
-        program = trace_loss(loss_fn, params, example)  # which checks it
+    def one_example(example: PyTree) -> tuple[tuple[jax.Array, PyTree], optax.Updates]:
+        program = trace_loss(loss_fn, params, example)  # raises if the loss could mix examples
         warn_of_batch_norms(program.closed)
         return jax.value_and_grad(loss_fn, has_aux=True)(params, example)
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp import _isolation, _mesh, _trees
-from optax_lsdp.clipping import _factors, _grad, _microbatch, _transform, _vmap
-from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan, _sites
+from optax_lsdp.clipping import _clip_norm, _grad, _microbatch, _transform, _vmap
+from optax_lsdp.clipping.bookkeeping import _engine, _gram, _rules, _strategy, _uses
 from optax_lsdp.discrete import _grid
 
-Squares = _grams.Squares
+Squares = _gram.Squares
 
 
 def replaced(target, name, new):
@@ -142,15 +142,6 @@ def _unmasked_on_devices(run, batch, mask, groups):
     return run(batch, jnp.ones_like(mask) if _mesh.manual_axes() else mask, groups)
 
 
-@contextmanager
-def _kept_clip_norms():
-    with (
-        mock.patch.object(_grad, "frozen_clip_norm", lambda clip_norm: clip_norm),
-        mock.patch.object(_transform, "frozen_clip_norm", lambda clip_norm: clip_norm),
-    ):
-        yield
-
-
 def _part_by_part(clip_and_sum, *args, split=None, **options):
     return clip_and_sum(*args, **options)
 
@@ -163,11 +154,11 @@ BOOK, VMAP = (f"clipping of hard models, engine {e!r}" for e in ("bookkeeping", 
 MICRO, SEARCH = "clipping in microbatches", "sensitivity of clipping, engine 'bookkeeping'"
 CANCEL = "clipping of rows that cancel"
 SHARDS, GRID = "collectives on several devices", "sums on a grid"
-_squared = partial(rewritten, _grams, "_squared_norms")
+_squared = partial(rewritten, _gram, "_squared_norms")
 # name → (patch, the audit that must reject, the hard models that show it)
 WRONG_SUMS = {
     "a norm without the third leaf": (
-        wrapped(_factors, "row_norms", _first_two_leaves),
+        wrapped(_clip_norm, "row_norms", _first_two_leaves),
         VMAP,
         ("scanned",),
     ),
@@ -178,12 +169,12 @@ WRONG_SUMS = {
     ),
     "cross terms counted once": (_squared("1 if i == j else 2", "1"), BOOK, ("tied",)),
     "no cross terms of tied weights": (
-        wrapped(_plan, "_disjoint_parts", _each_use_apart),
+        wrapped(_strategy, "_disjoint_parts", _each_use_apart),
         BOOK,
         ("tied",),
     ),
     "overlapping views taken for disjoint": (
-        replaced(_plan, "are_disjoint", lambda a, b: True),
+        replaced(_strategy, "are_disjoint", lambda a, b: True),
         BOOK,
         ("sliced",),
     ),
@@ -192,7 +183,7 @@ WRONG_SUMS = {
         BOOK,
         ("scanned",),
     ),
-    "norms in half precision": (wrapped(_factors, "row_norms", _norms_in_half), VMAP, ("dense",)),
+    "norms in half precision": (wrapped(_clip_norm, "row_norms", _norms_in_half), VMAP, ("dense",)),
     "squares in half precision": (
         wrapped(_engine, "squared_norms", _squares_in_half),
         BOOK,
@@ -204,23 +195,23 @@ WRONG_SUMS = {
         ("cancelling",),
     ),
     "tokens that come twice counted once": (
-        wrapped(_grams, "_inner", _tokens_once),
+        wrapped(_gram, "_inner", _tokens_once),
         BOOK,
         ("gathered",),
     ),
     "padding of a convolution on the wrong side": (
-        rewritten(_conv, "patches", "((low, high, d - 1)", "((high, low, d - 1)"),
+        rewritten(_rules, "patches", "((low, high, d - 1)", "((high, low, d - 1)"),
         BOOK,
         ("convolved",),
     ),
     "biases left out of the norm": (wrapped(_engine, "row_squares", _nothing), BOOK, ("dense",)),
     "a clip factor that ignores the norm": (
-        wrapped(_norms, "clip_factors", _ones),
+        wrapped(_engine, "clip_factors", _ones),
         SEARCH,
         ("dense",),
     ),
     "the same, every gradient formed": (
-        wrapped(_factors, "clip_factors", _ones),
+        wrapped(_clip_norm, "clip_factors", _ones),
         "sensitivity of clipping, engine 'vmap'",
         (),
     ),
@@ -240,13 +231,20 @@ WRONG_SUMS = {
         (),
     ),
     "a dict of clip norms that is kept": (
-        _kept_clip_norms,
+        rewritten(
+            _clip_norm,
+            "checked_clip_norm",
+            "jax.tree.map(lambda norm: norm, clip_norm)",
+            "clip_norm",
+            _grad,
+            _transform,
+        ),
         "likely mistakes",
         (),
     ),
     "a carry that is taken for unused": (
         rewritten(
-            _sites,
+            _uses,
             "_walk_scan",
             "changed += [w for w, same in zip(results",
             "[w for w, same in zip(results",
@@ -261,12 +259,18 @@ WRONG_SUMS = {
     ),
     "clip norms of groups mixed up": (engines(_mixed_up), BOOK, ("dense", "tied")),
     "automatic clipping without its constant": (
-        replaced(_factors, "STABILITY", 0.0),
+        replaced(_clip_norm, "STABILITY", 0.0),
         MICRO,
         ("dense",),
     ),
     "an overlap of microbatches counted twice": (
-        rewritten(_microbatch, "in_microbatches", "window(known) & fresh", "window(known)", _grad),
+        rewritten(
+            _microbatch,
+            "in_microbatches",
+            "window(given_mask) & is_new",
+            "window(given_mask)",
+            _grad,
+        ),
         MICRO,
         ("dense",),
     ),
@@ -279,7 +283,7 @@ WRONG_SUMS = {
     ),
     "NaN that is kept": (
         replaced(
-            _factors,
+            _clip_norm,
             "_weighted_sum",
             lambda rows, factors: jnp.einsum("n...,n->...", _trees.widen(rows), factors),
         ),

@@ -1,4 +1,6 @@
-"""clipped_grad: masks, microbatches, empty batches, keys and groups, held to the oracle."""
+"""`clipped_grad` agrees with the oracle on masks, microbatches, empty batches, keys and groups."""
+
+import functools
 
 import chex
 import flax.linen as nn
@@ -31,7 +33,7 @@ def values(total):
 
 
 def expected_sum(clip_norm, keep=range(N)):
-    """Clip and add the gradients of the examples in `keep`, each taken by jax.grad alone."""
+    """Clip and add the gradients of the examples in `keep`, computed one by one with jax.grad."""
     rows = []
     for i in keep:
         _, grad = one_gradient(PARAMS, jax.tree.map(lambda x, i=i: x[i], BATCH))
@@ -39,11 +41,13 @@ def expected_sum(clip_norm, keep=range(N)):
     return oracles.clip_rows(np.array(rows).reshape(len(rows), -1), clip_norm).sum(axis=0)
 
 
-def clipped_grad(loss_fn=loss, **kwargs):
+@functools.cache
+def clipped_grad(loss_fn, **kwargs):
+    """Return the compiled function; tests with equal arguments share it."""
     return jax.jit(lsdp.clipped_grad(loss_fn, **kwargs))
 
 
-def value_and_clipped_grad(loss_fn=loss, **kwargs):
+def value_and_clipped_grad(loss_fn, **kwargs):
     return jax.jit(lsdp.value_and_clipped_grad(loss_fn, **kwargs))
 
 
@@ -58,13 +62,13 @@ ROUNDING = 1e-6  # float32, seven contributions of norm at most 1
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 0.7, 100.0])
-def test_the_sum_is_that_of_gradients_clipped_one_by_one(clip_norm):
+def test_the_sum_equals_the_sum_of_gradients_clipped_one_by_one(clip_norm):
     total = clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     np.testing.assert_allclose(flat(total), expected_sum(clip_norm), atol=ROUNDING)
     assert {leaf.clip_norm for leaf in total.values()} == {clip_norm}
 
 
-def test_a_loss_that_fails_is_told_what_it_was_given():
+def test_the_error_of_a_failing_loss_names_its_input():
     with pytest.raises(IndexError) as caught:
         lsdp.clipped_grad(lambda w, x: w[0] * x.shape[1], clip_norm=1.0)(
             jnp.ones(2), jnp.ones((4, 3))
@@ -72,16 +76,20 @@ def test_a_loss_that_fails_is_told_what_it_was_given():
     assert "given one example without batch axis, float32[3]" in caught.value.__notes__[0]
 
 
-@pytest.mark.parametrize("size", [*slow(1, 2, 3, 6, 100), 4, 7])
-def test_microbatches_change_nothing(size):
-    kwargs = dict(clip_norm=0.7, has_aux=True)
-
-    def with_aux(params, example):
+@functools.cache
+def with_aux(microbatch_size):
+    def loss_and_aux(params, example):
         return loss(params, example), example["x"] * 2
 
+    kwargs = dict(clip_norm=0.7, has_aux=True, microbatch_size=microbatch_size)
+    return value_and_clipped_grad(loss_and_aux, **kwargs)
+
+
+@pytest.mark.parametrize("size", [*slow(1, 2, 3, 6, 100), 4, 7])
+def test_microbatches_change_nothing(size):
     mask = jnp.arange(N) != 2
-    whole = value_and_clipped_grad(with_aux, **kwargs)(PARAMS, BATCH, mask)
-    parts = value_and_clipped_grad(with_aux, microbatch_size=size, **kwargs)(PARAMS, BATCH, mask)
+    whole = with_aux(None)(PARAMS, BATCH, mask)
+    parts = with_aux(size)(PARAMS, BATCH, mask)
     chex.assert_trees_all_close(parts, whole, atol=ROUNDING)
     np.testing.assert_allclose(parts[0].aux, 2 * X, atol=ROUNDING)
 
@@ -124,13 +132,13 @@ def test_values_and_norms_are_those_of_each_example_before_clipping():
         np.testing.assert_allclose(private.norms[i], optax.tree.norm(grad), rtol=1e-6)
 
 
-def test_norms_of_groups_come_back_in_the_tree_of_clip_norms():
+def test_norms_of_groups_have_the_structure_of_the_clip_norms():
     clip_norm = {"w": 1.0, "b": 0.5}
     private, _ = value_and_clipped_grad(loss, clip_norm=clip_norm)(PARAMS, BATCH)
     assert {name: norms.shape for name, norms in private.norms.items()} == {"w": (N,), "b": (N,)}
 
 
-def test_keys_inside_the_batch_give_each_example_its_own_dropout():
+def test_keys_in_the_batch_give_each_example_a_different_dropout():
     model = nn.Dropout(0.5, deterministic=False)
 
     def dropout_loss(w, example):
@@ -143,7 +151,7 @@ def test_keys_inside_the_batch_give_each_example_its_own_dropout():
     assert len(set(np.asarray(private.values).tolist())) > 1
 
 
-def test_keep_batch_axis_gives_the_loss_an_axis_of_one():
+def test_keep_batch_axis_gives_the_loss_a_batch_axis_of_length_one():
     def batched_loss(params, batch):
         assert batch["x"].shape == (1, 4)
         logits = batch["x"] @ params["w"] + params["b"]
@@ -162,33 +170,35 @@ def test_marked_sums_of_disjoint_examples_add_up():
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 1])
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_inside_shard_map_each_shard_clips_its_own_examples(microbatch_size, check_vma):
-    # Differentiated as they are, replicated parameters get the sum over all shards for a gradient.
+def test_inside_shard_map_each_shard_clips_its_own_examples(microbatch_size):
+    # Without a cast to varying, the gradient of replicated parameters is the sum over all shards.
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     grad = lsdp.clipped_grad(
         loss, clip_norm=0.7, microbatch_size=microbatch_size, replicated_axes="shards"
     )
     sharded = {"x": jnp.concatenate([X] * 3)[:16], "y": jnp.concatenate([Y] * 3)[:16]}
     expected = jax.jit(grad)(PARAMS, sharded)
-    run = jax.shard_map(
-        lambda params, batch: jax.lax.psum(grad(params, batch), "shards"),
-        mesh=mesh,
-        in_specs=(jax.P(), jax.P("shards")),
-        out_specs=jax.P(),
-        check_vma=check_vma,
-    )
-    chex.assert_trees_all_close(jax.jit(run)(PARAMS, sharded), expected, atol=ROUNDING)
+    runs = [
+        jax.shard_map(
+            lambda params, batch: jax.lax.psum(grad(params, batch), "shards"),
+            mesh=mesh,
+            in_specs=(jax.P(), jax.P("shards")),
+            out_specs=jax.P(),
+            check_vma=check_vma,
+        )
+        for check_vma in (True, False)
+    ]
+    for total in jax.jit(lambda *inputs: [run(*inputs) for run in runs])(PARAMS, sharded):
+        chex.assert_trees_all_close(total, expected, atol=ROUNDING)
 
 
-def test_sums_clipped_otherwise_do_not_add():
-    a = clipped_grad(loss, clip_norm=0.7)(PARAMS, BATCH)
-    b = clipped_grad(loss, clip_norm=0.8)(PARAMS, BATCH)
+def test_sums_with_different_clip_norms_cannot_be_added():
+    a, b = (clipped_grad(loss, clip_norm=norm)(PARAMS, BATCH) for norm in (0.7, 0.1))
     with pytest.raises(ValueError):
         jax.tree.map(jnp.add, a, b)
 
 
-def test_a_scheduled_sum_is_in_units_of_its_clip_norm_and_sound_at_any_step():
+def test_a_scheduled_sum_is_in_units_of_its_clip_norm_and_sound_at_every_step():
     schedule = optax.linear_schedule(1.0, 0.1, 10)
     grad = clipped_grad(loss, clip_norm=schedule)
     for step in (0, 5, 10):
@@ -199,7 +209,7 @@ def test_a_scheduled_sum_is_in_units_of_its_clip_norm_and_sound_at_any_step():
         assert np.linalg.norm(flat(alone).astype(np.float64)) <= 1 + 1e-6
 
 
-def test_a_schedule_may_be_given_inside_jit():
+def test_a_schedule_may_be_created_inside_jit():
     @jax.jit
     def total(step):
         schedule = optax.linear_schedule(1.0, 0.1, 10)
@@ -208,7 +218,7 @@ def test_a_schedule_may_be_given_inside_jit():
     assert total(3).shape == PARAMS["w"].shape
 
 
-def test_the_parameters_dtype_does_not_narrow_the_sum():
+def test_sums_of_half_precision_gradients_are_float32():
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
 
     def half_loss(params, example):
@@ -218,7 +228,7 @@ def test_the_parameters_dtype_does_not_narrow_the_sum():
     assert {leaf.value.dtype for leaf in total.values()} == {jnp.dtype("float32")}
 
 
-def test_float64_stays_float64():
+def test_sums_of_float64_gradients_are_float64():
     with jax.enable_x64(True):
         params, batch = jax.tree.map(
             lambda x: jnp.asarray(np.asarray(x), "float64" if x.dtype == "float32" else None),

@@ -1,6 +1,6 @@
-"""However a model is spread over devices, an example's whole contribution is what is clipped."""
+"""Clipping bounds an example's whole contribution, however devices split the model."""
 
-from functools import partial
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ def mesh_of(kind, shape=(2, 4)):
 
 
 def part(params, x):
-    """Return what the units of a hidden layer add to the loss."""
+    """Return the contribution of some hidden units to the loss."""
     return jnp.sum(jnp.tanh((x + params["b"]) @ params["w"]) * params["v"])
 
 
@@ -34,12 +34,12 @@ def with_psum(params, x):
 
 
 def alone(params, x):
-    """Return a loss for each shard: the whole model's is their sum."""
+    """Return a loss for each shard; the loss of the whole model is their sum."""
     return part(params, x)
 
 
 def by_tokens(params, x):
-    """Return a loss to which each shard adds some entries of the example: nothing is split."""
+    """Return a loss to which each shard adds some entries of the example, with whole parameters."""
     mine = jax.lax.axis_index("model") == jnp.arange(4)
     return jnp.square(jax.lax.psum(part(params, jnp.where(mine, x, 0)), "model"))
 
@@ -50,7 +50,7 @@ def by_tokens_at_once(params, x):
 
 
 def can_map_psum():
-    """Tell whether JAX can map a psum inside shard_map; 0.8.2 fails with an error of its own."""
+    """Tell whether JAX can map a psum inside shard_map; JAX 0.8.2 raises an internal error."""
     mapped = jax.vmap(lambda x: jax.lax.psum(x, "model"))
     run = jax.shard_map(mapped, mesh=mesh_of("Auto"), in_specs=jax.P("model"), out_specs=jax.P())
     try:
@@ -69,9 +69,14 @@ LOSSES = {
 }
 
 
+@functools.cache
+def gradients_on_one_device(loss):
+    return jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(PARAMS, BATCH)
+
+
 def expected(loss, clip_norm):
-    """Return Σᵢ gᵢ·min(1, C/‖gᵢ‖) in float64, of the whole model on one device."""
-    grads = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, BATCH)
+    """Return Σᵢ gᵢ·min(1, C/‖gᵢ‖) of the whole model on one device, in float64."""
+    grads = gradients_on_one_device(loss)
     rows = {name: np.asarray(g, np.float64).reshape(8, -1) for name, g in grads.items()}
     norms = {name: np.linalg.norm(row, axis=1) for name, row in rows.items()}
     if not isinstance(clip_norm, dict):
@@ -86,7 +91,7 @@ def expected(loss, clip_norm):
 
 
 def clipped_in_shard_map(loss, specs, **options):
-    """Return the clipped sum, each device having its part of the model and of the batch."""
+    """Return the clipped sum; each device has its part of the model and of the batch."""
     grad = lsdp.clipped_grad(loss, **options)
 
     def run(params, batch):
@@ -113,7 +118,7 @@ def assert_same(total, sums):
     ],
     ids=["one norm", "microbatches", "groups"],
 )
-def test_norms_are_those_of_all_parts_together(name, options):
+def test_norms_are_taken_over_all_parts_of_the_model(name, options):
     in_shard_map, whole, specs = LOSSES[name]
     replicated = "model" if name == "by tokens" else ()
     total = clipped_in_shard_map(in_shard_map, specs, **options, replicated_axes=replicated)
@@ -124,7 +129,7 @@ def test_norms_are_those_of_all_parts_together(name, options):
 @pytest.mark.parametrize("style", ["threshold", "automatic"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_whole_contribution_exceeds_the_clip_norm(dtype, style):
-    """Each example alone, of any size, masked or not finite, in one part of the model only."""
+    """Examples of any magnitude, masked, or not finite in one part of the model only."""
     small = 0.01  # far below the gradients but for those of the tiny example
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     sizes = jnp.array([1.0, 1e-3, 1e3, jnp.nan, 1e-8, 30.0, jnp.inf, 0.1], dtype)
@@ -156,7 +161,7 @@ def test_bookkeeping_is_refused_where_shards_split_an_example():
 
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_under_jit_the_compiler_takes_the_norm_of_the_whole(kind):
+def test_under_jit_norms_are_taken_over_sharded_parameters(kind):
     mesh = mesh_of(kind)
     with jax.set_mesh(mesh):
         params = {
@@ -169,7 +174,7 @@ def test_under_jit_the_compiler_takes_the_norm_of_the_whole(kind):
 
 
 @pytest.mark.parametrize("loss", [with_psum, alone])
-def test_where_nothing_is_tracked_splitting_is_refused(loss):
+def test_split_parameters_are_refused_where_jax_tracks_nothing(loss):
     def run(**options):
         grad = lsdp.clipped_grad(loss, clip_norm=CLIP, **options)
         mapped = jax.shard_map(
@@ -189,7 +194,7 @@ def test_where_nothing_is_tracked_splitting_is_refused(loss):
         run(replicated_axes="data")
 
 
-def test_pmap_needs_the_axis_of_its_batch():
+def test_inside_pmap_the_axis_of_the_batch_must_be_named():
     grads = [lsdp.clipped_grad(part, clip_norm=CLIP, replicated_axes=axes) for axes in ((), "data")]
     split = BATCH.reshape(8, 1, 4)
     with pytest.raises(ValueError, match="`replicated_axes` must name"):
@@ -201,7 +206,7 @@ def test_pmap_needs_the_axis_of_its_batch():
 @maps_psum
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("loss", [with_psum, alone])
-def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
+def test_stacked_gradients_of_split_parameters_are_refused(loss, check_vma):
     link = lsdp.clip_per_example(CLIP, replicated_axes="data")
 
     def run(params, batch):
@@ -209,23 +214,23 @@ def test_stacked_gradients_of_parts_are_refused(loss, check_vma):
         return link.update(stacked, link.init(params), params)[0]
 
     mapped = jax.shard_map(
-        run,
-        mesh=mesh_of("Auto"),
-        in_specs=(SPECS, jax.P()),
-        out_specs=SPECS,
-        check_vma=check_vma,
+        run, mesh=mesh_of("Auto"), in_specs=(SPECS, jax.P()), out_specs=SPECS, check_vma=check_vma
     )
     with pytest.raises(ValueError, match="`replicated_axes` must name"):
         jax.eval_shape(mapped, PARAMS, BATCH)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_stacked_gradients_of_split_batches_are_clipped_as_ever(check_vma):
+def test_stacked_gradients_of_split_batches_are_clipped(check_vma):
     link = lsdp.clip_per_example(CLIP, replicated_axes=("data", "model"))
     axes = ("data", "model")
 
     def run(params, batch):
-        vary = partial(jax.lax.pcast, axis_name=axes, to="varying") if check_vma else lambda x: x
+        vary = (
+            functools.partial(jax.lax.pcast, axis_name=axes, to="varying")
+            if check_vma
+            else lambda x: x
+        )
         moving = jax.tree.map(vary, params)
         stacked = jax.vmap(jax.grad(part), (None, 0))(moving, batch)
         return jax.lax.psum(link.update(stacked, link.init(params), params)[0], axes)
@@ -237,8 +242,9 @@ def test_stacked_gradients_of_split_batches_are_clipped_as_ever(check_vma):
         out_specs=jax.P(),
         check_vma=check_vma,
     )
+    total = jax.jit(mapped)(PARAMS, BATCH)
     for name, leaf in expected(part, CLIP).items():
-        np.testing.assert_allclose(jax.jit(mapped)(PARAMS, BATCH)[name], leaf, atol=1e-5)
+        np.testing.assert_allclose(total[name], leaf, atol=1e-5)
 
 
 def with_varying_keys(params, batch, mask):
@@ -256,11 +262,11 @@ def with_varying_rows(params, batch, mask):
 
 
 @pytest.mark.parametrize("change", [with_varying_keys, with_a_varying_mask, with_varying_rows])
-def test_what_varies_with_parts_of_a_model_hides_no_part(change):
-    """A batch that varies over the axis of the parameters would count as split over it."""
+def test_inputs_that_vary_like_split_parameters_are_refused(change):
+    """Otherwise the axis of the parameters would be taken for an axis of the batch."""
     grad = lsdp.clipped_grad(lambda p, example: part(p, example[0]), clip_norm=CLIP)
     mapped = jax.shard_map(
-        lambda *given: grad(*change(*given)),
+        lambda *inputs: grad(*change(*inputs)),
         mesh=mesh_of("Auto", (1, 8)),
         in_specs=(SPECS, jax.P(), jax.P()),
         out_specs=SPECS,
@@ -269,8 +275,8 @@ def test_what_varies_with_parts_of_a_model_hides_no_part(change):
         jax.eval_shape(mapped, PARAMS, BATCH, jnp.ones(8, bool))
 
 
-def test_a_map_that_nobody_tracks_around_one_that_is_tracked_hides_nothing():
-    """Inside, parameters that are split outside look as if they were the same everywhere."""
+def test_a_tracked_shard_map_inside_an_untracked_one_is_refused():
+    """Inside, parameters that the outer map splits look replicated."""
 
     def inner(params, batch):
         return jax.lax.psum(lsdp.clipped_grad(part, clip_norm=CLIP)(params, batch), "data")
@@ -293,7 +299,7 @@ def test_a_map_that_nobody_tracks_around_one_that_is_tracked_hides_nothing():
         jax.eval_shape(mapped, PARAMS, BATCH)
 
 
-def test_parameters_that_were_gathered_are_replicated_if_the_caller_says_so():
+def test_gathered_parameters_are_accepted_if_the_caller_names_the_axis():
     def run(params, batch):
         whole = jax.lax.all_gather(params["v"], "model", tiled=True)
         grad = lsdp.clipped_grad(jnp.vdot, clip_norm=CLIP, replicated_axes="model")
@@ -312,7 +318,7 @@ def test_parameters_that_were_gathered_are_replicated_if_the_caller_says_so():
 
 
 @maps_psum
-def test_stacked_gradients_that_vary_need_the_axis_of_their_examples():
+def test_stacked_gradients_that_vary_over_an_unnamed_axis_are_refused():
     link = lsdp.clip_per_example(CLIP, replicated_axes="data")
 
     def run(params, batch):
@@ -339,7 +345,7 @@ def test_stacked_gradients_that_vary_need_the_axis_of_their_examples():
     ],
     ids=["pmean", "all_gather", "ppermute", "pmax", "in a scan"],
 )
-def test_collectives_over_an_axis_of_vmap_are_refused(collective, engine):
+def test_collectives_over_the_axis_of_a_vmap_are_refused(collective, engine):
     grad = lsdp.clipped_grad(lambda w, x: jnp.vdot(w, collective(x)), clip_norm=CLIP, engine=engine)
     mapped = jax.vmap(grad, (None, 0), axis_name="shards")
     with pytest.raises(ValueError, match=r"must not look across the shards .* axis 'shards'"):
@@ -347,8 +353,8 @@ def test_collectives_over_an_axis_of_vmap_are_refused(collective, engine):
 
 
 @maps_psum
-def test_a_loss_may_map_over_axes_of_its_own():
-    """The axis of an inner vmap, or of an inner shard_map, is within one example."""
+def test_a_loss_may_use_collectives_over_axes_that_it_maps_itself():
+    """The axis of an inner vmap or shard_map lies within one example."""
 
     def heads(w, x):
         return jnp.sum(jax.vmap(lambda y: y * jax.lax.psum(y, "heads"), axis_name="heads")(w * x))

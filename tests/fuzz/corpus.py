@@ -1,4 +1,4 @@
-"""How many examples a fuzz run tries, and what it saw."""
+"""How many cases a fuzz run tries, and the largest values that it finds."""
 
 import os
 from collections import Counter
@@ -12,18 +12,18 @@ _MEANING = {
     "clipped": "largest contribution of one example, in clip norms",
     "moved": "largest change by one example among others, in clip norms",
     "order": "largest effect of the order of summation of 6 examples, in clip norms",
-    "crowd": "and of 1,024 examples",
+    "crowd": "the same for 1,024 examples",
     "models": "random models on which both engines agree",
 }
 
 
 def example_counts():
-    """Return the number of examples of a cheap law, of a crowd, and of one that compiles."""
+    """Return how many cases to try of a cheap law, of a large batch, and of a law that compiles."""
     return (4_500, 500, 1_500) if IS_LONG else (90, 20, 6)
 
 
 def saw(**values):
-    """Remember that an example was tried, and the largest value that was seen."""
+    """Count a case, and remember the largest value of each name."""
     for name, value in values.items():
         _TRIED[name] += 1
         _LARGEST[name] = max(_LARGEST.get(name, 0.0), float(value))
@@ -32,7 +32,7 @@ def saw(**values):
 
 
 def summary():
-    """Return what was tried, line by line."""
+    """Return the summary of a run, line by line."""
     total = sum(_TRIED[name] for name in ("clipped", "moved", "crowd", "models"))
     yield f"fuzz: {total:,} examples"
     for name, meaning in _MEANING.items():

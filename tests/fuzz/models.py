@@ -1,7 +1,7 @@
-"""Random models: a list of layers goes in, a loss for one example and its parameters come out.
+"""Random models for the fuzz tests.
 
-Each layer maps rows h: (t, d) to rows, by primitives that the engine has rules for, and by some
-that it has none for. Layers may share their weights.
+A model is a list of layers. Each layer maps rows h: (t, d) to rows. Some layers use primitives that
+the bookkeeping engine has rules for, and some use others. Layers may share their weights.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def convolved(w: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def attended(w: jax.Array, h: jax.Array) -> jax.Array:
-    """Return attention whose queries and keys are made by one weight."""
+    """Return attention whose queries and keys come from the same weight."""
     queries = h @ w
     return jax.nn.softmax(queries @ queries.T) @ h
 
@@ -42,17 +42,17 @@ def sliced_by_a_loop(w: jax.Array, h: jax.Array) -> jax.Array:
 
 
 def chosen(w: jax.Array, h: jax.Array) -> jax.Array:
-    """Return one of two products, as the data decide."""
+    """Return one of two products; the data decide which."""
     return lax.cond(h[0, 0] > 0, lambda h: h @ w, lambda h: h @ w.T, h)
 
 
 def handed_on(w: jax.Array, h: jax.Array) -> jax.Array:
-    """Return a loop into whose carry the weight comes after the first iteration."""
+    """Return a loop whose carry is the weight from the second iteration on."""
     return lax.scan(lambda c, row: (w, jnp.tanh(c * row)), jnp.zeros(WIDTH), h)[1]
 
 
 def never_looped(w: jax.Array, h: jax.Array) -> jax.Array:
-    """Return a product beside a loop of no iterations."""
+    """Return a product after a loop without iterations."""
     return lax.scan(lambda c, _: (c @ w, None), h, None, length=0)[0] @ w
 
 
@@ -66,7 +66,7 @@ bent.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -0.1, 0.1),))
 
 
 def bent_twice(w: jax.Array, h: jax.Array) -> jax.Array:
-    """Return two products with a weight whose gradient is not the sum of theirs."""
+    """Return two products with a weight whose gradient is not the sum of their gradients."""
     same = bent(w)
     return jnp.tanh(h @ same) @ same
 
@@ -113,13 +113,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
     "relu": jax.nn.relu,
     "softmax": jax.nn.softmax,
-    "turned around": lambda h: h[::-1],
+    "reversed": lambda h: h[::-1],
     "rolled": lambda h: jnp.roll(h, 1, axis=1),
 }
 
 
 class Step(NamedTuple):
-    """A layer, its activation, and whether it takes the weight of the last layer of its kind."""
+    """A layer, its activation, and whether it shares the weight of the last layer of its kind."""
 
     layer: str
     activation: str

@@ -1,6 +1,6 @@
-"""Strategies: hypothesis decides, parameter trees, batches of odd numbers, masks come out.
+"""Hypothesis strategies for parameter trees, masks, and batches of extreme numbers.
 
-Shapes are few, so that what was compiled once is used again; numbers are anything.
+There are few shapes, so that compiled functions are reused. Numbers have any magnitude.
 """
 
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ def is_shape(x: Any) -> bool:
 
 
 def draw(numbers: Numbers, shape: tuple[int, ...], leaf: int, size: int = SIZE) -> jnp.ndarray:
-    """Return (size, *shape): normal numbers of every magnitude, and some odd ones among them."""
+    """Return (size, *shape): normal numbers of every magnitude, and some special values."""
     rng = np.random.default_rng([numbers.seed, leaf])
     entries = rng.normal(size=(size, *shape)) * rng.choice([1, 1e-3, 1e-6], (size, *shape))
     scales = 10.0 ** np.resize(np.array(numbers.exponents, np.float64), size)

@@ -1,10 +1,15 @@
-"""The bookkeeping engine: a clipped sum by one backward pass, without per-example gradients."""
+"""The bookkeeping engine: one backward pass → norms → clip factors → clipped sum.
+
+Norms are computed in two ways. The quick way adds up squares and bounds their rounding errors. The
+careful way forms the gradients and scales them, so that no square overflows or underflows. It runs
+only for a batch in which the quick way is not accurate enough for some example.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,93 +17,91 @@ import optax
 
 from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._mesh import all_under_vmap, vary, varying_axes
-from optax_lsdp._trees import compute_once, wide_dtype
-from optax_lsdp.clipping._factors import ClipGroup, ClipStyle
-from optax_lsdp.clipping.bookkeeping._book import (
-    Book,
-    keep_book,
-    leaf_factors,
-    leaf_gradients,
-    leaf_sum,
-)
-from optax_lsdp.clipping.bookkeeping._grams import (
+from optax_lsdp._trees import compute_once, norm_rounding, row_norms, sums_of_squares, wide_dtype
+from optax_lsdp._types import PyTree
+from optax_lsdp.clipping._clip_norm import STABILITY, ClipGroup, ClipStyle, clip_factors
+from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
+from optax_lsdp.clipping.bookkeeping._gradients import leaf_factors, leaf_gradients, leaf_sum
+from optax_lsdp.clipping.bookkeeping._gram import (
+    Squares,
     factor_scales,
     outer_norms,
     outer_squares,
     product,
     squared_norms,
 )
-from optax_lsdp.clipping.bookkeeping._norms import (
-    Clipping,
-    are_certain,
-    clip_carefully,
-    clip_quickly,
-    flat,
-    group_squares,
-    row_squares,
-)
 
-Sums = dict[int, jax.Array]
-Scales = dict[int, tuple[jax.Array, jax.Array]]  # of a and g, to divide them by
+_INFLATION = 0.005  # how far a bound on rounding may inflate a norm before the careful way is taken
+
+ByLeaf = dict[int, jax.Array]  # by the index of the leaf
+Scales = dict[int, tuple[jax.Array, jax.Array]]  # by leaf, the scales of a and g
+
+
+class Clipping(NamedTuple):
+    """Each example's norms and clip factors, by group."""
+
+    norms: dict[str, jax.Array]
+    factors: dict[str, jax.Array]
 
 
 def clip_by_bookkeeping(
     loss_fn: ValueAndAux,
     params: optax.Params,
-    batch: Any,
+    batch: PyTree,
     mask: jax.Array | None,
     *,
     groups: list[ClipGroup],
     style: ClipStyle,
-) -> tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]:
+) -> tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
-    1. One backward pass leaves operands and cotangents at every use of every parameter.
-    2. Norms come from these, with a bound on their rounding that is added to them.
-    3. Where the bound is too large for some example, where squares left the range of floats, or
-       where an example is not finite, the gradients that Gram matrices avoid are formed after
-       all, one example at a time: slow, rare and exact. Only those examples are clipped and
-       summed by what is found then, or one of them would change what the others add.
+    1. One backward pass records the operands and cotangents of all uses of parameters.
+    2. Norms follow from these. A bound on their rounding errors is added to them.
+    3. The careful way replaces step 2 for an example if the bound is too large, if squares
+       overflow or underflow, or if the example is not finite. It forms the gradients that Gram
+       matrices avoid, for one example at a time, so it is slow, rare and exact. It affects only
+       the examples that need it; otherwise one example would change the contributions of others.
     4. The sums are products of operands and weighted cotangents, as in ordinary training.
     """
-    outputs, book, scheme = keep_book(loss_fn, params, batch)
-    book = compute_once(book)
-    kinds = [plan.kind for plan in scheme.plans]
-    grams = [index for index, kind in enumerate(kinds) if kind == "Gram"]
+    outputs, recorded, analysis = run_backward(loss_fn, params, batch)
+    recorded = compute_once(recorded)
+    kinds = [strategy.kind for strategy in analysis.strategies]
+    grams = [index for index, kind in enumerate(kinds) if kind == "Gram matrices"]
     outer = [index for index, kind in enumerate(kinds) if kind == "outer product"]
-    formed = [index for index, plan in enumerate(scheme.plans) if plan.is_formed]
-    rows = compute_once({index: leaf_gradients(book, scheme, index) for index in formed})
+    formed = [i for i, strategy in enumerate(analysis.strategies) if strategy.is_materialised]
+    rows = compute_once({index: leaf_gradients(recorded, analysis, index) for index in formed})
     squares = {index: row_squares(row) for index, row in rows.items()}
-    squares |= {index: outer_squares(leaf_factors(book, scheme, index)) for index in outer}
-    squares |= {index: squared_norms(leaf_factors(book, scheme, index)) for index in grams}
+    squares |= {index: outer_squares(leaf_factors(recorded, analysis, index)) for index in outer}
+    squares |= {index: squared_norms(leaf_factors(recorded, analysis, index)) for index in grams}
 
     counted = jnp.ones(outputs[0].shape, bool) if mask is None else mask
-    dtype = wide_dtype(*scheme.leaves, *jax.tree.leaves(book))
+    dtype = wide_dtype(*analysis.leaves, *jax.tree.leaves(recorded))
     totals = group_squares(squares, groups, jnp.zeros(counted.shape, dtype))
     finite = jnp.stack([jnp.isfinite(values) for values, _ in totals.values()]).all(axis=0)
-    broken = ~finite & jnp.isnan(outputs[0])  # however it is computed
+    broken = ~finite & jnp.isnan(outputs[0])  # the careful way would not find a norm either
     certain = are_certain(totals, groups, style)
     settled = certain | broken | ~counted
-    # Gram leaves are summed without selection, and 0 · NaN is NaN.
+    # Sums of Gram leaves select no examples, and 0 · NaN is NaN.
     safe = all_under_vmap((settled & finite if grams else settled).all())
 
-    def quickly(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
+    def quickly(recorded: Recorded, rows: ByLeaf) -> tuple[Clipping, Scales, ByLeaf]:
         del rows
         clipping = clip_quickly(totals, groups, style, counted & finite)
         weights = {index: clipping.factors[groups[index].path] for index in grams}
-        ones = vary(jnp.ones(counted.shape, dtype), varying_axes((book, counted)))
+        ones = vary(jnp.ones(counted.shape, dtype), varying_axes((recorded, counted)))
         scales = {index: (ones, ones) for index in outer}
-        return clipping, scales, {i: leaf_sum(book, scheme, i, w) for i, w in weights.items()}
+        sums = {i: leaf_sum(recorded, analysis, i, weight) for i, weight in weights.items()}
+        return clipping, scales, sums
 
-    def carefully(book: Book, rows: Sums) -> tuple[Clipping, Scales, Sums]:
-        lengths = {index: outer_norms(leaf_factors(book, scheme, index)) for index in outer}
+    def carefully(recorded: Recorded, rows: ByLeaf) -> tuple[Clipping, Scales, ByLeaf]:
+        lengths = {index: outer_norms(leaf_factors(recorded, analysis, index)) for index in outer}
         rounding = max((length.rounding for length in lengths.values()), default=0.0)
 
-        def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
-            book, rows, lengths, totals, certain = entry
-            formed = compute_once({index: leaf_gradients(book, scheme, index) for index in grams})
+        def clip(inputs: PyTree, counted: jax.Array) -> tuple[Clipping, ByLeaf]:
+            recorded, rows, lengths, totals, certain = inputs
+            formed = compute_once({i: leaf_gradients(recorded, analysis, i) for i in grams})
             columns = {index: length[:, None] for index, length in lengths.items()}
-            columns |= {index: flat(row) for index, row in (rows | formed).items()}
+            columns |= {index: _flat(row) for index, row in (rows | formed).items()}
             columns = {index: column.astype(dtype) for index, column in columns.items()}
             careful = clip_carefully(columns, rounding, groups, style, counted)
             quick = clip_quickly(totals, groups, style, counted)
@@ -107,68 +110,152 @@ def clip_by_bookkeeping(
             return clipping, {i: _weighted(x, rest[groups[i].path]) for i, x in formed.items()}
 
         values = {index: length.values for index, length in lengths.items()}
-        entry = (book, rows, values, totals, certain)
-        clipping, sums = _one_by_one(clip, entry, counted) if grams else clip(entry, counted)
-        for index in grams:  # the others are summed as ever, to the bit
+        inputs = (recorded, rows, values, totals, certain)
+        clipping, sums = _one_by_one(clip, inputs, counted) if grams else clip(inputs, counted)
+        for index in grams:  # examples whose norms are certain get the same bits as the quick way
             weights = jnp.where(certain, clipping.factors[groups[index].path], 0)
-            sums[index] += leaf_sum(_finite(book, weights > 0), scheme, index, weights)
-        factors = {index: leaf_factors(book, scheme, index) for index in outer}
+            sums[index] += leaf_sum(_finite(recorded, weights > 0), analysis, index, weights)
+        factors = {index: leaf_factors(recorded, analysis, index) for index in outer}
         scales = {index: factor_scales(parts) for index, parts in factors.items()}
         scales = jax.tree.map(lambda x: jnp.where(certain, 1, x).astype(dtype), scales)
         return clipping, scales, sums
 
-    clipping, scales, sums = jax.lax.cond(safe, quickly, carefully, book, rows)
+    clipping, scales, sums = jax.lax.cond(safe, quickly, carefully, recorded, rows)
     for index, group in enumerate(groups):
         weights = clipping.factors[group.path]
         if index in rows:
             sums[index] = _weighted(rows[index], weights)
         elif index in outer:
-            finite_book = _finite(book, weights > 0)
-            sums[index] = leaf_sum(finite_book, scheme, index, weights, scales[index])
+            selected = _finite(recorded, weights > 0)
+            sums[index] = leaf_sum(selected, analysis, index, weights, scales[index])
         elif index not in grams:
-            sums[index] = jnp.zeros_like(scheme.leaves[index], wide_dtype(scheme.leaves[index]))
+            leaf = analysis.leaves[index]
+            sums[index] = jnp.zeros_like(leaf, wide_dtype(leaf))
     total = [sums[index] for index in range(len(groups))]
     return outputs, clipping.norms, jax.tree.unflatten(jax.tree.structure(params), total)
 
 
-def _one_by_one(
-    clip: Callable[[Any, jax.Array], tuple[Clipping, Sums]], entry: Any, counted: jax.Array
-) -> tuple[Clipping, Sums]:
-    """Return `clip(entry, counted)`, made of runs over one example on each device.
+def row_squares(rows: jax.Array) -> Squares:
+    """Return each example's ‖gradient‖² from its gradient, (n, …)."""
+    values, roundings = sums_of_squares(rows)
+    limits = jnp.finfo(values.dtype)
+    underflow = _flat(rows).shape[1] * float(limits.tiny)
+    return Squares(values, roundings * float(limits.eps) / 2 * values + underflow)
 
-    The examples of a run are far apart, so that a batch that is sharded stays where it is.
+
+def group_squares(
+    squares: Mapping[int, Squares], groups: list[ClipGroup], zero: jax.Array
+) -> dict[str, Squares]:
+    """Return each example's ‖gradient‖² in each group, from those of the leaves."""
+    totals = {}
+    for path, members in _members(groups).items():
+        parts = [squares[index] for index in members if index in squares]
+        values = sum((part.values.astype(zero.dtype) for part in parts), zero)
+        slack = sum((part.slack.astype(zero.dtype) for part in parts), zero)
+        adding = len(parts) * float(jnp.finfo(zero.dtype).eps) / 2
+        totals[path] = Squares(values, slack + adding * jnp.abs(values))
+    return totals
+
+
+def are_certain(
+    squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle
+) -> jax.Array:
+    """Tell for each example whether rounding inflates its norms by at most 0.5 %.
+
+    Norms far below the clip norm, or far below γ of automatic clipping, may be less accurate,
+    because they hardly affect the clip factor.
+    """
+    certain = []
+    for path, clip_norm in dict(groups).items():
+        values, slack = squares[path]
+        reference = 0.1 * clip_norm if style == "threshold" else 0.05 * STABILITY
+        floor = jnp.square(jnp.asarray(reference, values.dtype))
+        small = slack <= 2 * _INFLATION * jnp.maximum(values, floor)
+        certain.append(jnp.isfinite(values) & small)
+    return jnp.stack(certain).all(axis=0)
+
+
+def clip_quickly(
+    squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle, alive: jax.Array
+) -> Clipping:
+    """Return norms from squares, and clip factors from upper bounds on them.
+
+    Examples that are not `alive`, (n,), get factor 0.
+    """
+    norms, factors = {}, {}
+    for path, clip_norm in dict(groups).items():
+        values = jnp.maximum(squares[path].values, 0)
+        norms[path], upper = jnp.sqrt(values), jnp.sqrt(values + squares[path].slack)
+        rounding = 2 * float(jnp.finfo(upper.dtype).eps)  # of the root, and of the sum that follows
+        scaled = clip_factors(upper, clip_norm, style=style, rounding=rounding)
+        factors[path] = jnp.where(alive, scaled, jnp.zeros_like(scaled))
+    return Clipping(norms, factors)
+
+
+def clip_carefully(
+    columns: Mapping[int, jax.Array],
+    rounding: float,
+    groups: list[ClipGroup],
+    style: ClipStyle,
+    counted: jax.Array,
+) -> Clipping:
+    """Return norms and clip factors, computed with scales so that no square over- or underflows.
+
+    Of each leaf, `columns` has either the gradients, (n, k), or only their norms, (n, 1), whose
+    relative error is at most `rounding`. Examples that are not `counted`, (n,), get factor 0.
+    """
+    norms, factors = {}, {}
+    dtype = wide_dtype(*columns.values())
+    for path, members in _members(groups).items():
+        parts = [columns[index] for index in members if index in columns]
+        vectors = jnp.concatenate([jnp.zeros((len(counted), 1), dtype), *parts], axis=1)
+        norms[path], limit = row_norms([vectors]), dict(groups)[path]
+        rounded = norm_rounding([vectors]) + rounding
+        factors[path] = clip_factors(norms[path], limit, style=style, rounding=rounded)
+    alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0) & counted
+    chosen = {path: jnp.where(alive, f, jnp.zeros_like(f)) for path, f in factors.items()}
+    return Clipping(norms, chosen)
+
+
+def _one_by_one(
+    clip: Callable[[PyTree, jax.Array], tuple[Clipping, ByLeaf]], inputs: PyTree, counted: jax.Array
+) -> tuple[Clipping, ByLeaf]:
+    """Return `clip(inputs, counted)`, computed for one example per device at a time.
+
+    The examples of one iteration are far apart in the batch, so that the examples of a sharded
+    batch stay on their devices.
     """
     at_once = math.gcd(len(counted), jax.device_count())
     if len(counted) == 0:
-        return clip(entry, counted)
+        return clip(inputs, counted)
 
     def split(x: jax.Array) -> jax.Array:
         return x.reshape(at_once, len(x) // at_once, *x.shape[1:]).swapaxes(0, 1)
 
-    def accumulate(sums: Sums, examples: Any) -> tuple[Sums, Clipping]:
+    def accumulate(sums: ByLeaf, examples: PyTree) -> tuple[ByLeaf, Clipping]:
         clipping, more = clip(*examples)
         return jax.tree.map(jnp.add, sums, more), clipping
 
-    runs = jax.tree.map(split, (entry, counted))
-    shapes = jax.eval_shape(lambda: clip(*jax.tree.map(lambda x: x[0], runs))[1])
+    slices = jax.tree.map(split, (inputs, counted))
+    shapes = jax.eval_shape(lambda: clip(*jax.tree.map(lambda x: x[0], slices))[1])
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    sums, clipping = jax.lax.scan(accumulate, vary(zeros, varying_axes((entry, counted))), runs)
+    sums, clipping = jax.lax.scan(accumulate, vary(zeros, varying_axes((inputs, counted))), slices)
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(len(counted)), clipping), sums
 
 
-def _finite(book: Book, keep: jax.Array) -> Book:
-    """Return zeros for what is not finite: 0 · NaN is NaN.
+def _finite(recorded: Recorded, keep: jax.Array) -> Recorded:
+    """Return zeros for operands that are not finite, and for cotangents of examples not kept.
 
-    Operands of the examples that are kept are finite, whoever is kept: runs that differ in their
-    parameters alone, under vmap, share one copy of the data.
+    0 · NaN is NaN. The operands of all examples that are kept are finite, so this does not need to
+    select operands by example. Under a `vmap` over parameters alone, all runs thus share one copy.
     """
 
     def finite(x: jax.Array) -> jax.Array:
         return jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
 
-    operands = jax.tree.map(finite, book.operands)
-    cotangents = jax.tree.map(lambda x: _selected(x, keep), book.cotangents)
-    return book._replace(operands=operands, cotangents=cotangents)
+    operands = jax.tree.map(finite, recorded.operands)
+    cotangents = jax.tree.map(lambda x: _selected(x, keep), recorded.cotangents)
+    return recorded._replace(operands=operands, cotangents=cotangents)
 
 
 def _selected(x: jax.Array, keep: jax.Array) -> jax.Array:
@@ -178,5 +265,18 @@ def _selected(x: jax.Array, keep: jax.Array) -> jax.Array:
 
 def _weighted(rows: jax.Array, factors: jax.Array) -> jax.Array:
     """Return Σᵢ cᵢ gᵢ for gradients gᵢ: (n, …)."""
-    vectors = flat(_selected(rows, factors > 0))
+    vectors = _flat(_selected(rows, factors > 0))
     return product("n,nd->d", factors.astype(vectors.dtype), vectors).reshape(rows.shape[1:])
+
+
+def _flat(rows: jax.Array) -> jax.Array:
+    """Return one vector per example."""
+    return rows.reshape(len(rows), math.prod(rows.shape[1:]))
+
+
+def _members(groups: list[ClipGroup]) -> dict[str, list[int]]:
+    """Return the indices of the leaves of each group."""
+    members: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        members.setdefault(group.path, []).append(index)
+    return members

@@ -1,7 +1,11 @@
-"""Rules: an equation that uses a parameter as a matrix goes in, the gradient's factors come out.
+"""Rules: for each primitive that uses a parameter as a matrix, the factors of its gradient.
 
-The gradient of such a use is Σ_t a_t ⊗ g_t for each of several blocks: a: (blocks, rows, inputs),
-made of the other operand, and g: (blocks, rows, outputs), made of the cotangent of the output.
+The gradient of such a use is Σ_t a_t ⊗ g_t in each of several blocks. The factors are a: (blocks,
+rows, inputs), which depends on the other operand, and g: (blocks, rows, outputs), which depends on
+the cotangent of the output. Everything here is written for one example.
+
+To support another primitive, write a `Rule` and add it to `RULES`. A parameter whose primitive has
+no rule still works: the engine differentiates that parameter for each example.
 """
 
 from __future__ import annotations
@@ -12,20 +16,28 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.lax import GatherScatterMode
 
-from optax_lsdp._jaxpr import Equation
+from optax_lsdp._jaxpr import Equation, shape_of
 from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
 
 
 class Matrix(NamedTuple):
-    """How a parameter is laid out as (blocks, inputs, outputs): split, transpose, merge."""
+    """How to turn a weight into (blocks, inputs, outputs): reshape, transpose, merge axes.
+
+    Attributes:
+        split: the shape after the reshape.
+        order: the axes of `split` in their new order: blocks first, then inputs, then outputs.
+        counts: how many axes of `order` are blocks, inputs and outputs.
+    """
 
     split: tuple[int, ...]
     order: tuple[int, ...]
-    counts: tuple[int, int, int]  # how many axes of `order` each of the three has
+    counts: tuple[int, int, int]
 
     @property
-    def groups(self) -> list[tuple[int, ...]]:
+    def axes(self) -> list[tuple[int, ...]]:
         """Return the axes of `split` that become blocks, inputs and outputs."""
         blocks, inputs, _ = self.counts
         cuts = (0, blocks, blocks + inputs, len(self.order))
@@ -34,36 +46,168 @@ class Matrix(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Return (blocks, inputs, outputs)."""
-        return tuple(math.prod(self.split[axis] for axis in group) for group in self.groups)
+        return tuple(math.prod(self.split[axis] for axis in axes) for axes in self.axes)
 
-    def view(self, weight: View) -> list[View] | None:
-        """Return which entries blocks, inputs and outputs walk through, or None if unknown."""
+    def views(self, weight: View) -> list[View] | None:
+        """Return the views of blocks, inputs and outputs, or None if strides cannot describe them.
+
+        Args:
+            weight: the entries of the parameter that the weight consists of.
+        """
         parts = reshaped(weight, self.split)
-        if parts is None:
-            return None
-        return [transposed(parts, group) for group in self.groups]
+        return None if parts is None else [transposed(parts, axes) for axes in self.axes]
 
 
 class Rule(NamedTuple):
-    """What is known of a primitive.
+    """How to get the factors of a gradient for one primitive with two operands.
+
+    Both functions get the equation, and `place`: 0 if the weight is the first operand, 1 if it is
+    the second.
 
     Attributes:
-        matrix: (equation, place of the parameter) → its `Matrix`, or None if the rule does not fit.
-        kept: (equation, place) → the place of the operand that the factors are made of.
-        rows: (equation, place, operand, cotangent) → a and g. Where the rows of a are unit
-            vectors, a is (blocks, rows) of integers: which entry is one, or −1 for none.
-        units: whether the rows of a are unit vectors.
+        matrix: (equation, place) → the weight as a `Matrix`, or None if the rule does not apply.
+        factors: (equation, place, other operand, cotangent) → a and g. Where the rows of a are
+            one-hot, a is (blocks, rows), int32: the index of the one, or −1 for a row of zeros.
+        is_one_hot: whether the rows of a are one-hot.
         expands: whether a is larger than the operand, as the patches of an image are.
     """
 
     matrix: Callable[[Equation, int], Matrix | None]
-    kept: Callable[[Equation, int], int]
-    rows: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    units: bool = False
+    factors: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    is_one_hot: bool = False
     expands: bool = False
 
 
-def other_place(equation: Equation, place: int) -> int:
-    """Return the place of the other one of two operands."""
-    del equation
-    return 1 - place
+def _matmul_axes(equation: Equation, place: int) -> tuple[list[int], list[int], list[int]]:
+    """Return the batch, contracting and free axes of one operand of a matrix product."""
+    contracting, batch = equation.params["dimension_numbers"]
+    used = (*batch[place], *contracting[place])
+    free = [i for i in range(len(shape_of(equation.invars[place]))) if i not in used]
+    return list(batch[place]), list(contracting[place]), free
+
+
+def _matmul_matrix(equation: Equation, place: int) -> Matrix:
+    batch, contracting, free = _matmul_axes(equation, place)
+    shape = shape_of(equation.invars[place])
+    order = (*batch, *contracting, *free)
+    return Matrix(shape, order, (len(batch), len(contracting), len(free)))
+
+
+def _matmul_factors(
+    equation: Equation, place: int, operand: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    batch, contracting, free = _matmul_axes(equation, 1 - place)
+    blocks = math.prod(operand.shape[axis] for axis in batch)
+    rows = math.prod(operand.shape[axis] for axis in free)
+    a = operand.transpose([*batch, *free, *contracting]).reshape(blocks, rows, -1)
+    if place == 0:  # the output has the weight's free axes before those of the operand
+        last, outputs = len(batch) + len(_matmul_axes(equation, place)[2]), cotangent.ndim
+        order = [*range(len(batch)), *range(last, outputs), *range(len(batch), last)]
+        cotangent = cotangent.transpose(order)
+    return a, cotangent.reshape(blocks, rows, -1)
+
+
+def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
+    """Lay a kernel out as (feature groups, window × inputs, outputs)."""
+    params = equation.params
+    if place != 1 or params["batch_group_count"] != 1:
+        return None
+    shape, groups = shape_of(equation.invars[1]), params["feature_group_count"]
+    outputs, inputs, *window = params["dimension_numbers"].rhs_spec
+
+    def after_split(axis: int) -> int:
+        return axis + (axis > outputs)
+
+    split = (*shape[:outputs], groups, shape[outputs] // groups, *shape[outputs + 1 :])
+    order = (outputs, *map(after_split, (*window, inputs)), outputs + 1)
+    return Matrix(split, order, (1, len(window) + 1, 1))
+
+
+def _conv_factors(
+    equation: Equation, place: int, image: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the patches, (feature groups, positions, window × inputs), and g alike."""
+    del place
+    groups = equation.params["feature_group_count"]
+    numbers = equation.params["dimension_numbers"]
+    batch, features, *space = numbers.out_spec
+    g = cotangent.transpose([batch, *space, features])
+    g = g.reshape(math.prod(g.shape[:-1]), groups, -1)
+    a = patches(equation, image)  # (batch, *positions, *window, features)
+    a = a.reshape(len(g), -1, groups, a.shape[-1] // groups)
+    a = a.transpose(2, 0, 1, 3).reshape(groups, len(g), -1)
+    return a, g.transpose(1, 0, 2)
+
+
+def patches(equation: Equation, image: jax.Array) -> jax.Array:
+    """Return what the window sees at each position: (batch, *positions, *window, features).
+
+    The loop cuts one axis after the other, so it takes Σ window slices instead of Π window.
+    """
+    params = equation.params
+    batch, features, *space = params["dimension_numbers"].lhs_spec
+    image = image.transpose([batch, *space, features])
+    edges = zip(params["padding"], params["lhs_dilation"], strict=True)
+    padding = [(0, 0, 0), *((low, high, d - 1) for (low, high), d in edges), (0, 0, 0)]
+    image = jax.lax.pad(image, jnp.zeros([], image.dtype), padding)
+    kernel = shape_of(equation.invars[1])
+    out = shape_of(equation.outvars[0])
+    rank = len(space)
+    for i in range(rank):
+        size = kernel[params["dimension_numbers"].rhs_spec[2 + i]]
+        positions = out[params["dimension_numbers"].out_spec[2 + i]]
+        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
+        reach = stride * (positions - 1) + 1
+        axis = 1 + i
+        slices = [
+            jax.lax.slice_in_dim(image, k * dilation, k * dilation + reach, stride, axis)
+            for k in range(size)
+        ]
+        image = jnp.stack(slices, axis=1 + rank + i)
+    return image
+
+
+def _table_axis(equation: Equation) -> int | None:
+    """Return the axis along which a gather selects whole slices, one index each, or None."""
+    numbers = equation.params["dimension_numbers"]
+    shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    axis = numbers.start_index_map[0]
+    wanted = tuple(1 if i == axis else size for i, size in enumerate(shape))
+    if tuple(sizes) != wanted or tuple(numbers.collapsed_slice_dims) != (axis,):
+        return None
+    return axis
+
+
+def _gather_matrix(equation: Equation, place: int) -> Matrix | None:
+    axis = _table_axis(equation) if place == 0 else None
+    if axis is None:
+        return None
+    shape = shape_of(equation.invars[0])
+    rest = [i for i in range(len(shape)) if i != axis]
+    return Matrix(shape, (axis, *rest), (0, 1, len(rest)))
+
+
+def _gather_factors(
+    equation: Equation, place: int, indices: jax.Array, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Return the index of each gathered row, (1, rows), and g: (1, rows, outputs)."""
+    size = shape_of(equation.invars[place])[_table_axis(equation) or 0]
+    offsets = equation.params["dimension_numbers"].offset_dims
+    kept = [i for i in range(cotangent.ndim) if i not in offsets]
+    g = cotangent.transpose([*kept, *offsets])
+    ids = indices.reshape(1, -1)
+    last = jnp.asarray(size - 1, ids.dtype) if size - 1 <= jnp.iinfo(ids.dtype).max else None
+    inside = ids >= 0 if last is None else (ids >= 0) & (ids <= last)
+    if equation.params["mode"] == GatherScatterMode.CLIP:
+        ids = jnp.maximum(ids if last is None else jnp.minimum(ids, last), 0).astype(jnp.int32)
+    else:  # indices outside of the table select a fill value, which has no gradient
+        ids = jnp.where(inside, jnp.where(inside, ids, 0).astype(jnp.int32), -1)
+    return ids, g.reshape(1, ids.shape[1], -1)
+
+
+MATMUL = Rule(_matmul_matrix, _matmul_factors)  # the weight on either side
+CONVOLUTION = Rule(_conv_matrix, _conv_factors, expands=True)  # any rank, stride, padding, dilation
+EMBEDDING = Rule(_gather_matrix, _gather_factors, is_one_hot=True)  # whole rows of a table
+RULES = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION, "gather": EMBEDDING}

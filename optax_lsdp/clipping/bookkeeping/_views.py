@@ -1,25 +1,36 @@
-"""Views: which entries of a parameter an array shows, as sizes and strides, if it shows any."""
+"""Describe weights: values that depend on parameters alone, and the entries they consist of.
+
+A weight is any value that the loss computes from parameters and constants without an example. If
+it consists of entries of one parameter, as a transpose or a slice does, its view describes them by
+sizes and strides. Views show whether two uses of a parameter touch the same entries.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, cast
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from optax_lsdp._jaxpr import Equation, evaluate
+from optax_lsdp._types import PyTree
 
 Axis = tuple[int, int]  # size, stride
 
 
 class View(NamedTuple):
-    """Entry (i, j, …) is entry offset + i·stride₀ + j·stride₁ + … of the flattened parameter."""
+    """Entries of a flat parameter: (i, j, …) is entry offset + i·stride₀ + j·stride₁ + …."""
 
     axes: tuple[Axis, ...]
     offset: int = 0
 
 
 def whole(shape: Sequence[int]) -> View:
-    """Return the view of all of a parameter, as it is stored."""
+    """Return the view of a whole parameter in row-major order."""
     strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
     return View(tuple(zip(shape, strides, strict=True)))
 
@@ -30,7 +41,7 @@ def transposed(view: View, order: Sequence[int]) -> View:
 
 
 def reshaped(view: View, shape: Sequence[int]) -> View | None:
-    """Return the view in another shape, or None if no strides describe it."""
+    """Return the view in another shape, or None if strides cannot describe it."""
     axes: list[Axis] = []
     left = merged(view.axes)
     if 0 in shape:
@@ -49,7 +60,7 @@ def reshaped(view: View, shape: Sequence[int]) -> View | None:
 
 
 def merged(axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes without those of size 1, and with neighbours that are one axis as one."""
+    """Return the axes without those of size 1, and merge neighbours that form one longer axis."""
     result: list[Axis] = []
     for size, stride in axes:
         if size == 1:
@@ -61,12 +72,12 @@ def merged(axes: Sequence[Axis]) -> list[Axis]:
     return result
 
 
-def viewed(name: str, params: dict[str, Any], view: View) -> View | None:
-    """Return the view of a view that the primitive `name` takes, or None if it takes none.
+def view_after(equation: Equation, view: View) -> View | None:
+    """Return the view of an equation's output, given that of its input, or None if it has none.
 
-    Only primitives that show every entry once at most: to transpose them changes no norm.
+    Equations that repeat entries have none: mapping a gradient back through them changes its norm.
     """
-    axes, offset = view
+    name, params, (axes, offset) = equation.primitive.name, equation.params, view
     if name in ("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"):
         return view
     if name == "transpose":
@@ -80,19 +91,19 @@ def viewed(name: str, params: dict[str, Any], view: View) -> View | None:
         shape, places = params["shape"], params["broadcast_dimensions"]
         if math.prod(shape) != math.prod(size for size, _ in axes):
             return None
-        shown = dict(zip(places, axes, strict=True))
-        return View(tuple(shown.get(i, (1, 0)) for i in range(len(shape))), offset)
+        kept = dict(zip(places, axes, strict=True))
+        return View(tuple(kept.get(i, (1, 0)) for i in range(len(shape))), offset)
     if name == "slice":
         steps = params["strides"] or (1,) * len(axes)
         starts, limits = params["start_indices"], params["limit_indices"]
         parts = zip(axes, starts, limits, steps, strict=True)
-        shown_axes = tuple((-(-(e - s) // k), stride * k) for (_, stride), s, e, k in parts)
-        return View(shown_axes, offset + int(np.dot(starts, [stride for _, stride in axes])))
+        sliced = tuple((-(-(e - s) // k), stride * k) for (_, stride), s, e, k in parts)
+        return View(sliced, offset + int(np.dot(starts, [stride for _, stride in axes])))
     return None
 
 
 def are_disjoint(a: View, b: View) -> bool:
-    """Tell whether two views are known to share no entry."""
+    """Tell whether two views certainly share no entry."""
     first, second = (_extent(view) for view in (a, b))
     if first[1] < second[0] or second[1] < first[0]:
         return True
@@ -105,7 +116,7 @@ def are_disjoint(a: View, b: View) -> bool:
 
 
 def _extent(view: View) -> tuple[int, int]:
-    """Return the first and the last entry that a view shows."""
+    """Return the first and the last entry of a view."""
     return view.offset, view.offset + sum((size - 1) * stride for size, stride in view.axes)
 
 
@@ -118,3 +129,109 @@ def _can_reach(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
     first, last = -(-(distance - highest) // stride), (distance - lowest) // stride
     tries = range(max(first, least), min(last, most) + 1)
     return len(tries) > 4 or any(_can_reach(distance - k * stride, rest) for k in tries)
+
+
+Builder = Callable[[Sequence[jax.Array], dict[int, list[jax.Array]]], PyTree]
+
+
+class Loop(NamedTuple):
+    """A scan around an equation: how many scans surround it, and its number of iterations."""
+
+    depth: int
+    length: int
+
+
+class Weight(NamedTuple):
+    """A value that is computed from parameters and constants alone.
+
+    Attributes:
+        leaves: the parameter leaves that it depends on; none for a constant.
+        build: (leaves, cache of values) → the value. Each scan that slices the weight adds a
+            leading axis, the outermost scan first.
+        view: its entries, if it is a view of one leaf.
+        show: leaf → the value, in the leaf's own dtype; only if `view` is known.
+        sliced: the scans that slice it: the depth of each, and the axis of the leaf that it slices.
+        pieces: the weights that were concatenated along `axis` to make it, if all are views.
+        axis: see `pieces`.
+    """
+
+    leaves: frozenset[int]
+    build: Builder
+    view: View | None = None
+    show: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
+    sliced: tuple[tuple[int, Axis], ...] = ()
+    pieces: tuple[Weight, ...] = ()
+    axis: int = 0
+
+    def value(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """Return the value for these leaves of the parameters."""
+        return self.build(leaves, {})
+
+
+def constant(value: jax.Array) -> Weight:
+    """Return a weight that depends on no parameter."""
+    return Weight(frozenset(), lambda leaves, cache: value)
+
+
+def parameter(index: int, shape: Sequence[int]) -> Weight:
+    """Return the weight that is a whole leaf of the parameters."""
+    return Weight(frozenset([index]), lambda leaves, cache: leaves[index], whole(shape))
+
+
+def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
+    """Return the outputs of an equation whose inputs are all weights."""
+    name = equation.primitive.name
+    loops = sorted({depth: axis for weight in inputs for depth, axis in weight.sliced}.items())
+
+    run = partial(_evaluate, equation)
+    for depth, _ in reversed(loops):
+        sliced = [depth in dict(weight.sliced) for weight in inputs]
+        run = jax.vmap(run, in_axes=tuple(0 if flag else None for flag in sliced))
+
+    def build(leaves: Sequence[jax.Array], cache: dict[int, list[jax.Array]]) -> list[jax.Array]:
+        if id(build) not in cache:
+            cache[id(build)] = run(*(weight.build(leaves, cache) for weight in inputs))
+        return cache[id(build)]
+
+    leaves = frozenset[int]().union(*(weight.leaves for weight in inputs))
+    if name == "stop_gradient":
+        leaves = frozenset()
+    view = None
+    if len(inputs) == 1 and inputs[0].view is not None:
+        view = view_after(equation, inputs[0].view)
+
+    def show(leaf: jax.Array) -> jax.Array:
+        before = inputs[0].show(leaf)
+        return before if name == "convert_element_type" else run(before)[0]
+
+    pieces: tuple[Weight, ...] = ()
+    if name == "concatenate" and all(weight.view for weight in inputs):
+        pieces = tuple(inputs)
+
+    def output(place: int, shaped: jax.ShapeDtypeStruct) -> Weight:
+        has_gradient = jnp.issubdtype(shaped.dtype, jnp.inexact)  # integers have none
+        return Weight(
+            leaves if has_gradient else frozenset(),
+            lambda leaves, cache: build(leaves, cache)[place],
+            view,
+            show,
+            tuple(loops),
+            pieces,
+            equation.params.get("dimension", 0),
+        )
+
+    avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.outvars]
+    return [output(place, aval) for place, aval in enumerate(avals)]
+
+
+def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
+    return evaluate(equation, values)
+
+
+def slice_of(weight: Weight, loop: Loop) -> Weight:
+    """Return what one iteration of a scan sees of a weight that the scan slices."""
+    view, axis = None, (loop.length, 0)
+    if weight.view is not None:
+        axis, *inner = weight.view.axes
+        view = View(tuple(inner), weight.view.offset)
+    return weight._replace(view=view, sliced=(*weight.sliced, (loop.depth, axis)), pieces=())

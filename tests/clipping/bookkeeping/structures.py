@@ -1,10 +1,10 @@
-"""Losses whose parameters are used inside of calls, loops and branches, and convolutions."""
+"""Losses that use their parameters inside calls, loops and branches, and in convolutions."""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.clipping.bookkeeping.losses import Case, N, normal, squash
+from tests.clipping.bookkeeping.losses import FORMED, GRAM, NO_RULE, OUTER, Case, N, normal, squash
 
 
 def conv(x, kernel, stride=1, **kwargs):
@@ -82,19 +82,19 @@ LOSSES = {
         lambda w, x: jnp.sum(jax.jit(lambda x, w: jnp.tanh(x @ w.T.T))(x, w)),
         normal(40, 50),
         normal(N, 3, 40),
-        ("Gram",),
+        (GRAM,),
     ),
     "jit returns a weight": Case(
         lambda w, x: squash(x @ jax.jit(lambda w: w.T)(w)),
         normal(50, 40),
         normal(N, 3, 40),
-        ("Gram",),
+        (GRAM,),
     ),
     "remat": Case(
         lambda w, x: jnp.sum(jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w.T))(x)),
         normal(40, 50),
         normal(N, 3, 40),
-        ("Gram",),
+        (GRAM,),
     ),
     "remat returns a weight": Case(
         lambda w, x: squash(x @ jax.checkpoint(lambda w: 2 * w)(w)),
@@ -102,10 +102,10 @@ LOSSES = {
         normal(N, 3, 20),
     ),
     "custom_jvp": Case(
-        lambda w, x: squash(odd_product(w, x)), normal(6, 30), normal(N, 3, 6), ("fallback",)
+        lambda w, x: squash(odd_product(w, x)), normal(6, 30), normal(N, 3, 6), (NO_RULE,)
     ),
     "custom_vjp": Case(
-        lambda w, x: squash(tripled(w, x)), normal(6, 30), normal(N, 3, 6), ("fallback",)
+        lambda w, x: squash(tripled(w, x)), normal(6, 30), normal(N, 3, 6), (NO_RULE,)
     ),
     "cond": Case(branching, [normal(40, 50), normal(40, 50), normal(50)], normal(N, 3, 40)),
     "cond in scan": Case(branching_in_scan, normal(20, 20), normal(N, 6, 20)),
@@ -123,21 +123,15 @@ LOSSES = {
         recurrent,
         [normal(20, 20) / 4, normal(20, 20) / 4, normal(20)],
         normal(N, 4, 20),
-        ("Gram", "Gram", "materialised"),
+        (GRAM, GRAM, FORMED),
     ),
-    "layers in a scan": Case(scanned, normal(3, 20, 20), normal(N, 2, 20), ("Gram",)),
-    "layers in a scan, rows": Case(scanned, normal(3, 20, 20), normal(N, 20), ("outer product",)),
+    "layers in a scan": Case(scanned, normal(3, 20, 20), normal(N, 2, 20), (GRAM,)),
+    "layers in a scan, rows": Case(scanned, normal(3, 20, 20), normal(N, 20), (OUTER,)),
     "layers in a scan, backwards": Case(
-        lambda w, x: scanned(w, x, reverse=True),
-        normal(3, 20, 20),
-        normal(N, 20),
-        ("outer product",),
+        lambda w, x: scanned(w, x, reverse=True), normal(3, 20, 20), normal(N, 20), (OUTER,)
     ),
     "layers in a scan, moved": Case(
-        lambda w, x: scanned(w.transpose(2, 0, 1), x),
-        normal(20, 20, 3),
-        normal(N, 20),
-        ("outer product",),
+        lambda w, x: scanned(w.transpose(2, 0, 1), x), normal(20, 20, 3), normal(N, 20), (OUTER,)
     ),
     "layers in two scans": Case(
         lambda w, x: scanned(
@@ -145,7 +139,7 @@ LOSSES = {
         ),
         normal(3, 20, 20),
         normal(N, 20),
-        ("Gram",),
+        (GRAM,),
     ),
     "layers scanned and closed over": Case(
         lambda w, x: jnp.sum(lax.scan(lambda h, v: (jnp.tanh(h @ v + h @ w[0]), None), x, w)[0]),
@@ -227,16 +221,16 @@ LOSSES |= {
         lambda w, x: squash(conv(x[None], (w - w.mean((0, 1, 2))) / w.std((0, 1, 2)))),
         normal(3, 3, 4, 4),
         IMAGES,
-        ("materialised",),
+        (FORMED,),
     ),
     "video": Case(lambda w, x: squash(conv(x, w)), normal(3, 3, 4, 8), normal(N, 3, 6, 6, 4)),
     "convolutions in a scan": Case(
         lambda w, x: jnp.sum(lax.scan(lambda h, w: (jnp.tanh(conv(h, w)), None), x[None], w)[0]),
         normal(3, 3, 3, 4, 4),
         IMAGES,
-        ("materialised",),
+        (FORMED,),
     ),
     "kernel as image": Case(
-        lambda w, x: squash(conv(w[None], x)), normal(6, 6, 4), normal(N, 3, 3, 4, 2), ("fallback",)
+        lambda w, x: squash(conv(w[None], x)), normal(6, 6, 4), normal(N, 3, 3, 4, 2), (NO_RULE,)
     ),
 }

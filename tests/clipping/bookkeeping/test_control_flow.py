@@ -1,4 +1,4 @@
-"""No use of a weight is overlooked, however loops, branches and custom derivatives pass it on."""
+"""Bookkeeping finds every use of a weight behind loops, branches and custom derivatives."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ BATCH = jax.random.normal(jax.random.key(3), (2, SIZE))
 
 @jax.custom_vjp
 def bent(w):
-    """Return w, with a backward pass that clips its cotangent and is therefore not linear."""
+    """Return w; the backward pass clips its cotangent, so it is not linear."""
     return w
 
 
@@ -27,7 +27,7 @@ def two_layers(w, x):
 
 
 def loop(step, carry, x):
-    """Return the sum over all that a scan over the entries of x gives out."""
+    """Return the sum over all outputs of a scan over the entries of x."""
     last, outputs = lax.scan(step, carry, x)
     return jnp.sum(outputs) + jnp.sum(jax.tree.leaves(last)[0])
 

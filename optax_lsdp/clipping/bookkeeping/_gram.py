@@ -1,7 +1,8 @@
-"""Norms and sums of gradients Σ_t a_t ⊗ g_t, from their factors alone, every rounding bounded.
+"""Compute norms and sums of gradients Σ_t a_t ⊗ g_t from their factors a and g.
 
-Arrays are batched: a: (n, blocks, rows, inputs), or integers (n, blocks, rows) if its rows are unit
-vectors; g: (n, blocks, rows, outputs).
+Every norm comes with a bound on its rounding error, so that callers can use an upper bound on it.
+Arrays have a leading axis of examples. a is (n, blocks, rows, inputs), or (n, blocks, rows) of
+integers if its rows are one-hot; g is (n, blocks, rows, outputs).
 """
 
 from __future__ import annotations
@@ -16,44 +17,44 @@ import jax.numpy as jnp
 
 from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, usable_scale, wide_dtype
 
-EXACT = jax.lax.Precision.HIGHEST  # accelerators round the operands of products otherwise
-_LONGEST = 1024  # entries that one product adds up: fewer tighten the bound, more are faster
+EXACT = jax.lax.Precision.HIGHEST  # by default, accelerators round the operands of products
+_LONGEST = 1024  # terms per inner product: fewer tighten the bound, more are faster
 
 
 class Factors(NamedTuple):
-    """The factors of one site's gradients, a and g."""
+    """The factors a and g of one term of a gradient."""
 
     a: jax.Array
     g: jax.Array
 
 
 class Lengths(NamedTuple):
-    """‖gradient‖ of each example, and how far below the truth it may be, relatively."""
+    """Each example's computed ‖gradient‖. The exact norm is at most 1 + `rounding` times it."""
 
     values: jax.Array
     rounding: float
 
 
 class Squares(NamedTuple):
-    """‖gradient‖² of each example as computed, and how far below the truth it may be."""
+    """Each example's computed ‖gradient‖². The exact value is at most `slack` larger."""
 
     values: jax.Array
     slack: jax.Array
 
 
-def _is_units(rows: jax.Array) -> bool:
+def _is_one_hot(rows: jax.Array) -> bool:
     return jnp.issubdtype(rows.dtype, jnp.integer)
 
 
 def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
-    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how often its sums are rounded."""
-    if _is_units(u) and _is_units(v):
+    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how many roundings it contains."""
+    if _is_one_hot(u) and _is_one_hot(v):
         same = (u[..., :, None] == v[..., None, :]) & (u[..., :, None] >= 0)
         return same.astype(jnp.float32), 0
-    if _is_units(v):
+    if _is_one_hot(v):
         transposed, roundings = _inner(v, u)
         return transposed.swapaxes(-1, -2), roundings
-    if _is_units(u):
+    if _is_one_hot(u):
         taken = jnp.take_along_axis(v, jnp.maximum(u, 0)[..., None, :], axis=-1)  # (…, s, t)
         taken = taken.swapaxes(-1, -2).astype(wide_dtype(v))
         return jnp.where((u >= 0)[..., None], taken, jnp.zeros_like(taken)), 0
@@ -70,8 +71,8 @@ def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
 
 
 def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row‖² of every row, (n, blocks, rows), and how often it is rounded."""
-    if _is_units(rows):
+    """Return ‖row‖² of every row, (n, blocks, rows), and how many roundings it contains."""
+    if _is_one_hot(rows):
         return (rows >= 0).astype(jnp.float32), 0
     flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
     squares, roundings = sums_of_squares(flat)
@@ -79,16 +80,16 @@ def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
 
 
 def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
-    """Return ‖a ⊗ g‖ = ‖a‖‖g‖ of each example, whatever the size of its entries.
+    """Return each example's ‖a ⊗ g‖ = ‖a‖‖g‖, without overflow or underflow of squares.
 
-    There may be several disjoint parts, each with one row in each block.
+    Each of the disjoint parts has a single term with one row per block.
     """
     lengths, rounding = [], 0.0
     for (part,) in parts:
         shape = part.g.shape[:2]
         length, rounded = jnp.ones(shape, wide_dtype(part.g)), 0.0
         for x in part:
-            if _is_units(x):
+            if _is_one_hot(x):
                 length = jnp.where(x[..., 0] >= 0, length, jnp.zeros_like(length))
             else:
                 rows = x.reshape(math.prod(shape), x.shape[-1])
@@ -97,15 +98,15 @@ def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
         lengths.append(length)
         rounding = max(rounding, rounded)
     eps = float(jnp.finfo(lengths[0].dtype).eps)
-    scaling = 2 * eps  # of what is summed, by `factor_scales`
+    scaling = 2 * eps  # the sum divides and multiplies by `factor_scales`
     return Lengths(row_norms(lengths), rounding + norm_rounding(lengths) + scaling)
 
 
 def factor_scales(parts: Sequence[Sequence[Factors]]) -> tuple[jax.Array, jax.Array]:
-    """Return the largest entries of a and of g, (n,), or what to divide by instead of them."""
+    """Return scales for a and g, (n,): their largest entries, or 1 where these are zero."""
 
     def largest(items: list[jax.Array]) -> jax.Array:
-        kept = [x for x in items if not _is_units(x)]
+        kept = [x for x in items if not _is_one_hot(x)]
         if not kept:
             return jnp.ones(len(items[0]), wide_dtype(items[0]))
         dtype = wide_dtype(*kept)
@@ -116,7 +117,7 @@ def factor_scales(parts: Sequence[Sequence[Factors]]) -> tuple[jax.Array, jax.Ar
 
 
 def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
-    """Return ‖a ⊗ g‖² = ‖a‖²‖g‖², as long as no square leaves the range of floats."""
+    """Return each example's ‖a ⊗ g‖² = ‖a‖²‖g‖²; squares may overflow or underflow."""
     squares = []
     for (part,) in parts:
         (a, rounded_a), (g, rounded_g) = (_squares(x) for x in part)
@@ -125,44 +126,46 @@ def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
         values = jnp.sum(a.astype(g.dtype) * g, axis=(1, 2))
         roundings = rounded_a + rounded_g + a.shape[1]
         each = 2 * tiny * sum(x.shape[-1] for x in part)
-        vanished = each * jnp.sum(a.astype(g.dtype) + g + 1, axis=(1, 2))
-        squares.append(Squares(values, 1.01 * roundings * unit * values + vanished))
+        underflow = each * jnp.sum(a.astype(g.dtype) + g + 1, axis=(1, 2))
+        squares.append(Squares(values, 1.01 * roundings * unit * values + underflow))
     return _added(squares)
 
 
 def squared_norms(parts: Sequence[Sequence[Factors]]) -> Squares:
-    """Return ‖Σ_t a_t ⊗ g_t‖² of each example, added up over disjoint parts."""
+    """Return each example's ‖Σ_t a_t ⊗ g_t‖², summed over disjoint parts."""
     return _added([_squared_norms(part) for part in parts])
 
 
 def _added(squares: Sequence[Squares]) -> Squares:
-    """Return the sum over disjoint parts."""
+    """Return the sum of squares over disjoint parts."""
     values, slack = (sum(items[1:], items[0]) for items in zip(*squares, strict=True))
     adding = (len(squares) - 1) * float(jnp.finfo(values.dtype).eps)
     return Squares(values, slack + adding * jnp.abs(values))
 
 
-def _squared_norms(uses: Sequence[Factors]) -> Squares:
-    """Return ‖Σ_uses Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ of each example.
+def _squared_norms(terms: Sequence[Factors]) -> Squares:
+    """Return each example's ‖Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ over all terms.
 
-    To add up k numbers in any order is to be off by (k − 1)u at most, relative to the sum of their
-    magnitudes, u = ε/2. So ⟨a_t, a_s⟩ is off by k_a·u·‖a_t‖‖a_s‖, and the whole by u times
-    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), k
-    for the sum itself. Second orders are added, and what may have vanished below all floats.
+    Adding k numbers in any order has an error of at most (k − 1)u times the sum of their
+    magnitudes, where u = ε/2. So the error of ⟨a_t, a_s⟩ is at most k_a·u·‖a_t‖‖a_s‖, and the error
+    of the result is at most u times
+    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), where k
+    is the number of roundings of the outer sum. The slack also covers errors of second order, and
+    products that underflow to zero.
     """
-    dtype = wide_dtype(uses[0].g)
+    dtype = wide_dtype(terms[0].g)
     unit, tiny = float(jnp.finfo(dtype).eps) / 2, float(jnp.finfo(dtype).tiny)
-    blocks, rows = uses[0].g.shape[1], sum(use.g.shape[2] for use in uses)
-    lengths = [Factors(*(_row_lengths(x).astype(dtype) for x in use)) for use in uses]
-    total = slack = jnp.zeros(uses[0].g.shape[:2], dtype)
+    blocks, rows = terms[0].g.shape[1], sum(term.g.shape[2] for term in terms)
+    lengths = [Factors(*(_row_lengths(x).astype(dtype) for x in term)) for term in terms]
+    total = slack = jnp.zeros(terms[0].g.shape[:2], dtype)
     roundings = 0
-    for i, j in combinations_with_replacement(range(len(uses)), 2):
-        (ka, ra), (kg, rg) = (_inner(*pair) for pair in zip(uses[i], uses[j], strict=True))
+    for i, j in combinations_with_replacement(range(len(terms)), 2):
+        (ka, ra), (kg, rg) = (_inner(*pair) for pair in zip(terms[i], terms[j], strict=True))
         ka, kg = ka.astype(dtype), kg.astype(dtype)
         la, lg = (
             x[..., :, None] * y[..., None, :] for x, y in zip(lengths[i], lengths[j], strict=True)
         )
-        adding = 2 * rows + blocks + len(uses) ** 2
+        adding = 2 * rows + blocks + len(terms) ** 2
         bound = (ra * la + adding * jnp.abs(ka)) * jnp.abs(kg) + rg * lg * jnp.abs(ka)
         times = 1 if i == j else 2
         total += times * _sum_of_rows(ka * kg)
@@ -177,32 +180,32 @@ def _squared_norms(uses: Sequence[Factors]) -> Squares:
         )
     )
     second = 2 * roundings * unit**2 * jnp.square(reach)
-    entries = max(x.shape[-1] for use in uses for x in use)
-    vanished = 4 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
-    slack = 1.05 * unit * slack + second + vanished
+    entries = max(x.shape[-1] for term in terms for x in term)
+    underflow = 4 * tiny * entries * (jnp.square(reach_a) + jnp.square(reach_g) + rows**2)
+    slack = 1.05 * unit * slack + second + underflow
     return Squares(jnp.sum(total, axis=-1), jnp.sum(slack, axis=-1))
 
 
 def _sum_of_rows(x: jax.Array) -> jax.Array:
-    """Return the sum over the last two axes; the barrier keeps XLA from merging it into one."""
+    """Return the sum over the last two axes; the barrier keeps XLA from merging the two sums."""
     return jnp.sum(jax.lax.optimization_barrier(jnp.sum(x, axis=-1)), axis=-1)
 
 
 def _row_lengths(rows: jax.Array) -> jax.Array:
-    """Return ‖row‖ or a little more: (n, blocks, rows)."""
+    """Return an upper bound on ‖row‖, close to it: (n, blocks, rows)."""
     squares, roundings = _squares(rows)
     limits = jnp.finfo(squares.dtype)
-    vanished = rows.shape[-1] * float(limits.tiny)
-    return jnp.sqrt(squares * (1 + roundings * float(limits.eps)) + vanished)
+    underflow = rows.shape[-1] * float(limits.tiny)
+    return jnp.sqrt(squares * (1 + roundings * float(limits.eps)) + underflow)
 
 
 def gradients(part: Factors, inputs: int) -> jax.Array:
     """Return every example's Σ_t a_t ⊗ g_t: (n, blocks, inputs, outputs)."""
     a, g = part
     dtype = wide_dtype(g)
-    if _is_units(a):
+    if _is_one_hot(a):
         return jax.vmap(lambda a, g: _scatter(a, g.astype(dtype), inputs))(a, g)
-    if inputs > g.shape[-1]:  # XLA's CPU backend is fastest with the longer side last
+    if inputs > g.shape[-1]:  # XLA on CPUs is fastest with the longer side last
         swapped = product("nbtp,nbtq->nbqp", a, g)
         return swapped.swapaxes(-1, -2)
     return product("nbtp,nbtq->nbpq", a, g)
@@ -211,9 +214,10 @@ def gradients(part: Factors, inputs: int) -> jax.Array:
 def weighted_sum(
     part: Factors, weights: jax.Array, inputs: int, scales: tuple[jax.Array, ...] = ()
 ) -> jax.Array:
-    """Return Σᵢ wᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs), the product of ordinary training.
+    """Return Σᵢ wᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs).
 
-    With scales, a and g are divided by these first, and wᵢ multiplied, so that none is lost.
+    Ordinary training computes the same product. With `scales`, a and g are first divided by their
+    scales, and wᵢ is multiplied by them, so that products neither overflow nor underflow.
     """
     a, g = part
     dtype = wide_dtype(g)
@@ -222,11 +226,11 @@ def weighted_sum(
         weights = weights * high * low
         weights = jnp.where(jnp.isfinite(weights), weights, jnp.zeros_like(weights))
         a, g = (
-            x if _is_units(x) else x.astype(dtype) / scale.astype(dtype)[:, None, None, None]
+            x if _is_one_hot(x) else x.astype(dtype) / scale.astype(dtype)[:, None, None, None]
             for x, scale in zip(part, scales, strict=True)
         )
     column = weights.astype(dtype)[:, None, None, None]
-    if _is_units(a):
+    if _is_one_hot(a):
         rows = column * g.astype(dtype)
         a, g = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in (a, rows))
         return _scatter(a, g, inputs)
@@ -238,7 +242,7 @@ def weighted_sum(
 
 
 def product(subscripts: str, a: jax.Array, g: jax.Array) -> jax.Array:
-    """Return an einsum, float32 at least and not rounded further than that."""
+    """Return an einsum of a and g in float32 or wider, at the highest precision."""
     dtype = wide_dtype(a, g)
     if a.dtype != g.dtype:
         a, g = a.astype(dtype), g.astype(dtype)
@@ -250,7 +254,7 @@ def _scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
     def one(ids: jax.Array, rows: jax.Array) -> jax.Array:
         zeros = jnp.zeros((inputs, rows.shape[-1]), rows.dtype)
-        places = jnp.where(ids >= 0, ids, inputs)  # beyond the end: dropped
+        places = jnp.where(ids >= 0, ids, inputs)  # an index beyond the end is dropped
         return zeros.at[places].add(rows, mode="drop")
 
     return jax.vmap(one)(ids, rows)

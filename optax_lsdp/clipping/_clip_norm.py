@@ -1,0 +1,220 @@
+"""Check clip norms, group leaves under them, and clip per-example gradients to them.
+
+A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. From
+each example's gradient norm and the clip norm of a group follows a clip factor in [0, 1]. Both
+engines and `clip_per_example` get their clip factors here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_lsdp._checks import is_number
+from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._mesh import axis_size
+from optax_lsdp._trees import (
+    compute_once,
+    leaf_addresses,
+    norm_rounding,
+    row_norms,
+    usable_scale,
+    widen,
+)
+from optax_lsdp._types import ClipNorm, PyTree
+
+ClipStyle = Literal["threshold", "automatic"]
+CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
+STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
+
+
+@dataclass(frozen=True)
+class CheckedClipNorm:
+    """A clip norm that was checked and copied, so that nobody can change it afterwards.
+
+    Clipping and noise must use the same clip norm. Without the copy, a caller could change a dict
+    of clip norms in between.
+
+    Attributes:
+        value: the copy: a number, a prefix tree of numbers, or a schedule.
+        is_schedule: whether `value` is a function of the step.
+        addresses: a text for each group, unique within the tree.
+    """
+
+    value: ClipNorm
+    is_schedule: bool
+    addresses: tuple[str, ...]
+
+    def at(self, step: ArrayLike | None) -> ClipNorm:
+        """Return the clip norm of one step: the schedule's value, or the clip norm itself."""
+        return self.value(step) if self.is_schedule else self.value
+
+    def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
+        """Return the group of each leaf of `tree`; `now` is the clip norm of the current step."""
+        prefix = self.value if now is None else now
+        groups: list[ClipGroup] = []
+        addresses = iter(self.addresses)
+
+        def extend(norm: ArrayLike, subtree: PyTree) -> None:
+            group = ClipGroup(next(addresses), norm)
+            groups.extend([group] * len(jax.tree.leaves(subtree)))
+
+        try:
+            jax.tree.map(extend, prefix, tree)
+        except ValueError as error:
+            raise ValueError(
+                "`clip_norm` must be a number or a prefix of the parameters' tree, got "
+                f"{jax.tree.structure(prefix)} for {jax.tree.structure(tree)}."
+            ) from error
+        return groups
+
+
+def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
+    """Check a clip norm and return a copy of it; raise unless its numbers are in [1e-30, 1e30]."""
+    is_schedule = _is_schedule(clip_norm)
+    with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
+        first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
+    norms = first or jax.tree.leaves(clip_norm)
+    if not norms:
+        raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
+    for norm in norms:
+        if isinstance(norm, jax.Array):
+            raise TypeError(
+                f"`clip_norm` must be a static number, got {norm!r}; with "
+                'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
+            )
+        if not is_number(norm) or not 1e-30 <= norm <= 1e30:
+            raise ValueError(
+                f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
+            )
+    copy = jax.tree.map(lambda norm: norm, clip_norm)
+    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)))
+
+
+def _is_schedule(clip_norm: ClipNorm) -> bool:
+    """Tell a function of the step from a number or a tree; an Equinox module is a tree."""
+    return callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
+
+
+def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
+    """Return how far one example can move the clipped sum: √ΣC² over the groups.
+
+    The standard deviation of the noise is the noise multiplier times this number. It holds for
+    adding or removing one example. Replacing one example can move the sum twice as far; the
+    accountant takes that into account.
+
+    Args:
+        clip_norm: a number, a prefix tree with one number per group, or a schedule. A schedule is
+            returned unchanged.
+
+    >>> sensitivity({"encoder": 3.0, "head": 4.0})
+    5.0
+    """
+    checked = checked_clip_norm(clip_norm)
+    return clip_norm if checked.is_schedule else math.hypot(*jax.tree.leaves(clip_norm))
+
+
+def clip_factors(
+    norms: jax.Array, clip_norm: ArrayLike, *, style: ClipStyle, rounding: float
+) -> jax.Array:
+    """Return clip factors cᵢ such that cᵢ‖gᵢ‖ ≤ C, allowing for rounding errors in the norms.
+
+    threshold: cᵢ = min(1, C/‖gᵢ‖); automatic: cᵢ = C/(‖gᵢ‖ + γ). An example gets factor 0 if its
+    norm is zero or not finite, or if its factor is too small for float32.
+
+    Args:
+        norms: (n,), the computed gradient norms.
+        clip_norm: C.
+        style: the formula, as in `clipped_grad`.
+        rounding: an upper bound on how far a computed norm is below ‖gᵢ‖, relative to itself.
+
+    References:
+        Abadi et al. 2016, Deep Learning with Differential Privacy.
+        Bu et al. 2023, Automatic Clipping (AUTO-S).
+    """
+    limit = jnp.asarray(clip_norm, norms.dtype)
+    upper = norms * jnp.asarray(1 + rounding, norms.dtype)
+    if style == "automatic":
+        factors = limit / (upper + jnp.asarray(STABILITY, norms.dtype))
+    else:
+        factors = limit / jnp.maximum(upper, limit)
+    usable = (norms > 0) & jnp.isfinite(upper) & (factors >= jnp.finfo(norms.dtype).tiny)
+    return jnp.where(usable, factors, jnp.zeros_like(factors))
+
+
+def clip_and_sum(
+    rows: optax.Updates,
+    groups: list[ClipGroup],
+    *,
+    style: ClipStyle = "threshold",
+    mask: jax.Array | None = None,
+    split: Sequence[frozenset[str]] | None = None,
+) -> tuple[dict[str, jax.Array], optax.Updates]:
+    """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
+
+    An example contributes exactly zero if it is masked, or if its norm in any group is not finite.
+    The sum is float32 or wider.
+
+    Args:
+        rows: the gradients gᵢ; each leaf has shape (n, …).
+        groups: the group of each leaf.
+        style: the formula of the clip factors cᵢ.
+        mask: (n,), True where there is an example.
+        split: inside `shard_map`, the mesh axes over which each leaf's gradient is split.
+    """
+    leaves, structure = jax.tree.flatten(rows)
+    # One barrier around split and replicated leaves would make all of them vary.
+    leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
+    split = split or [frozenset()] * len(leaves)
+    norms, factors = {}, {}
+    for path, clip_norm in dict(groups).items():
+        members = dict[frozenset[str], list[jax.Array]]()
+        for leaf, group, axes in zip(leaves, groups, split, strict=True):
+            if group.path == path:
+                members.setdefault(axes, []).append(leaf)
+        norms[path], rounding = _joint_norms(members)
+        factors[path] = clip_factors(norms[path], clip_norm, style=style, rounding=rounding)
+    alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0)
+    if mask is not None:
+        alive &= mask
+    sums = [
+        _weighted_sum(leaf, jnp.where(alive, factors[group.path], 0))
+        for leaf, group in zip(leaves, groups, strict=True)
+    ]
+    return norms, jax.tree.unflatten(structure, sums)
+
+
+def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
+    """Return each example's ‖g‖₂ over all leaves and shards, (n,), and a bound on its rounding.
+
+    Args:
+        members: leaves of shape (n, …), by the mesh axes over which they are split.
+    """
+    parts, rounding = [], 0.0
+    for axes, leaves in members.items():
+        norms, rounded = row_norms(leaves), norm_rounding(leaves)
+        if axes:
+            names, eps = tuple(sorted(axes)), float(jnp.finfo(norms.dtype).eps)
+            scale = usable_scale(jax.lax.pmax(norms, names))
+            norms = scale * jnp.sqrt(jax.lax.psum(jnp.square(norms / scale), names))
+            rounded += (axis_size(names) + 4) * eps
+        parts.append(norms)
+        rounding = max(rounding, rounded)
+    if len(parts) == 1:
+        return parts[0], rounding
+    together = [part[:, None] for part in parts]
+    return row_norms(together), rounding + norm_rounding(together)
+
+
+def _weighted_sum(rows: jax.Array, factors: jax.Array) -> jax.Array:
+    """Return Σᵢ cᵢgᵢ; where cᵢ is 0, use zeros instead of gᵢ, because 0 · NaN is NaN."""
+    rows = widen(rows)
+    weights = factors.astype(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.sum(jnp.where(weights > 0, weights * rows, jnp.zeros_like(rows)), axis=0)

@@ -1,0 +1,264 @@
+"""Find every use of every parameter in the jaxpr of a loss.
+
+A *use* is an equation in which a weight meets an example. The walk follows each parameter through
+all values that depend on parameters alone; these are weights. Where a weight meets an example in a
+primitive that has a rule, the walk records a `Use`. Where it meets one in any other way, the walk
+records that the leaf is used without a rule, and the engine differentiates that leaf for each
+example. So no use can be missed; at worst a leaf is slower than it could be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, has_custom_backward, is_literal, shape_of
+from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
+from optax_lsdp.clipping.bookkeeping._views import (
+    Loop,
+    Weight,
+    constant,
+    derived,
+    parameter,
+    slice_of,
+)
+
+REMATERIALISED = ("checkpoint", "remat", "remat2")
+
+Path = tuple[int, ...]  # where an equation is: the indices of the calls around it, then its own
+Item = TypeVar("Item")
+
+
+class Piece(NamedTuple):
+    """A weight that a use takes, or one of several weights that were concatenated for it.
+
+    Attributes:
+        weight: the weight.
+        matrix: the weight as a matrix.
+        start: where the weight begins along `axis` of the operand; None if it is all of it.
+        axis: the axis along which the weights were concatenated.
+    """
+
+    weight: Weight
+    matrix: Matrix
+    start: int | None = None
+    axis: int = 0
+
+
+class Use(NamedTuple):
+    """An equation in which a weight meets an example, and whose primitive has a rule.
+
+    Attributes:
+        equation: the equation.
+        place: the position of the weight among the two operands.
+        rule: the rule of the primitive.
+        matrix: the operand that holds the weight, as a matrix.
+        loops: the scans around the equation, the outermost first.
+        pieces: the weights that the operand consists of.
+    """
+
+    equation: Equation
+    place: int
+    rule: Rule
+    matrix: Matrix
+    loops: tuple[Loop, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        """Return the name of the primitive."""
+        return self.equation.primitive.name
+
+
+class Uses(NamedTuple):
+    """All uses of all parameters.
+
+    Attributes:
+        by_rule: the uses that have a rule.
+        without_rule: for each leaf that has other uses as well, their primitives.
+        by_choice: leaves that are treated as if they had no rule because that takes less memory.
+    """
+
+    by_rule: dict[Path, Use]
+    without_rule: dict[int, set[str]]
+    by_choice: frozenset[int] = frozenset()
+
+    def add_without_rule(self, weights: Sequence[Weight | None], primitive: str) -> None:
+        """Record that a primitive without a rule uses these weights."""
+        for weight in weights:
+            for leaf in weight.leaves if weight else ():
+                self.without_rule.setdefault(leaf, set()).add(primitive)
+
+
+def find_uses(closed: ClosedJaxpr, leaves: int) -> Uses:
+    """Return all uses in a loss whose first `leaves` inputs are the parameters."""
+    uses = Uses({}, {})
+    inputs: list[Weight | None] = [None] * len(closed.jaxpr.invars)
+    for index, variable in enumerate(closed.jaxpr.invars[:leaves]):
+        inputs[index] = parameter(index, shape_of(variable))
+    uses.add_without_rule(_walk(closed, inputs, (), (), uses), "output")
+    return uses
+
+
+def _walk(
+    closed: ClosedJaxpr,
+    inputs: Sequence[Weight | None],
+    path: Path,
+    loops: tuple[Loop, ...],
+    uses: Uses,
+) -> list[Weight | None]:
+    """Record the uses in a jaxpr; return its outputs, with None for those that depend on data."""
+    jaxpr = closed.jaxpr
+    known: dict[object, Weight] = {
+        variable: constant(value)
+        for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
+    }
+    known |= {v: w for v, w in zip(jaxpr.invars, inputs, strict=True) if w is not None}
+
+    def read(atom: Any) -> Weight | None:
+        return constant(atom.val) if is_literal(atom) else known.get(atom)
+
+    for number, equation in enumerate(jaxpr.eqns):
+        weights = [read(atom) for atom in equation.invars]
+        results = _walk_equation(equation, weights, (*path, number), loops, uses)
+        known |= {v: w for v, w in zip(equation.outvars, results, strict=True) if w is not None}
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _walk_equation(
+    equation: Equation,
+    weights: list[Weight | None],
+    path: Path,
+    loops: tuple[Loop, ...],
+    uses: Uses,
+) -> list[Weight | None]:
+    """Record the uses in one equation; return its outputs, with None for those with data."""
+    name = equation.primitive.name
+    data: list[Weight | None] = [None] * len(equation.outvars)
+    if is_inlined(equation, weights):
+        return _walk(body(equation), weights, path, loops, uses)
+    if makes_weights(equation, weights):
+        return [*derived(equation, [weight for weight in weights if weight is not None])]
+    if not any(weight and weight.leaves for weight in weights):
+        return data
+    if name == "scan":
+        return _walk_scan(equation, weights, path, loops, uses)
+    if name in REMATERIALISED:
+        uses.add_without_rule(_walk(body(equation), weights, path, loops, uses), name)
+    elif name == "cond":
+        uses.add_without_rule(weights[:1], name)
+        for number, branch in enumerate(equation.params["branches"]):
+            results = _walk(branch, weights[1:], (*path, number), loops, uses)
+            uses.add_without_rule(results, name)
+    else:
+        use = _use(equation, weights, loops)
+        if use is not None:
+            uses.by_rule[path] = use
+        else:
+            uses.add_without_rule(weights, name)
+    return data
+
+
+def is_inlined(equation: Equation, weights: Sequence[object]) -> bool:
+    """Tell whether to walk into a call as if it were inlined, since it may return weights.
+
+    `weights` are the operands, with None for those that depend on data.
+    """
+    is_call = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
+    return is_call and (not weights or any(item is not None for item in weights))
+
+
+def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
+    """Tell whether all operands are weights, so that the outputs are weights too.
+
+    `weights` are the operands, with None for those that depend on data. Equations with a
+    `custom_vjp` are excluded, because it need not be linear in its cotangent. The gradient of a
+    weight that is used twice is then not the sum of the gradients of its uses, so automatic
+    differentiation has to add the cotangents first.
+    """
+    is_pure = not equation.effects and not has_custom_backward(equation)
+    return is_pure and all(item is not None for item in weights)
+
+
+def _use(
+    equation: Equation, weights: Sequence[Weight | None], loops: tuple[Loop, ...]
+) -> Use | None:
+    """Return the use if exactly one operand depends on parameters and a rule applies."""
+    places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
+    rule = RULES.get(equation.primitive.name)
+    if rule is None or len(places) != 1:
+        return None
+    place = places[0]
+    matrix, weight = rule.matrix(equation, place), weights[place]
+    if matrix is None or weight is None or not _has_real_factors(equation, place, rule):
+        return None
+    return Use(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule))
+
+
+def _has_real_factors(equation: Equation, place: int, rule: Rule) -> bool:
+    """Tell whether all factors have entries, and all of these are real floating-point numbers."""
+    avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.invars]
+    weight, other = avals[place], avals[1 - place]
+    output = cast("jax.ShapeDtypeStruct", equation.outvars[0].aval)
+    floats = [weight, output] if rule.is_one_hot else [weight, output, other]
+    real = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in floats)
+    return real and all(math.prod(aval.shape) for aval in (weight, output, other))
+
+
+def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
+    """Return the parts of a concatenated weight if the rule's factors can be cut accordingly."""
+    if not weight.pieces or rule is not MATMUL:
+        return (Piece(weight, matrix),)
+    pieces, start = [], 0
+    for part in weight.pieces:
+        shape = tuple(size for size, _ in part.view.axes)  # type: ignore[union-attr]  # all are views
+        cut = Matrix(shape, matrix.order, matrix.counts)
+        if part.leaves:
+            pieces.append(Piece(part, cut, start, weight.axis))
+        start += shape[weight.axis]
+    return tuple(pieces)
+
+
+def scan_parts(
+    equation: Equation, items: Sequence[Item]
+) -> tuple[Sequence[Item], Sequence[Item], Sequence[Item]]:
+    """Split the operands of a scan into constants, carry and slices."""
+    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+    return items[:consts], items[consts : consts + carry], items[consts + carry :]
+
+
+def carried_unchanged(equation: Equation) -> list[bool]:
+    """Tell for each carry of a scan whether every iteration returns it unchanged."""
+    jaxpr = equation.params["jaxpr"].jaxpr
+    _, carry, _ = scan_parts(equation, jaxpr.invars)
+    return [a is b for a, b in zip(carry, jaxpr.outvars[: len(carry)], strict=True)]
+
+
+def _walk_scan(
+    equation: Equation,
+    weights: Sequence[Weight | None],
+    path: Path,
+    loops: tuple[Loop, ...],
+    uses: Uses,
+) -> list[Weight | None]:
+    """Record the uses of weights that a scan closes over, slices, or carries unchanged.
+
+    A carry that changes is data, even where an iteration puts a weight into it. Both its first
+    value and the values that iterations return then count as used without a rule.
+    """
+    loop = Loop(len(loops), equation.params["length"])
+    consts, carry, slices = scan_parts(equation, weights)
+    unchanged = carried_unchanged(equation)
+    inside = [w if same else None for w, same in zip(carry, unchanged, strict=True)]
+    changed = [w for w, same in zip(carry, unchanged, strict=True) if not same]
+    if loop.length:  # a scan of length 0 never runs its body
+        sliced = [None if weight is None else slice_of(weight, loop) for weight in slices]
+        results = _walk(body(equation), [*consts, *inside, *sliced], path, (*loops, loop), uses)
+        changed += [w for w, same in zip(results, unchanged, strict=False) if not same]
+        changed += results[len(inside) :]
+    uses.add_without_rule(changed, "scan")
+    return inside + [None] * (len(equation.outvars) - len(inside))
