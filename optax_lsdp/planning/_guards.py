@@ -128,5 +128,5 @@ def _check_masked(updates: optax.Updates) -> None:
             raise ValueError(
                 "`updates` must be sums over batches with their mask, because samplers pad "
                 f"batches, got {got}; compute them with the plan's `clipped_grad(loss)(params, "
-                "batch, mask)`, and give plans and `fit` an optimizer that is not private."
+                "batch, mask)`, and give a plan or `fit` an ordinary optimizer, not a private one."
             )

@@ -70,7 +70,7 @@ class PrivacyPlan:
             converts them to `steps`.
         noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
             sum's sensitivity.
-        noise_schedule: factors by which z is multiplied. The accountant takes them into account.
+        noise_schedule: factors by which z is multiplied, as a `Piecewise`; ε covers them.
         clip_norm: C: a number, a prefix tree of numbers, or a `Piecewise`; see `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, a number or a `Piecewise`.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
@@ -171,7 +171,7 @@ class PrivacyPlan:
             return self.max_batch_size
         most_steps = RECORDED_AT_MOST * self.steps
         log_rare = math.log(_RESERVED * self.delta / most_steps) - np.logaddexp(0, self.epsilon)
-        rare = math.exp(max(log_rare, -690.0))  # exp(−690) is close to the smallest float
+        rare = math.exp(max(log_rare, -690.0))  # about 1e-300, since floats end there
         return room_for_batch(
             self.dataset_size, self.expected_batch_size, rare, group_size=self.group_size
         )

@@ -14,6 +14,7 @@ from scipy.stats import binom
 
 import optax_lsdp as lsdp
 from optax_lsdp.accounting import SampledGaussian
+from optax_lsdp.planning import _plan
 
 BASE = {"dataset_size": 1000, "expected_batch_size": 50, "steps": 100, "delta": 1e-5}
 PIECES = lsdp.Piecewise((0, 30), (2.0, 1.0))
@@ -169,6 +170,19 @@ def test_the_optimizer_adds_the_noise_that_the_accountant_assumes(name):
     for step in (0, 29, 30, 99):
         expected = plan.event(step).noise_multiplier
         assert float(noise_at(step)) == pytest.approx(expected, rel=0.03)  # of 20,000 draws
+
+
+def test_the_optimizer_passes_shard_specs_on_to_privatize(monkeypatch):
+    passed = {}
+
+    def privatize(optimizer, **options):
+        passed.update(options)
+        return optimizer
+
+    monkeypatch.setattr(_plan, "privatize", privatize)
+    specs = {"shard_specs": jax.P("x"), "replicated_axes": "y"}
+    make("noise").optimizer(optax.sgd(1.0), KEY, **specs)
+    assert {name: passed[name] for name in specs} == specs
 
 
 def test_different_plans_and_labels_have_different_keys():
