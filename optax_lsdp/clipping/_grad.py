@@ -282,8 +282,7 @@ def _check_output(output: PyTree, has_aux: bool) -> None:
     if not (is_floating(value) or isinstance(value, float)):
         raise TypeError(
             "`loss_fn` must return the loss, a real floating-point scalar, got "
-            f"{dtype_name(value)}; return others as aux "
-            "(`value_and_clipped_grad(..., has_aux=True)`)."
+            f"{dtype_name(value)}; for other values, use has_aux=True of `value_and_clipped_grad`."
         )
     if jnp.shape(value) != ():
         raise ValueError(
