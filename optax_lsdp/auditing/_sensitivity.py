@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
 from optax_lsdp._types import PyTree
 from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
-Masks = tuple[jax.Array, jax.Array]
 _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
 _ENTRIES = (math.nan, math.inf, 1e30)  # that replace a single number of an example
 _SCALES = (1.0, 1e-3, 1e3)  # of all other examples
@@ -79,11 +79,18 @@ class _Neighbours(NamedTuple):
     batch: PyTree
     example: PyTree
     row: int
-    masks: Masks
+    masks: tuple[np.ndarray, np.ndarray]
+
+    def released(self, release: Release) -> tuple[PyTree, PyTree]:
+        """Return the release of both batches."""
+        other = _with_example(self.batch, self.example, self.row)
+        return _released(release, self.batch, self.masks[0]), _released(
+            release, other, self.masks[1]
+        )
 
     def granted(self, tolerance: float) -> float:
         """Return the relative error that a float32 sum over the first mask may have."""
-        return max(tolerance, _ROUNDING * float(jnp.sum(self.masks[0])))
+        return max(tolerance, _ROUNDING * float(np.sum(self.masks[0])))
 
 
 class _Setting(NamedTuple):
@@ -91,14 +98,9 @@ class _Setting(NamedTuple):
 
     how: str
     batch: PyTree
-    mask: jax.Array
+    mask: np.ndarray
     row: int
     example: PyTree
-
-    def replaced(self, factor: float) -> PyTree:
-        """Return the batch with `factor` times the example at `row`."""
-        batch = jax.tree.map(lambda x, one: x.at[self.row].set(one), self.batch, self.example)
-        return _scaled(batch, np.where(np.arange(len(self.mask)) == self.row, factor, 1.0))
 
     def with_entry(self, value: float, rng: np.random.Generator) -> _Setting:
         """Return the setting with a random number of the example replaced by `value`."""
@@ -106,35 +108,34 @@ class _Setting(NamedTuple):
         places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
         if places:
             leaf = int(rng.choice(places))
-            entry = int(rng.integers(leaves[leaf].size))
-            flat = leaves[leaf].ravel().at[entry].set(value)
-            leaves[leaf] = flat.reshape(leaves[leaf].shape)
+            leaves[leaf] = np.array(leaves[leaf])
+            leaves[leaf].flat[int(rng.integers(leaves[leaf].size))] = value
         return self._replace(example=jax.tree.unflatten(structure, leaves))
 
     def neighbours(self, factor: float, neighbouring: str) -> _Neighbours:
-        """Return two batches that the neighbouring relation connects."""
-        changed = self.replaced(factor)
-        example = jax.tree.map(lambda x: x[self.row], changed)
-        if neighbouring == "add_remove":
-            return _Neighbours(changed, example, self.row, (self.mask, self._mask_without()))
-        return _Neighbours(self.batch, example, self.row, (self.mask, self.mask))
+        """Return neighbours of which one has `factor` times the example."""
+        example = _scaled(self.example, factor)
+        if neighbouring == "replace_one":
+            return _Neighbours(self.batch, example, self.row, (self.mask, self.mask))
+        changed = _with_example(self.batch, example, self.row)
+        return _Neighbours(changed, example, self.row, (self.mask, self._mask_without_row()))
 
     def masked_out(self, factor: float) -> _Neighbours:
         """Return two batches that differ outside their mask alone."""
-        without = self._mask_without()
-        example = jax.tree.map(lambda x: x[self.row], self.replaced(factor))
+        example, without = _scaled(self.example, factor), self._mask_without_row()
         return _Neighbours(self.batch, example, self.row, (without, without))
 
-    def _mask_without(self) -> jax.Array:
-        return self.mask.at[self.row].set(False)
+    def _mask_without_row(self) -> np.ndarray:
+        return self.mask & (np.arange(len(self.mask)) != self.row)
 
 
 class _Found(NamedTuple):
-    """The difference between two neighbours."""
+    """The difference between two neighbours, and by how much it exceeds what it is granted."""
 
     distance: float
     how: str
-    pair: _Neighbours
+    granted: float
+    excess: float
 
 
 def audit_sensitivity(
@@ -189,45 +190,50 @@ def audit_sensitivity(
     check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
-    found: list[_Found] = []
-    masked = 0.0
+    pairs, masked = 0, 0.0
+    most = _Found(-math.inf, "", 0.0, -math.inf)
+    worst: list[tuple[float, _Neighbours]] = []  # the finite ones, longest first
 
     def compare(pair: _Neighbours, how: str) -> float:
-        found.append(_Found(_norm(_difference(release, *pair)), how, pair))
-        return found[-1].distance
+        nonlocal pairs, most
+        pairs += 1
+        distance, granted = _distance(*pair.released(release)), pair.granted(tolerance)
+        found = _Found(distance, how, granted, distance - declared * granted)
+        most = max(most, found, key=lambda one: one.excess)
+        return distance
 
     for here in _settings(batch, searches, rng):
         changes = [(f"scaled by {factor:g}", here, factor) for factor in _FACTORS]
         changes += [(f"with one entry {x:g}", here.with_entry(x, rng), 1.0) for x in _ENTRIES]
         for how, setting, factor in changes:
-            compare(setting.neighbours(factor, neighbouring), f"{here.how}; one example {how}")
-            masked = max(masked, _norm(_difference(release, *setting.masked_out(factor))))
-    worst = sorted(found, key=lambda one: -one.distance)
-    for pair in [one.pair for one in worst if math.isfinite(one.distance)][:ascents]:
+            pair = setting.neighbours(factor, neighbouring)
+            distance = compare(pair, f"{here.how}; one example {how}")
+            if math.isfinite(distance):
+                worst = sorted([*worst, (distance, pair)], key=lambda one: -one[0])[:ascents]
+            masked = max(masked, _distance(*setting.masked_out(factor).released(release)))
+    for _, pair in worst:
         for step in range(ascent_steps):
             pair = _ascend(release, pair, 0.3 * (1 - step / ascent_steps))
             if not math.isfinite(compare(pair, "found by gradient ascent")):
                 break
-    most = max(found, key=lambda one: one.distance - declared * one.pair.granted(tolerance))
-    granted = most.pair.granted(tolerance)
     return SensitivityReport(
-        declared, most.distance, most.how, masked, len(found), tolerance, granted
+        declared, most.distance, most.how, masked, pairs, tolerance, most.granted
     )
 
 
 @partial(jax.jit, static_argnums=0)  # repeated audits of one release compile it once
-def _difference(release: Release, batch: PyTree, example: PyTree, row: int, masks: Masks) -> PyTree:
-    """Return the release of the first neighbour minus that of the second."""
-    other = jax.tree.map(lambda x, one: x.at[row].set(one), batch, example)
-    return jax.tree.map(jnp.subtract, release(batch, masks[0]), release(other, masks[1]))
+def _released(release: Release, batch: PyTree, mask: jax.Array) -> PyTree:
+    return release(batch, mask)
 
 
-def _norm(difference: PyTree) -> float:
-    """Return the ℓ₂ norm in float64; infinite if a number is not finite."""
-    arrays = jax.tree.leaves(jax.device_get(difference))
-    leaves = [np.abs(x).astype(np.float64) for x in arrays]  # magnitudes of complex numbers too
-    squares = sum(np.sum(x**2) for x in leaves)
-    return math.sqrt(squares) if np.isfinite(squares) else math.inf
+@np.errstate(invalid="ignore", over="ignore")  # the distance is infinite then
+def _distance(one: PyTree, other: PyTree) -> float:
+    """Return the ℓ₂ distance in float64; infinite if a number is not finite."""
+    squares = 0.0
+    for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        squares += float(np.sum(np.abs(x.astype(wide) - y.astype(wide)) ** 2))
+    return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
 def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_Setting]:
@@ -241,7 +247,6 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
         else:
             size = available
             order = rng.integers(size, size=size)
-        examples = jax.tree.map(lambda x, o=order: x[o], batch)
         kept = int(rng.integers(1, min(size, _FEW) + 1)) if kind == "few" else size
         mask = np.zeros(size, bool)
         mask[rng.permutation(size)[:kept]] = True
@@ -253,46 +258,85 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)
         scales[row] = 1.0
-        source = int(rng.integers(available))
-        example = jax.tree.map(lambda x, i=source: x[i], batch)
+        example = _rows(batch, int(rng.integers(available)))
         by = f"{max(_SCALES):g} or {min(_SCALES):g}" if kind == "two scales" else f"{scale:g}"
         how = f"{kept} of {size} examples in the mask, scaled by {by}"
-        yield _Setting(how, _scaled(examples, scales), jnp.asarray(mask), row, example)
+        yield _Setting(how, _scaled(_rows(batch, order), scales), mask, row, example)
+
+
+# These are compiled: there are many small batches to build.
+@jax.jit
+def _rows(batch: PyTree, indices: ArrayLike) -> PyTree:
+    return jax.tree.map(lambda x: x[indices], batch)
+
+
+@jax.jit
+def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
+    return jax.tree.map(lambda x, one: x.at[row].set(one), batch, example)
+
+
+@jax.jit
+def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
+    """Multiply all floats of an example by a factor, or those of each example of a batch."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        if not _is_float(x):
+            return x
+        along = jnp.asarray(factors).astype(x.dtype)
+        return x * along.reshape(along.shape + (1,) * (x.ndim - along.ndim))
+
+    return jax.tree.map(scale, tree)
 
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _scaled(batch: PyTree, factors: np.ndarray) -> PyTree:
-    """Multiply the floats of each example by the example's factor."""
-
-    def scale(x: jax.Array) -> jax.Array:
-        if not _is_float(x):
-            return x
-        return x * jnp.asarray(factors, x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
-
-    return jax.tree.map(scale, batch)
+def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
+    """Take a step of gradient ascent on the distance, in all floats of both batches."""
+    one, other = pair.released(release)
+    slopes = _slopes(release, pair.batch, pair.masks[0], other)
+    changed = _with_example(pair.batch, pair.example, pair.row)
+    other_slopes = _slopes(release, changed, pair.masks[1], one)
+    batch, example = _moved(pair, slopes, other_slopes, rate)
+    return pair._replace(batch=batch, example=example)
 
 
 @partial(jax.jit, static_argnums=0)
-def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Take a step of gradient ascent on the distance, in all floats of both batches."""
-    leaves, structure = jax.tree.flatten((pair.batch, pair.example))
-    floats = [x for x in leaves if _is_float(x)]
-
-    def assemble(floats: list[jax.Array]) -> tuple[PyTree, PyTree]:
-        new = iter(floats)
-        return jax.tree.unflatten(structure, [next(new) if _is_float(x) else x for x in leaves])
+def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> list[jax.Array]:
+    """Return the gradient of ‖release(batch, mask) − other‖ in all floats of the batch."""
 
     def distance(floats: list[jax.Array]) -> jax.Array:
-        change = _difference(release, *assemble(floats), pair.row, pair.masks)
+        change = jax.tree.map(jnp.subtract, release(_with_floats(batch, floats), mask), other)
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(change)) + 1e-30)
+
+    return jax.grad(distance)(_floats(batch))
+
+
+@jax.jit
+def _moved(
+    pair: _Neighbours, slopes: list[jax.Array], other_slopes: list[jax.Array], rate: float
+) -> tuple[PyTree, PyTree]:
+    """Move the batch and the example by a share of their size; other rows are in both batches."""
 
     def move(x: jax.Array, slope: jax.Array) -> jax.Array:
         size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
         return x + rate * (size + 1e-6) * slope / (steepness + 1e-30)
 
-    moved = [move(x, slope) for x, slope in zip(floats, jax.grad(distance)(floats), strict=True)]
-    batch, example = assemble(moved)
-    return pair._replace(batch=batch, example=example)
+    of_batch = [x + y.at[pair.row].set(0) for x, y in zip(slopes, other_slopes, strict=True)]
+    of_example = [y[pair.row] for y in other_slopes]
+    moved = [
+        _with_floats(tree, list(map(move, _floats(tree), gradient)))
+        for tree, gradient in ((pair.batch, of_batch), (pair.example, of_example))
+    ]
+    return moved[0], moved[1]
+
+
+def _floats(tree: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def _with_floats(tree: PyTree, floats: list[jax.Array]) -> PyTree:
+    """Return the tree with other floats in place of its own."""
+    new = iter(floats)
+    return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)
