@@ -26,7 +26,7 @@ from optax_lsdp.accounting import SampledGaussian, show_epsilon
 from optax_lsdp.auditing._report import format_report
 
 _Train = Callable[[jax.Array, jax.Array], jax.Array]
-_CHUNK = 4096  # trainings per call of the compiled function
+_CHUNK = 4096  # trainings per call of the compiled function, at most
 _THRESHOLDS = 333
 
 
@@ -106,10 +106,13 @@ def audit_epsilon(
     """
     check_whole("trials", trials, 4)
 
+    chunks = -(-trials // _CHUNK)
+    size = -(-trials // chunks)  # equal chunks need one compilation; the last scores are dropped
+
     def scores(is_in: bool) -> np.ndarray:
-        keys = jax.random.split(jax.random.fold_in(key, is_in), trials)
-        chunks = [keys[start : start + _CHUNK] for start in range(0, trials, _CHUNK)]
-        return np.concatenate([np.asarray(_scores(train, c, jnp.asarray(is_in))) for c in chunks])
+        keys = jax.random.split(jax.random.fold_in(key, is_in), (chunks, size))
+        parts = [np.asarray(_scores(train, part, jnp.asarray(is_in))) for part in keys]
+        return np.concatenate(parts)[:trials]
 
     inside, outside = scores(True), scores(False)
     if inside.shape != (trials,):

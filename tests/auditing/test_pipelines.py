@@ -9,7 +9,7 @@ from benchmarks._planted import PLANTED
 from optax_lsdp.accounting import SampledGaussian
 from tests.cases import FULL, slow
 
-SEEDS = range(20 if FULL else 2)
+SEEDS = range(20 if FULL else 1)
 
 
 @pytest.fixture(autouse=True)
