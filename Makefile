@@ -44,7 +44,7 @@ fuzz: $(READY)
 # The whole audit command on each bug that is planted in the library, in two processes. What is in tests/auditing/last.txt is not tried again.
 mutations: export XLA_FLAGS = --xla_force_host_platform_device_count=8
 mutations: $(READY)
-	$(BIN)/python -m tests.auditing.command 0 2 & $(BIN)/python -m tests.auditing.command 1 2; wait
+	$(BIN)/python -m tests.auditing.run_mutations 0 2 & $(BIN)/python -m tests.auditing.run_mutations 1 2; wait
 	sort -o tests/auditing/last.txt tests/auditing/last.txt
 
 # 100,000 steps, left alone and under random kills.

@@ -1,11 +1,14 @@
-"""Our own pipeline as it is: a seed goes in, an audit that must pass comes out."""
+"""Audits of correct pipelines, made of the library's parts; each must pass.
+
+`SOUND` is the table of these audits. `_planted.py` breaks the same pipelines.
+"""
 
 import contextlib
 import tempfile
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +18,29 @@ import optax
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.accounting import SampledGaussian
-from optax_lsdp.auditing import audit_epsilon, audit_noise, audit_sampler, audit_sensitivity
+from optax_lsdp.auditing import (
+    EpsilonReport,
+    SensitivityReport,
+    StatisticsReport,
+    audit_epsilon,
+    audit_noise,
+    audit_sampler,
+    audit_sensitivity,
+)
+from optax_lsdp.sampling import Batch
+
+Tree = optax.Params  # any tree of arrays
+Report = EpsilonReport | SensitivityReport | StatisticsReport
+Engine = Literal["auto", "bookkeeping", "vmap"]
+Loss = Callable[[Tree, Tree], jax.Array]
+Release = Callable[[Tree, jax.Array], Tree]  # of a batch and a mask
+Noise = Callable[[int], Tree]  # of a step
+MakeOptimizer = Callable[[jax.Array], optax.GradientTransformation]  # of a key
 
 SIZE, CLIP, NOISE, DELTA = 16, 1.0, 2.0, 1e-5
 COUNT, RATE = 1000, 0.05
-STEPS = 48  # of which noise is looked at: a tenth too little is seen by then
+STEPS = 48  # enough to detect noise that is 10 % too small
+INTERRUPTED = 16  # steps of a run before it is resumed with other data
 PARAMS = {
     "first": jax.random.normal(jax.random.key(1), (8, 6)),
     "second": jax.random.normal(jax.random.key(2), (6, 6)),
@@ -32,45 +53,54 @@ BATCH = {
 ZEROS = jax.tree.map(jnp.zeros_like, PARAMS)
 
 
+class Sampler(Protocol):
+    """What `audit_sampler` needs."""
+
+    def batch(self, step: int, /) -> Batch:
+        """Return the batch of a step."""
+
+
 class Audit(NamedTuple):
-    """Who looks for it, and the audit, which is falsy if it rejects."""
+    """The kind of an audit, and a function of a seed; its result is false if the audit rejects."""
 
     by: str
-    run: Callable[[int], Any]
+    run: Callable[[int], Report | bool]
 
 
-def loss(params: Any, example: Any) -> jax.Array:
+def loss(params: Tree, example: Tree) -> jax.Array:
     """Return the loss of a network with one hidden layer."""
     hidden = jnp.tanh(example["x"] @ params["first"] + params["bias"])
     return jnp.sum((hidden @ params["second"] - example["y"]) ** 2)
 
 
-def tied_loss(params: Any, example: Any) -> jax.Array:
-    """Return the loss of one that uses a square matrix twice."""
+def tied_loss(params: Tree, example: Tree) -> jax.Array:
+    """Return the loss of a network that uses one square matrix twice."""
     hidden = jnp.tanh(example["y"] @ params["second"])
     return jnp.sum((hidden @ params["second"] - example["y"]) ** 2)
 
 
-def norm(tree: Any) -> jax.Array:
+def norm(tree: Tree) -> jax.Array:
     """Return the ℓ₂ norm of a tree."""
     return jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree)))
 
 
-def clipped(batch: Any, mask: jax.Array, engine: Any = "auto", loss_fn: Any = loss) -> Any:
-    """Return the clipped sum of the library."""
+def clipped(batch: Tree, mask: jax.Array, engine: Engine = "auto", loss_fn: Loss = loss) -> Tree:
+    """Return the clipped sum that the library computes."""
     gradient = lsdp.clipped_grad(loss_fn, clip_norm=CLIP, engine=engine)
-    link = lsdp.clip_per_example(CLIP)
-    return link.update(gradient(PARAMS, batch, mask), link.init(PARAMS), PARAMS)[0]
+    clip = lsdp.clip_per_example(CLIP)
+    return clip.update(gradient(PARAMS, batch, mask), clip.init(PARAMS), PARAMS)[0]
 
 
-def sensitivity(release: Any, declared: float, seed: int, **options: Any) -> Any:
-    """Audit a release on the batch."""
+def sensitivity(
+    release: Release, declared: float, seed: int, **options: int | str
+) -> SensitivityReport:
+    """Audit the sensitivity of a release of `BATCH`."""
     key = jax.random.key(seed)
     return audit_sensitivity(release, BATCH, declared=declared, searches=12, key=key, **options)
 
 
-def _step(make: Any, engine: str) -> Any:
-    """Return a whole step, whose noise is the same on both sides and cancels."""
+def _step(make: Callable[..., optax.GradientTransformation], engine: Engine) -> Release:
+    """Return a whole step with a fixed key, so that its noise cancels in differences."""
     options = {"smoothing": 1.0} if make is lsdp.dp_lssgd else {}
     optimizer = make(
         1.0,
@@ -82,31 +112,31 @@ def _step(make: Any, engine: str) -> Any:
     )
     gradient = lsdp.clipped_grad(loss, clip_norm=CLIP, engine=engine)
 
-    def release(batch: Any, mask: jax.Array) -> Any:
+    def release(batch: Tree, mask: jax.Array) -> Tree:
         return optimizer.update(gradient(PARAMS, batch, mask), optimizer.init(PARAMS), PARAMS)[0]
 
     return release
 
 
 @partial(jax.jit, static_argnums=0)
-def library_noise(deviation: float, key: jax.Array, step: Any) -> Any:
-    """Return what the library's link adds in a step."""
-    link = lsdp.add_gaussian_noise(deviation, key=key)
-    return link.update(ZEROS, link.init(PARAMS)._replace(step=jnp.asarray(step)))[0]
+def library_noise(stddev: float, key: jax.Array, step: int) -> Tree:
+    """Return the noise that `add_gaussian_noise` adds in a step."""
+    noise = lsdp.add_gaussian_noise(stddev, key=key)
+    return noise.update(ZEROS, noise.init(PARAMS)._replace(step=jnp.asarray(step)))[0]
 
 
-def noise_audit(make: Callable[[int], Any], seed: int) -> Any:
-    """Audit the noise that a function of the seed makes."""
+def noise_audit(make: Callable[[int], Noise], seed: int) -> StatisticsReport:
+    """Audit the noise that `make(seed)` returns for each step."""
     return audit_noise(make(seed), scale=NOISE * CLIP, steps=STEPS)
 
 
-def scaled(factor: float, seed: int) -> Any:
-    """Return the library's noise, of which there is more or less than there should be."""
+def scaled(factor: float, seed: int) -> Noise:
+    """Return the library's noise with `factor` times the right scale."""
     return partial(library_noise, factor * NOISE * CLIP, jax.random.key(seed))
 
 
-def resumed(seed: int) -> Any:
-    """Sixteen steps of `fit`; it falls back to the eighth, and goes on with other data."""
+def resumed(seed: int) -> Noise:
+    """Interrupt `fit`, resume it from step 8 with other data, and return the noise of all steps."""
     plan = lsdp.PrivacyPlan(
         dataset_size=SIZE,
         expected_batch_size=1,
@@ -115,13 +145,13 @@ def resumed(seed: int) -> Any:
         delta=DELTA,
         clip_norm=CLIP,
     )
-    # Parameters are the noise of the last step.
-    last = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
-    seen: list[Any] = []
+    # This optimizer replaces the parameters by the noise of the step.
+    replace = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
+    seen: list[Tree] = []
 
-    def remember(report: training.Report) -> None:
+    def interrupt(report: training.Report) -> None:
         seen.append(jax.tree.map(np.array, report.params))
-        if len(seen) == 16:
+        if len(seen) in (INTERRUPTED, STEPS):
             raise InterruptedError
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
@@ -132,33 +162,38 @@ def resumed(seed: int) -> Any:
                     lambda params, example: 0 * loss(params, example),
                     ZEROS,
                     data,
-                    optimizer=last,
+                    optimizer=replace,
                     folder=folder,
                     save_every=8,
-                    callbacks=[remember],
+                    callbacks=[interrupt],
                     progress=False,
                     key=jax.random.key(seed),
                 )
     return seen.__getitem__
 
 
-def sampled(kind: Any, sampling: Any, seed: int) -> Any:
-    """Audit a sampler as what it is declared to be."""
-    sampler = kind(COUNT, key=jax.random.key(seed))
-    facts: Any = {"dataset_size": COUNT, "sampling_rate": RATE, "sampling": sampling}
-    return audit_sampler(sampler, **facts)
+def sampled(
+    make: Callable[..., Sampler],
+    sampling: Literal["poisson", "without_replacement"],
+    seed: int,
+) -> StatisticsReport:
+    """Audit a sampler as if it had the given sampling scheme."""
+    sampler = make(COUNT, key=jax.random.key(seed))
+    return audit_sampler(sampler, dataset_size=COUNT, sampling_rate=RATE, sampling=sampling)
 
 
 def lsadam(key: jax.Array) -> optax.GradientTransformation:
-    """Return DP-LSAdam for one example."""
+    """Return DP-LSAdam for batches of one example."""
     return lsdp.dp_lsadam(
         1.0, clip_norm=CLIP, noise_multiplier=NOISE, expected_batch_size=1, key=key
     )
 
 
-@cache
-def _training(make: Any, engine: str, steps: int) -> Any:
-    """Return a training, whose canary has the largest gradient that it may have."""
+@cache  # equal arguments return the same function, so that it is compiled once
+def _training(
+    make: MakeOptimizer, engine: Engine, steps: int
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Return a training on one canary, whose gradient exceeds the clip norm."""
     gradient = lsdp.clipped_grad(jnp.vdot, clip_norm=CLIP, engine=engine)
 
     def train(key: jax.Array, is_in: jax.Array) -> jax.Array:
@@ -168,14 +203,16 @@ def _training(make: Any, engine: str, steps: int) -> Any:
             total = gradient(params, jnp.full((1, 4), 100.0), is_in[None])
             updates, state = optimizer.update(total, state, params)
             params = optax.apply_updates(params, updates)
-        # What Adam has kept of all noisy gradients, or what they add up to.
+        # The score is the sum of Adam's first moment, or of the parameters without Adam.
         return jnp.sum(optax.tree.get(state, "mu", default=params))
 
     return train
 
 
-def with_a_canary(make: Any, seed: int, *, engine: str = "auto", steps: int = 1) -> Any:
-    """Audit the ε of an optimizer by a canary."""
+def with_a_canary(
+    make: MakeOptimizer, seed: int, *, engine: Engine = "auto", steps: int = 1
+) -> EpsilonReport:
+    """Attack some steps of an optimizer with a canary."""
     claimed = SampledGaussian(NOISE, 1.0, steps, sampling="full").epsilon(DELTA)
     return audit_epsilon(
         _training(make, engine, steps),
@@ -187,17 +224,18 @@ def with_a_canary(make: Any, seed: int, *, engine: str = "auto", steps: int = 1)
     )
 
 
-def agreement(keeps: int, seed: int) -> bool:
-    """Return whether one engine finds with the first examples what the other finds with all."""
+def agreement(kept: int, seed: int) -> bool:
+    """Tell whether one engine's sum of the first examples equals the other engine's of all."""
     order = np.random.default_rng(seed).permutation(SIZE)
     batch = jax.tree.map(lambda x: x[order], BATCH)
-    book, vmap = (
-        jax.jit(clipped, static_argnums=2)(batch, jnp.arange(SIZE) < count, engine)
-        for count, engine in ((keeps, "bookkeeping"), (SIZE, "vmap"))
+    bookkeeping, vmap = (
+        _clipped_in_jit(batch, jnp.arange(SIZE) < count, engine)
+        for count, engine in ((kept, "bookkeeping"), (SIZE, "vmap"))
     )
-    return bool(norm(jax.tree.map(jnp.subtract, book, vmap)) < 0.005 * SIZE * CLIP)
+    return bool(norm(jax.tree.map(jnp.subtract, bookkeeping, vmap)) < 0.005 * SIZE * CLIP)
 
 
+_clipped_in_jit = jax.jit(clipped, static_argnums=2)
 POISSON = partial(lsdp.PoissonSampler, sampling_rate=RATE)
 FIXED = partial(lsdp.FixedSizeSampler, batch_size=round(RATE * COUNT))
 SOUND: dict[str, Audit] = {

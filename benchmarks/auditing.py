@@ -1,10 +1,9 @@
-"""The audits on trial: planted bugs, sound pipelines, and how much of a claimed ε is seen.
+"""Measure the audits: broken pipelines, sound pipelines, and how much of a claimed ε is proved.
 
-Every audit errs with a probability of 1e-5 at most. Results are written as soon as they are there.
+Every audit errs with probability 1e-5 at most. The script writes each result at once.
 """
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,23 +11,23 @@ import numpy as np
 
 import optax_lsdp as lsdp
 from benchmarks import _timing
-from benchmarks._pipeline import SOUND
+from benchmarks._pipeline import SOUND, Audit
 from benchmarks._planted import PLANTED
 from optax_lsdp.accounting import calibrate_noise_multiplier
 from optax_lsdp.auditing import audit_epsilon
 
 DELTA, FAILURE = 1e-5, 1e-5
 LEVELS = np.geomspace(0.1, 10, 20)
-TRIALS, MANY = 1_000_000, 4_000_000  # and where ε is small
+TRIALS, MANY = 1_000_000, 4_000_000  # the second for ε below 0.3
 
 
-def repeated(audit: Any, seeds: int) -> Any:
-    """Return who audits, and how often of so many times it passes."""
+def repeated(audit: Audit, seeds: int) -> dict[str, str | int]:
+    """Return the kind of an audit, and for how many seeds it passes."""
     return {"by": audit.by, "seeds": seeds, "passed": sum(bool(audit.run(s)) for s in range(seeds))}
 
 
-def level(epsilon: float, trials: int) -> Any:
-    """Return what an attack proves of one step of DP-LSSGD with a canary of the largest effect."""
+def level(epsilon: float, trials: int) -> dict[str, float | int | bool | None]:
+    """Return the bounds that an attack with the worst canary proves for one step of DP-LSSGD."""
     multiplier = calibrate_noise_multiplier(
         epsilon=epsilon, delta=DELTA, steps=1, sampling="full", sampling_rate=1.0
     )
@@ -40,7 +39,9 @@ def level(epsilon: float, trials: int) -> Any:
         )
         total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, canary, is_in[None])
         updates, _ = optimizer.update(total, optimizer.init(params), params)
-        return -jnp.sum(updates)  # along the canary's gradient, which smoothing leaves as it is
+        return -jnp.sum(
+            updates
+        )  # along the canary's gradient, a constant, which smoothing preserves
 
     report = audit_epsilon(
         train,
@@ -62,12 +63,12 @@ def level(epsilon: float, trials: int) -> Any:
 
 
 def main() -> None:
-    """Audit what is not in the record yet."""
+    """Run all audits that the record does not have yet."""
     args = _timing.arguments(__doc__ or "", "auditing.json")
     seeds, trials = (1, 10_000) if args.smoke else (20, TRIALS)
     few = 2 if args.smoke else None
     levels = [float(f"{epsilon:.3g}") for epsilon in LEVELS[:few]]
-    first = -2 if args.smoke else 0  # the last ones are the quickest
+    first = -2 if args.smoke else 0  # the last audits are the fastest
     work = {
         "levels": {
             f"{e:g}": partial(level, e, MANY if e < 0.3 and not args.smoke else trials)

@@ -1,43 +1,44 @@
-"""Reports: what an audit has found, with a verdict; they print as a few lines."""
+"""Define the reports that audits return: what was measured, and the verdict.
+
+Every report plays the part of `AuditReport`. It is true in a condition if the audit passed, and it
+prints as a table whose first row is the verdict.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 
-class Report(ABC):
-    """What an audit found. It is true in a condition if nothing speaks against the claim."""
+class AuditReport(Protocol):
+    """The result of an audit; `bool(report)` equals `report.passed`, and `str(report)` explains."""
 
     @property
-    @abstractmethod
     def passed(self) -> bool:
-        """Whether nothing was found that speaks against the claim."""
-
-    @abstractmethod
-    def lines(self) -> dict[str, str]:
-        """Return what is printed, by name."""
+        """Whether the audit found no evidence against the claim."""
 
     def __bool__(self) -> bool:
-        return self.passed
+        """Return `passed`."""
 
-    def __str__(self) -> str:
-        found = {"verdict": "passed" if self.passed else "REJECTED", **self.lines()}
-        width = max(map(len, found))
-        return "\n".join(f"{name:>{width}}: {text}" for name, text in found.items())
+
+def format_report(passed: bool, rows: Mapping[str, str]) -> str:
+    """Return the verdict, followed by the rows, as lines with aligned colons."""
+    rows = {"verdict": "passed" if passed else "REJECTED", **rows}
+    width = max(map(len, rows))
+    return "\n".join(f"{name:>{width}}: {text}" for name, text in rows.items())
 
 
 @dataclass(frozen=True)
-class StatisticsReport(Report):
-    """Whether what was drawn is what it should be.
+class StatisticsReport:
+    """The result of statistical tests of noise or of a sampler.
 
     Attributes:
-        quantity: what was measured.
-        expected: what it should be.
-        seen: what it was.
-        p_values: how likely what each test saw is, if all is well.
-        failure: the probability that what is well is rejected.
+        quantity: the name of the measured quantity.
+        expected: the value that the claim implies.
+        seen: the measured value.
+        p_values: the p-value of each test.
+        failure: the probability that the audit rejects a correct mechanism, at most.
     """
 
     quantity: str
@@ -48,52 +49,71 @@ class StatisticsReport(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether chance explains what every test saw."""
-        return min(self.p_values.values()) >= self.failure / len(self.p_values)
+        """Whether every p-value reaches the threshold, `failure` / number of tests (Bonferroni)."""
+        return min(self.p_values.values()) >= self._threshold
 
-    def lines(self) -> dict[str, str]:
-        """Return what is printed."""
-        measured = {self.quantity: f"{self.seen:.6g}, should be {self.expected:.6g}"}
-        tests = {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
-        return measured | tests | {"if all is well": f"rejected with probability {self.failure:g}"}
+    @property
+    def _threshold(self) -> float:
+        return self.failure / len(self.p_values)
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        rows = {self.quantity: f"{self.seen:.6g}, expected {self.expected:.6g}"}
+        rows |= {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
+        rows["rejects if"] = f"any p is below {self._threshold:.2g}"
+        rows["false rejection"] = f"with probability at most {self.failure:g}"
+        return format_report(self.passed, rows)
 
 
 @dataclass(frozen=True)
-class ClaimsReport(Report):
-    """Whether claims hold that need no statistics.
+class ClaimsReport:
+    """The result of checks that need no statistics: each claim holds or does not.
 
     Attributes:
-        claims: what is wrong with each claim; empty where nothing is.
+        claims: for each claim, what is wrong with it; empty if it holds.
+        measured: what else the audit measured, as text.
     """
 
     claims: Mapping[str, str]
+    measured: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Whether all claims hold."""
         return not any(self.claims.values())
 
-    def lines(self) -> dict[str, str]:
-        """Return what is printed."""
-        return {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        rows = {claim: f"NO: {wrong}" if wrong else "yes" for claim, wrong in self.claims.items()}
+        return format_report(self.passed, {**self.measured, **rows})
 
 
-def unless_refused(call: Callable[[], object], otherwise: str) -> str:
-    """Return nothing if a call is refused in a sentence of this library, else what is wrong."""
-    try:
-        call()
-    except (TypeError, ValueError) as error:
-        return "" if str(error).startswith("`") else f"{type(error).__name__}: {error}"
-    return otherwise
+def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
+    """Run one check for each claim; a check returns what is wrong, or "" if the claim holds.
 
+    A check that raises counts against its claim.
+    """
 
-def checked(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Return what checks find, by their claims; one that breaks off speaks against its claim."""
-
-    def found(check: Callable[[], str]) -> str:
+    def run(check: Callable[[], str]) -> str:
         try:
             return check()
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
-    return ClaimsReport({claim: found(check) for claim, check in checks.items()})
+    return ClaimsReport({claim: run(check) for claim, check in checks.items()})
+
+
+def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
+    """Return "" if this library refuses a call, the error if another one is raised, or `otherwise`.
+
+    Error messages of this library start with the name of an argument in backquotes.
+    """
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        return "" if str(error).startswith("`") else f"{type(error).__name__}: {error}"
+    return otherwise

@@ -1,4 +1,9 @@
-"""Sensitivity: a release goes in, the largest change that one example has made comes out."""
+"""Search for two neighbouring batches on which a release differs by more than its sensitivity.
+
+A release is a function of a batch and a mask to which noise will be added, such as a clipped sum.
+The audit builds batches from the caller's examples and changes one example in each. Gradient ascent
+then increases the largest differences.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,39 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
-from optax_lsdp.auditing._report import Report
+from optax_lsdp._types import PyTree
+from optax_lsdp.auditing._report import format_report
 
-Release = Callable[[Any, jax.Array], Any]
-_ODD = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
-_SPOILT = (math.nan, math.inf, 1e30)  # single numbers within an example
-_LOUDNESS = (1.0, 1e-3, 1e3)  # of all other examples
-_FEW = 64  # examples, of which a sum is as good as exact
-_CROWD = 1024  # examples that are alike: what one of them changes a little in all others adds up
-_ROUNDING = 2.0**-22  # four units in the last place of float32: what a sum of so many may be off
+Release = Callable[[PyTree, jax.Array], PyTree]
+_FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
+_ENTRIES = (math.nan, math.inf, 1e30)  # that replace a single number of an example
+_SCALES = (1.0, 1e-3, 1e3)  # of all other examples
+_FEW = 64  # examples whose sum float32 computes almost exactly
+_CROWD = 1024  # equal examples: a small effect of one example on every other adds up
+_ROUNDING = 2.0**-22  # 4 units in the last place of float32, granted for each example of a sum
 
 
 @dataclass(frozen=True)
-class SensitivityReport(Report):
-    """How far one example moved a release. It tells of the batch, so it is private.
+class SensitivityReport:
+    """The largest effect of one example on a release. It depends on the batch, so it is private.
 
     Attributes:
-        declared: how far it may.
-        largest: how far it did.
-        how: between which neighbours.
-        masked: how far an example that was masked out did.
-        pairs: how many were tried.
-        tolerance: what rounding is granted, as a share of `declared`.
-        granted: what float32 is granted in a sum of as many as there were, likewise.
+        declared: the declared sensitivity.
+        largest: the largest difference between two neighbours.
+        how: a description of these neighbours.
+        masked: the largest effect of an example outside the mask.
+        pairs: the number of pairs of neighbours.
+        tolerance: the relative error that the audit grants to rounding.
+        granted: the relative error that it grants to the batch with the largest difference, which
+            is more than `tolerance` for large batches.
     """
 
     declared: float
@@ -48,70 +56,91 @@ class SensitivityReport(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether neighbours were apart, and none farther than declared."""
+        """Whether examples had an effect, and none a larger one than declared."""
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
-    def lines(self) -> dict[str, str]:
-        """Return what is printed."""
-        return {
-            "declared": f"{self.declared:.6g}",
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        rows = {
+            "declared sensitivity": f"{self.declared:.6g}",
             "largest change": f"{self.largest:.6g} ({self.how})",
-            "by what is masked out": f"{self.masked:.6g}",
-            "neighbours tried": f"{self.pairs:,}",
+            "largest change by masked-out examples": f"{self.masked:.6g}",
+            "pairs of neighbours tried": f"{self.pairs:,}",
         }
-
-
-class _Circumstances(NamedTuple):
-    """A batch in which the example in one place is going to be another one."""
-
-    how: str
-    batch: Any
-    mask: jax.Array
-    place: int
-    other: Any
-
-    def odd_one(self, factor: float) -> Any:
-        """Return the batch with that example in its place, multiplied."""
-        changed = jax.tree.map(lambda x, one: x.at[self.place].set(one), self.batch, self.other)
-        return _times(changed, np.where(np.arange(len(self.mask)) == self.place, factor, 1.0))
-
-    def spoilt(self, value: float, rng: np.random.Generator) -> _Circumstances:
-        """Return the same with one number of that example replaced."""
-        leaves, structure = jax.tree.flatten(self.other)
-        places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
-        if places:
-            leaf = int(rng.choice(places))
-            entry = int(rng.integers(leaves[leaf].size))
-            flat = leaves[leaf].ravel().at[entry].set(value)
-            leaves[leaf] = flat.reshape(leaves[leaf].shape)
-        return self._replace(other=jax.tree.unflatten(structure, leaves))
+        return format_report(self.passed, rows)
 
 
 class _Neighbours(NamedTuple):
-    """Two batches: the second has another example in one place, and a mask of its own."""
+    """Two batches: the second has `example` at `row`, and its own mask."""
 
-    batch: Any
-    example: Any
-    place: Any
-    masks: tuple[jax.Array, jax.Array]
+    batch: PyTree
+    example: PyTree
+    row: int
+    masks: tuple[np.ndarray, np.ndarray]
+
+    def released(self, release: Release) -> tuple[PyTree, PyTree]:
+        """Return the release of both batches."""
+        other = _with_example(self.batch, self.example, self.row)
+        return _released(release, self.batch, self.masks[0]), _released(
+            release, other, self.masks[1]
+        )
 
     def granted(self, tolerance: float) -> float:
-        """Return by what share of its sensitivity a sum of so many may be off in float32."""
-        return max(tolerance, _ROUNDING * float(jnp.sum(self.masks[0])))
+        """Return the relative error that a float32 sum over the first mask may have."""
+        return max(tolerance, _ROUNDING * float(np.sum(self.masks[0])))
+
+
+class _Setting(NamedTuple):
+    """A batch, its mask, and an example that will replace the one at `row`."""
+
+    how: str
+    batch: PyTree
+    mask: np.ndarray
+    row: int
+    example: PyTree
+
+    def with_entry(self, value: float, rng: np.random.Generator) -> _Setting:
+        """Return the setting with a random number of the example replaced by `value`."""
+        leaves, structure = jax.tree.flatten(self.example)
+        places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
+        if places:
+            leaf = int(rng.choice(places))
+            leaves[leaf] = np.array(leaves[leaf])
+            leaves[leaf].flat[int(rng.integers(leaves[leaf].size))] = value
+        return self._replace(example=jax.tree.unflatten(structure, leaves))
+
+    def neighbours(self, factor: float, neighbouring: str) -> _Neighbours:
+        """Return neighbours of which one has `factor` times the example."""
+        example = _scaled(self.example, factor)
+        if neighbouring == "replace_one":
+            return _Neighbours(self.batch, example, self.row, (self.mask, self.mask))
+        changed = _with_example(self.batch, example, self.row)
+        return _Neighbours(changed, example, self.row, (self.mask, self._mask_without_row()))
+
+    def masked_out(self, factor: float) -> _Neighbours:
+        """Return two batches that differ outside their mask alone."""
+        example, without = _scaled(self.example, factor), self._mask_without_row()
+        return _Neighbours(self.batch, example, self.row, (without, without))
+
+    def _mask_without_row(self) -> np.ndarray:
+        return self.mask & (np.arange(len(self.mask)) != self.row)
 
 
 class _Found(NamedTuple):
-    """How far two neighbours are apart."""
+    """The difference between two neighbours, and by how much it exceeds what it is granted."""
 
     distance: float
     how: str
-    pair: _Neighbours
+    granted: float
+    excess: float
 
 
 def audit_sensitivity(
     release: Release,
-    batch: Any,
+    batch: PyTree,
     *,
     declared: float,
     neighbouring: Literal["add_remove", "replace_one"] = "add_remove",
@@ -121,25 +150,28 @@ def audit_sensitivity(
     tolerance: float = 1e-4,
     key: jax.Array,
 ) -> SensitivityReport:
-    """Look for two neighbouring batches on which a release differs by more than is declared.
+    """Search for neighbouring batches on which a release differs by more than declared.
 
-    A search cannot prove that there are none; it finds what is commonly wrong. One example among
-    many or few, loud or quiet ones, or a thousand that are alike, is removed, replaced, negated,
-    made huge, tiny, infinite or NaN, as a whole or in one number; then the worst neighbours are
-    driven apart by gradient ascent. Whatever is masked out must not matter at all.
+    The search cannot prove that there are none, but it finds common mistakes. It builds batches
+    with many or few examples, large or small ones, or a thousand equal ones. It removes or replaces
+    one example, and multiplies it by −1, by huge or tiny factors, by ∞ or by NaN, as a whole
+    or in one entry. Gradient ascent then increases the largest differences. An example outside
+    the mask must not have any effect.
 
     Args:
-        release: `release(batch, mask)`: what noise is added to, such as a clipped sum; or a whole
-            step with its randomness fixed, in which the noise cancels. It is compiled.
-        batch: examples as they are in reality, with a leading axis.
-        declared: the largest ℓ₂ distance that one example may cause, in units of the result.
-        neighbouring: whether one example is there or not, or is another one.
-        searches: in how many circumstances each odd example is tried.
-        ascents: how many of the worst neighbours are driven apart.
-        ascent_steps: in how many steps.
-        tolerance: what rounding is granted, as a share of `declared`. Float32 is granted 2⁻²² of
-            it for each example of a batch where that is more, from some 400 examples on.
-        key: of the search.
+        release: `release(batch, mask)` returns what noise is added to, such as a clipped sum; or
+            the result of a whole step with a fixed key, so that the noise cancels. The function
+            is compiled.
+        batch: realistic examples, with a leading batch axis.
+        declared: the sensitivity: the largest ℓ₂ distance that one example may cause.
+        neighbouring: "add_remove" if neighbours differ by the presence of one example, or
+            "replace_one" if they differ by its value.
+        searches: the number of batches in which the audit tries each kind of change.
+        ascents: the number of pairs that gradient ascent starts from.
+        ascent_steps: the number of steps of each ascent.
+        tolerance: the relative rounding error to accept. The audit accepts 2⁻²² for each example
+            of a batch if that is more, which is so from about 400 examples on.
+        key: the source of the search's randomness.
 
     >>> def release(batch, mask):  # a sum of numbers between -1 and 1
     ...     return jnp.sum(jnp.where(mask, jnp.clip(jnp.nan_to_num(batch), -1, 1), 0))
@@ -158,130 +190,153 @@ def audit_sensitivity(
     check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
-    difference, drive = partial(_difference, release), partial(_drive, release)
-    found: list[_Found] = []
-    masked = 0.0
+    pairs, masked = 0, 0.0
+    most = _Found(-math.inf, "", 0.0, -math.inf)
+    worst: list[tuple[float, _Neighbours]] = []  # the finite ones, longest first
 
-    def look(pair: _Neighbours, how: str) -> float:
-        found.append(_Found(_norm(difference(*pair)), how, pair))
-        return found[-1].distance
+    def compare(pair: _Neighbours, how: str) -> float:
+        nonlocal pairs, most
+        pairs += 1
+        distance, granted = _distance(*pair.released(release)), pair.granted(tolerance)
+        found = _Found(distance, how, granted, distance - declared * granted)
+        most = max(most, found, key=lambda one: one.excess)
+        return distance
 
-    for here in _circumstances(batch, searches, rng):
-        odd_ones = [(f"times {odd:g}", here, odd) for odd in _ODD]
-        odd_ones += [(f"with {x:g} in it", here.spoilt(x, rng), 1.0) for x in _SPOILT]
-        for how, circumstances, odd in odd_ones:
-            look(_neighbours(circumstances, odd, neighbouring), f"{here.how} one {how}")
-            masked = max(masked, _norm(difference(*_masked_out(circumstances, odd))))
-    worst = sorted(found, key=lambda one: -one.distance)
-    for pair in [one.pair for one in worst if math.isfinite(one.distance)][:ascents]:
+    for here in _settings(batch, searches, rng):
+        changes = [(f"scaled by {factor:g}", here, factor) for factor in _FACTORS]
+        changes += [(f"with one entry {x:g}", here.with_entry(x, rng), 1.0) for x in _ENTRIES]
+        for how, setting, factor in changes:
+            pair = setting.neighbours(factor, neighbouring)
+            distance = compare(pair, f"{here.how}; one example {how}")
+            if math.isfinite(distance):
+                worst = sorted([*worst, (distance, pair)], key=lambda one: -one[0])[:ascents]
+            masked = max(masked, _distance(*setting.masked_out(factor).released(release)))
+    for _, pair in worst:
         for step in range(ascent_steps):
-            pair = drive(pair, 0.3 * (1 - step / ascent_steps))
-            if not math.isfinite(look(pair, "found by gradient ascent")):
+            pair = _ascend(release, pair, 0.3 * (1 - step / ascent_steps))
+            if not math.isfinite(compare(pair, "found by gradient ascent")):
                 break
-    most = max(found, key=lambda one: one.distance - declared * one.pair.granted(tolerance))
-    granted = most.pair.granted(tolerance)
     return SensitivityReport(
-        declared, most.distance, most.how, masked, len(found), tolerance, granted
+        declared, most.distance, most.how, masked, pairs, tolerance, most.granted
     )
 
 
-@partial(jax.jit, static_argnums=0)  # compiled once for a release, however often it is audited
-def _difference(
-    release: Release, batch: Any, example: Any, place: Any, masks: tuple[jax.Array, jax.Array]
-) -> Any:
-    """Return how a release changes from the first to the second of two neighbours."""
-    other = jax.tree.map(lambda x, one: x.at[place].set(one), batch, example)
-    return jax.tree.map(jnp.subtract, release(batch, masks[0]), release(other, masks[1]))
+@partial(jax.jit, static_argnums=0)  # repeated audits of one release compile it once
+def _released(release: Release, batch: PyTree, mask: jax.Array) -> PyTree:
+    return release(batch, mask)
 
 
-def _norm(difference: Any) -> float:
-    """Return the ℓ₂ norm in float64; infinite where it is not a number."""
-    arrays = jax.tree.leaves(jax.device_get(difference))
-    leaves = [np.abs(x).astype(np.float64) for x in arrays]  # of complex numbers too
-    squares = sum(np.sum(x**2) for x in leaves)
-    return math.sqrt(squares) if np.isfinite(squares) else math.inf
+@np.errstate(invalid="ignore", over="ignore")  # the distance is infinite then
+def _distance(one: PyTree, other: PyTree) -> float:
+    """Return the ℓ₂ distance in float64; infinite if a number is not finite."""
+    squares = 0.0
+    for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
+        wide = np.complex128 if np.iscomplexobj(x) else np.float64
+        squares += float(np.sum(np.abs(x.astype(wide) - y.astype(wide)) ** 2))
+    return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
-def _circumstances(batch: Any, count: int, rng: np.random.Generator) -> Iterator[_Circumstances]:
-    """Return batches of some of the examples, with their masks and the place that will differ."""
+def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_Setting]:
+    """Yield batches of random examples: in turn all, few, of two scales, and a crowd of one."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
-        loudness = _LOUDNESS[number % len(_LOUDNESS)]
-        alike = number % 4 == 3  # all others, so that they add up
-        if alike:
+        kind = ("all", "few", "two scales", "crowd")[number % 4]
+        if kind == "crowd":
             size = max(available, _CROWD)
             order = np.full(size, rng.integers(available))
         else:
             size = available
             order = rng.integers(size, size=size)
-        examples = jax.tree.map(lambda x, o=order: x[o], batch)
-        few = number % 4 == 1
-        kept = int(rng.integers(1, min(size, _FEW) + 1)) if few else size
+        kept = int(rng.integers(1, min(size, _FEW) + 1)) if kind == "few" else size
         mask = np.zeros(size, bool)
         mask[rng.permutation(size)[:kept]] = True
-        place = int(rng.choice(np.flatnonzero(mask)))
-        others = np.full(size, loudness)
-        if number % 4 == 2:  # half of them quiet, so that one example more moves their median
-            others = np.full(size, max(_LOUDNESS))
-            quiet = rng.permutation(np.flatnonzero(np.arange(size) != place))[: size // 2]
-            others[quiet] = min(_LOUDNESS)
-        others[place] = 1.0
-        row = int(rng.integers(available))
-        other = jax.tree.map(lambda x, row=row: x[row], batch)
-        by = "two factors" if number % 4 == 2 else f"{loudness:g}"
-        how = f"{kept} of {size} examples times {by} and"
-        yield _Circumstances(how, _times(examples, others), jnp.asarray(mask), place, other)
+        row = int(rng.choice(np.flatnonzero(mask)))
+        scale = _SCALES[number % len(_SCALES)]
+        scales = np.full(size, scale)
+        if kind == "two scales":  # one example more changes the median
+            scales = np.full(size, max(_SCALES))
+            small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
+            scales[small] = min(_SCALES)
+        scales[row] = 1.0
+        example = _rows(batch, int(rng.integers(available)))
+        by = f"{max(_SCALES):g} or {min(_SCALES):g}" if kind == "two scales" else f"{scale:g}"
+        how = f"{kept} of {size} examples in the mask, scaled by {by}"
+        yield _Setting(how, _scaled(_rows(batch, order), scales), mask, row, example)
+
+
+# These are compiled: there are many small batches to build.
+@jax.jit
+def _rows(batch: PyTree, indices: ArrayLike) -> PyTree:
+    return jax.tree.map(lambda x: x[indices], batch)
+
+
+@jax.jit
+def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
+    return jax.tree.map(lambda x, one: x.at[row].set(one), batch, example)
+
+
+@jax.jit
+def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
+    """Multiply all floats of an example by a factor, or those of each example of a batch."""
+
+    def scale(x: jax.Array) -> jax.Array:
+        if not _is_float(x):
+            return x
+        along = jnp.asarray(factors).astype(x.dtype)
+        return x * along.reshape(along.shape + (1,) * (x.ndim - along.ndim))
+
+    return jax.tree.map(scale, tree)
 
 
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _times(batch: Any, factors: np.ndarray) -> Any:
-    """Multiply each example's floats by a factor of its own."""
-
-    def scale(x: jax.Array) -> jax.Array:
-        if not _is_float(x):
-            return x
-        along = jnp.asarray(factors, x.dtype).reshape(-1, *(1,) * (x.ndim - 1))
-        return x * along
-
-    return jax.tree.map(scale, batch)
-
-
-def _neighbours(here: _Circumstances, odd: float, neighbouring: str) -> _Neighbours:
-    changed = here.odd_one(odd)
-    example = jax.tree.map(lambda x: x[here.place], changed)
-    if neighbouring == "add_remove":
-        without = here.mask.at[here.place].set(False)
-        return _Neighbours(changed, example, here.place, (here.mask, without))
-    return _Neighbours(here.batch, example, here.place, (here.mask, here.mask))
-
-
-def _masked_out(here: _Circumstances, odd: float) -> _Neighbours:
-    without = here.mask.at[here.place].set(False)
-    example = jax.tree.map(lambda x: x[here.place], here.odd_one(odd))
-    return _Neighbours(here.batch, example, here.place, (without, without))
+def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
+    """Take a step of gradient ascent on the distance, in all floats of both batches."""
+    one, other = pair.released(release)
+    slopes = _slopes(release, pair.batch, pair.masks[0], other)
+    changed = _with_example(pair.batch, pair.example, pair.row)
+    other_slopes = _slopes(release, changed, pair.masks[1], one)
+    batch, example = _moved(pair, slopes, other_slopes, rate)
+    return pair._replace(batch=batch, example=example)
 
 
 @partial(jax.jit, static_argnums=0)
-def _drive(release: Release, pair: _Neighbours, rate: Any) -> _Neighbours:
-    """Take a step of gradient ascent on the distance, in all floats of both batches."""
-    leaves, structure = jax.tree.flatten((pair.batch, pair.example))
-    floats = [x for x in leaves if _is_float(x)]
-
-    def assemble(floats: list[jax.Array]) -> tuple[Any, Any]:
-        given = iter(floats)
-        return jax.tree.unflatten(structure, [next(given) if _is_float(x) else x for x in leaves])
+def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> list[jax.Array]:
+    """Return the gradient of ‖release(batch, mask) − other‖ in all floats of the batch."""
 
     def distance(floats: list[jax.Array]) -> jax.Array:
-        change = _difference(release, *assemble(floats), pair.place, pair.masks)
+        change = jax.tree.map(jnp.subtract, release(_with_floats(batch, floats), mask), other)
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(change)) + 1e-30)
+
+    return jax.grad(distance)(_floats(batch))
+
+
+@jax.jit
+def _moved(
+    pair: _Neighbours, slopes: list[jax.Array], other_slopes: list[jax.Array], rate: float
+) -> tuple[PyTree, PyTree]:
+    """Move the batch and the example by a share of their size; other rows are in both batches."""
 
     def move(x: jax.Array, slope: jax.Array) -> jax.Array:
         size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
         return x + rate * (size + 1e-6) * slope / (steepness + 1e-30)
 
-    moved = [move(x, slope) for x, slope in zip(floats, jax.grad(distance)(floats), strict=True)]
-    batch, example = assemble(moved)
-    return pair._replace(batch=batch, example=example)
+    of_batch = [x + y.at[pair.row].set(0) for x, y in zip(slopes, other_slopes, strict=True)]
+    of_example = [y[pair.row] for y in other_slopes]
+    moved = [
+        _with_floats(tree, list(map(move, _floats(tree), gradient)))
+        for tree, gradient in ((pair.batch, of_batch), (pair.example, of_example))
+    ]
+    return moved[0], moved[1]
+
+
+def _floats(tree: PyTree) -> list[jax.Array]:
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def _with_floats(tree: PyTree, floats: list[jax.Array]) -> PyTree:
+    """Return the tree with other floats in place of its own."""
+    new = iter(floats)
+    return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

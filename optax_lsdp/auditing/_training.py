@@ -1,8 +1,22 @@
-"""Audit of `fit`: what one example changes in the parameters that a run releases."""
+"""Audit `fit`: what one example changes in a released model, and the noise of resumed runs.
+
+The keys of a run's steps are derived from a nonce, a random label. A run that is resumed with other
+data must draw a new nonce. The audit fixes clock, process number and seeds, so that a nonce made
+from them would be the same in two runs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import json
+import random
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,35 +26,41 @@ import optax
 from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.planning import PrivacyPlan
 
+if TYPE_CHECKING:
+    from optax_lsdp.training import Report
+
 _SIZE, _WIDTH, _CLIP_NORM = 8, 4, 0.5
-_MICROBATCH = 3  # the last one is padded
-_LOUD = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
-_CHANGED = (0, 2, 7)  # loud and quiet, of the first and the last microbatch
+_MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
+_SCALES = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
+_CHANGED = (0, 2, 7)  # a large and a small example of the first microbatch, and the last example
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
+_SAVED, _INTERRUPTED = 2, 3  # steps after which a run saves, and is interrupted
+_BITS, _LEAST_DIFFERENT = 64, 10  # fewer bits differ with a probability below 1e-8
+_FIXED_TIME = 1_750_000_000
 
 
-def audit_training(key: jax.Array) -> ClaimsReport:
-    """Take a step with and without some examples; with one key, the noise of both cancels."""
+def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
+    """Take a step with and without an example; with the same key, the noise of both cancels."""
     keys = jax.random.split(key)
     rows = np.asarray(jax.random.normal(keys[0], (_SIZE, _WIDTH)))
-    data = np.asarray(_LOUD, np.float32)[:, None] * rows
-    everyone = _released(data, keys[1])
+    data = np.asarray(_SCALES, np.float32)[:, None] * rows
+    everyone = _params_after_one_step(data, keys[1])
     claims = {}
-    for place in _CHANGED:
-        blank = np.where(np.arange(_SIZE)[:, None] == place, 0, data).astype(np.float32)
-        made = _SIZE * (_released(blank, keys[1]) - everyone)
-        one = data[place].astype(np.float64)
-        wanted = one / max(float(np.linalg.norm(one)) / _CLIP_NORM, 1.0)
-        off = float(np.linalg.norm(made - wanted)) / _CLIP_NORM
-        length = float(np.linalg.norm(made)) / _CLIP_NORM
-        wrong = f"{length:.6g} clip norms, off by {off:.3g}"
-        claims[f"example {place} adds its clipped gradient"] = "" if off <= _ROUNDING else wrong
+    for index in _CHANGED:
+        without = np.where(np.arange(_SIZE)[:, None] == index, 0, data).astype(np.float32)
+        added = _SIZE * (_params_after_one_step(without, keys[1]) - everyone)
+        gradient = data[index].astype(np.float64)
+        wanted = gradient / max(float(np.linalg.norm(gradient)) / _CLIP_NORM, 1.0)
+        error = float(np.linalg.norm(added - wanted)) / _CLIP_NORM
+        length = float(np.linalg.norm(added)) / _CLIP_NORM
+        wrong = f"it adds {length:.6g} clip norms, an error of {error:.3g}"
+        claims[f"example {index} adds its clipped gradient"] = "" if error <= _ROUNDING else wrong
     return ClaimsReport(claims)
 
 
-def _released(data: np.ndarray, key: jax.Array) -> np.ndarray:
-    """Return the parameters after one step on all examples, whose gradients are the data."""
-    from optax_lsdp.training import fit  # which needs Orbax
+def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
+    """Return the parameters after one step on all examples; each example is its own gradient."""
+    from optax_lsdp.training import fit  # needs Orbax, which is optional
 
     plan = PrivacyPlan(
         dataset_size=_SIZE,
@@ -52,10 +72,10 @@ def _released(data: np.ndarray, key: jax.Array) -> np.ndarray:
         sampling="full",
     )
 
-    def loss(params: Any, example: jax.Array) -> jax.Array:
+    def loss(params: optax.Params, example: jax.Array) -> jax.Array:
         return jnp.vdot(params, example)
 
-    done = fit(
+    result = fit(
         plan,
         loss,
         jnp.zeros(_WIDTH),
@@ -65,4 +85,113 @@ def _released(data: np.ndarray, key: jax.Array) -> np.ndarray:
         progress=False,
         key=key,
     )
-    return np.asarray(done.params, np.float64)
+    return np.asarray(result.params, np.float64)
+
+
+def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
+    """Resume an interrupted run once with the same data, and twice with other data."""
+    data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
+    with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
+        folders = {name: Path(parent) / name for name in ("first", "same", "other", "again")}
+        first = _noise_until_interrupted(folders["first"], data, key)[_SAVED]
+        for name in ("same", "other", "again"):
+            shutil.copytree(folders["first"], folders[name])
+        same, other, again = (
+            _noise_until_interrupted(folders[name], factor * data, key)[0]
+            for name, factor in (("same", 1), ("other", 2), ("again", 2))
+        )
+        nonces = [_nonces(folders[name]) for name in ("first", "other", "again")]
+    return ClaimsReport(
+        {
+            "the same data get the same noise": ""
+            if np.array_equal(first, same)
+            else "the ledger counts a repeated step once, but its noise has changed",
+            "other data get other noise": "two sums have the same noise"
+            if np.array_equal(first, other)
+            else "",
+            "two resumed runs draw different noise": "both draw the same noise"
+            if np.array_equal(other, again)
+            else "",
+            "nonces are random": _what_is_wrong(*nonces),
+        }
+    )
+
+
+def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:
+    """Run `fit` with zero gradients, interrupt it, and return the noise of each step."""
+    from optax_lsdp.training import fit  # needs Orbax, which is optional
+
+    plan = PrivacyPlan(
+        dataset_size=len(data),
+        expected_batch_size=1,
+        steps=8,
+        noise_multiplier=2.0,
+        epsilon=100.0,
+        delta=1e-5,
+    )
+    noises: list[np.ndarray] = []
+
+    def interrupt(report: Report) -> None:
+        noises.append(np.array(report.params))
+        if len(noises) == _INTERRUPTED:
+            raise InterruptedError
+
+    # This optimizer replaces the parameters by the noise of the step.
+    replace = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
+    with contextlib.suppress(InterruptedError), fixed_surroundings():
+        fit(
+            plan,
+            lambda params, x: 0 * jnp.sum(params) * x,
+            jnp.zeros(8),
+            data,
+            optimizer=replace,
+            folder=folder,
+            save_every=_SAVED,
+            callbacks=[interrupt],
+            progress=False,
+            key=key,
+        )
+    return noises
+
+
+@contextlib.contextmanager
+def fixed_surroundings() -> Iterator[None]:
+    """Fix the clock, the process number and all seeds, but not the system's entropy."""
+    before = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with (
+            mock.patch("time.time", return_value=float(_FIXED_TIME)),
+            mock.patch("time.time_ns", return_value=_FIXED_TIME * 10**9),
+            mock.patch("os.getpid", return_value=12345),
+        ):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _nonces(folder: Path) -> list[str]:
+    """Return all nonces in a run's journal."""
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    return [line["nonce"] for line in map(json.loads, lines) if "nonce" in line]
+
+
+def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
+    """Return why the last nonces of two resumed runs cannot be random, or ""."""
+    if not (len(other) == len(again) == len(first) + 1):
+        return f"runs have {len(other)} and {len(again)} nonces instead of {len(first) + 1}"
+    try:
+        one, two = int(other[-1], 16), int(again[-1], 16)
+    except ValueError:
+        return f"{other[-1]!r} is not a hexadecimal number"
+    return too_similar(one, two)
+
+
+def too_similar(one: int, other: int) -> str:
+    """Return a sentence if two numbers of 64 bits are too similar to be random, or ""."""
+    different = (one ^ other).bit_count()
+    if different < _LEAST_DIFFERENT:
+        return f"{one:016x} and {other:016x} differ in {different} of {_BITS} bits only"
+    return ""

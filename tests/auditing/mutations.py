@@ -1,57 +1,47 @@
-"""Bugs planted in the library itself: each is a patch that the audit command must notice.
+"""The table of bugs planted in the library's own code: each has an audit that must reject it.
 
-`benchmarks/_planted.py` breaks pipelines that were written for the purpose. Here the library's own
-functions are patched, and `optax_lsdp.auditing` is asked what it sees.
+`MUTATIONS` maps what is broken to the audit and the place; see `Mutation`. Bugs in clipping are in
+`mutations_of_clipping.py`. `benchmarks/_planted.py` breaks pipelines that are built for the purpose
+instead.
 """
 
 import os
 import time
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace as with_changes
 from types import SimpleNamespace
-from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp import _keys, noise, optimizers
-from optax_lsdp.discrete import _transform as discrete
-from optax_lsdp.planning import PrivacyPlan, _budget, _guards, _plan
-from optax_lsdp.sampling import PoissonSampler, ShuffledSampler, _samplers
+from optax_lsdp.sampling import ShuffledSampler
 from optax_lsdp.smoothing import ring_beta
-from optax_lsdp.training import _journal, _run, _step
-from tests.auditing._wrong_sums import WRONG_SUMS, replaced, rewritten, wrapped
+from tests.auditing._patches import Mutation, Patch, StaleMutation, replace, rewrite, wrap
+from tests.auditing.mutations_of_clipping import MUTATIONS_OF_CLIPPING
+
+NOISE, OPTIMIZERS = "optax_lsdp.noise", "optax_lsdp.optimizers"
+SAMPLERS = "optax_lsdp.sampling._samplers"
+PLANNING, TRAINING = "optax_lsdp.planning", "optax_lsdp.training"
 
 
-class Mutation(NamedTuple):
-    """A bug: how it is planted, which audit must reject, and which hard models are enough."""
+def fold_in_of_step(change):
+    """Change the step before it is folded into a key; steps are int32 scalars."""
 
-    patch: Any
-    audit: str
-    models: tuple[str, ...] = ()
-
-    @contextmanager
-    def planted(self):
-        """Plant the bug; nothing that was compiled before or meanwhile is used."""
-        jax.clear_caches()
-        with self.patch():
-            yield
-        jax.clear_caches()
-
-
-def _of_step(change):
-    """Return a patch of what is folded into keys where it may be a step, which is int32."""
-    fold_in = jax.random.fold_in
-
-    def folded(key, data):
+    def folded(fold_in, key, data):
         is_step = getattr(data, "dtype", None) == jnp.int32 and jnp.ndim(data) == 0
         return fold_in(key, change(data) if is_step else data)
 
-    return replaced(jax.random, "fold_in", folded)
+    return wrap("jax.random:fold_in", folded)
+
+
+def _nine_tenths(draw, *args, **options):
+    return 0.9 * draw(*args, **options)
+
+
+def _cut_at_three(quantile, p):
+    return jnp.maximum(quantile(p), -3.0)
 
 
 def _one_key_for_small(draw, keys, leaves, *others):
@@ -70,30 +60,32 @@ def _first_half_twice(normal, keys, shape, dtype):
     return jnp.concatenate([drawn[:half], drawn[: shape[0] - half]])
 
 
-def _smoothed_first(chain, *links):
-    clip, gaussian, scale, smooth, *rest = links
-    return chain(clip, smooth, gaussian, scale, *rest)
+def _without_axes(draw, keys, leaves, axes, step):
+    return draw(keys, leaves, (), step)
 
 
-@contextmanager
-def _smoothing_before_noise():
-    """Less noise is added, as much as smoothing would have left of it."""
-    left, stddev = float(np.sqrt(ring_beta(1.0, 4))), optimizers._stddev
-    reordered = SimpleNamespace(**{**vars(optax), "chain": partial(_smoothed_first, optax.chain)})
-    with (
-        mock.patch.object(optimizers, "optax", reordered),
-        mock.patch.object(optimizers, "_stddev", lambda z, c: left * stddev(z, c)),
-    ):
-        yield
+def _paths_as_text(tree):
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)]
 
 
-def _counts_at(factor):
-    counts = PoissonSampler._cumulative.func
+def _with_smoothing_first(module):
+    def chain(clip, noise, scale, smooth, *rest):
+        return module.chain(clip, smooth, noise, scale, *rest)
 
-    def changed(self):
-        return counts(replace(self, sampling_rate=factor * self.sampling_rate))
+    return SimpleNamespace(**{**vars(optax), "chain": chain})
 
-    return replaced(PoissonSampler, "_cumulative", property(changed))
+
+def _as_small_as_smoothed(stddev, *args):
+    return float(np.sqrt(ring_beta(1.0, 4))) * stddev(*args)
+
+
+def _rate_times(factor):
+    def change(counts):  # a cached property
+        return property(
+            lambda self: counts.func(with_changes(self, sampling_rate=factor * self.sampling_rate))
+        )
+
+    return Patch(f"{SAMPLERS}:PoissonSampler._cumulative", change)
 
 
 def _shuffler(dataset_size, rate, key, **options):
@@ -101,8 +93,8 @@ def _shuffler(dataset_size, rate, key, **options):
 
 
 def _padded_with_the_first(subset, *args):
-    indices, mask = subset(*args)
-    return _samplers.Batch(np.where(mask, indices, 0), mask)
+    batch = subset(*args)
+    return batch._replace(indices=np.where(batch.mask, batch.indices, 0))
 
 
 def _with_repeats(subset, bits, dataset_size, count, room, size):
@@ -110,16 +102,16 @@ def _with_repeats(subset, bits, dataset_size, count, room, size):
     return found._replace(indices=bits.indices(dataset_size, size))
 
 
-def _at_step(change):
-    begin = _samplers.RandomBits.__init__
+def bits_of_step(change):
+    """Change the step before a sampler draws random bits for it."""
 
-    def changed(self, key, step):
-        begin(self, key, change(step))
+    def change_init(init):
+        return lambda self, key, step: init(self, key, change(step))
 
-    return replaced(_samplers.RandomBits, "__init__", changed)
+    return Patch(f"{SAMPLERS}:RandomBits.__init__", change_init)
 
 
-def _a_tenth_less(privatize, *args, noise_multiplier, **options):
+def _with_less_noise(privatize, *args, noise_multiplier, **options):
     return privatize(*args, noise_multiplier=0.9 * noise_multiplier, **options)
 
 
@@ -130,143 +122,162 @@ def _half_of_epsilon(noise_and_epsilon, *args, epsilon, **options):
 
 def _of_half_the_steps(with_noise, unit, multiplier):
     found = with_noise(unit, multiplier)
-    phases = tuple(replace(phase, steps=-(-phase.steps // 2)) for phase in found.phases)
-    return type(found)(phases)
+    return type(found)(tuple(with_changes(p, steps=-(-p.steps // 2)) for p in found.phases))
 
 
-_derive_key = PrivacyPlan.derive_key
+def _without_label(derive_key):
+    return lambda self, key, label: derive_key(self, key, "")
 
 
-def _nonce(make):
-    return replaced(_journal, "secrets", SimpleNamespace(token_hex=make))
+def _drawn_as(token_hex):
+    return replace(f"{TRAINING}._journal:secrets", SimpleNamespace(token_hex=token_hex))
+
+
+SMALL, LARGE, ON_DEVICES = "noise", "noise of large leaves", "noise on several devices"
+CANARY = "a step of DP-LSSGD with and without a canary"
+POISSON, FIXED, MISTAKES = "Poisson sampler", "fixed-size sampler", "likely mistakes"
+PLAN, PLAN_NOISE, RUNS = "a plan", "noise of a plan's optimizer", "resumed runs"
+MUTATIONS = MUTATIONS_OF_CLIPPING | {
+    "nine tenths of the noise": Mutation(SMALL, (wrap(f"{NOISE}:_normal", _nine_tenths),)),
+    "noise without its lower tail": Mutation(SMALL, (wrap(f"{NOISE}:_quantile", _cut_at_three),)),
+    "one key for all small leaves": Mutation(SMALL, (wrap(f"{NOISE}:_draw", _one_key_for_small),)),
+    "the same noise in every step": Mutation(SMALL, (fold_in_of_step(lambda step: 0 * step),)),
+    "noise that repeats every 1,000 steps": Mutation(
+        SMALL, (fold_in_of_step(lambda step: step % 1000),)
+    ),
+    "steps rounded to float32": Mutation(
+        SMALL, (fold_in_of_step(lambda step: step.astype(jnp.float32).astype(jnp.int32)),)
+    ),
+    "the same noise in both halves of large leaves": Mutation(
+        LARGE, (wrap(f"{NOISE}:_normal", _first_half_twice),)
+    ),
+    "the same noise on all devices": Mutation(ON_DEVICES, (wrap(f"{NOISE}:_draw", _without_axes),)),
+    "shards that share noise accepted": Mutation(
+        "collectives on several devices", (replace(f"{NOISE}:_check_shards", lambda *args: None),)
+    ),
+    "noise keys from paths as text": Mutation(
+        MISTAKES, (replace(f"{NOISE}:leaf_addresses", _paths_as_text),)
+    ),
+    "noise for the mean added to the sum": Mutation(
+        CANARY, (wrap(f"{OPTIMIZERS}:_stddev", lambda stddev, *args: stddev(*args) / 16),)
+    ),
+    "smoothing before less noise": Mutation(
+        CANARY,
+        (
+            Patch(f"{OPTIMIZERS}:optax", _with_smoothing_first),
+            wrap(f"{OPTIMIZERS}:_stddev", _as_small_as_smoothed),
+        ),
+    ),
+    "nine tenths of the discrete noise": Mutation(
+        "discrete noise",
+        (
+            wrap(
+                "optax_lsdp.discrete._transform:discrete_gaussian",
+                lambda draw, stream, scale, size: draw(stream, round(0.9 * scale), size),
+            ),
+        ),
+    ),
+    "a sampling rate that is 10 % too large": Mutation(POISSON, (_rate_times(1.1),)),
+    "Poisson batches that are cut too early": Mutation(
+        POISSON,
+        (replace(f"{PLANNING}._plan:room_for_batch", lambda n, b, *args, **options: round(b) + 4),),
+    ),
+    "shuffled batches in place of Poisson batches": Mutation(
+        POISSON, (replace(f"{PLANNING}._plan:samplers.PoissonSampler", _shuffler),)
+    ),
+    "the same batch in every step": Mutation(POISSON, (bits_of_step(lambda step: 0 * step),)),
+    "batches that repeat every 1,000 steps": Mutation(
+        FIXED, (bits_of_step(lambda step: step % 1000),)
+    ),
+    "batches with repeated examples": Mutation(FIXED, (wrap(f"{SAMPLERS}:subset", _with_repeats),)),
+    "padding that repeats an example": Mutation(
+        MISTAKES, (wrap(f"{SAMPLERS}:subset", _padded_with_the_first),)
+    ),
+    "a plan whose optimizer adds less noise": Mutation(
+        PLAN_NOISE, (wrap(f"{PLANNING}._plan:privatize", _with_less_noise),)
+    ),
+    "a plan that claims half of its ε": Mutation(
+        PLAN, (wrap(f"{PLANNING}._plan:noise_and_epsilon", _half_of_epsilon),)
+    ),
+    "an accountant that counts half of the steps": Mutation(
+        PLAN, (wrap(f"{PLANNING}._budget:with_noise", _of_half_the_steps),)
+    ),
+    "steps beyond the plan accepted": Mutation(
+        PLAN, (replace(f"{PLANNING}._guards:steps_taken", lambda state: 0),)
+    ),
+    "an optimizer state that changes beyond the plan": Mutation(
+        PLAN,
+        rewrite(
+            f"{PLANNING}._guards:_if_planned",
+            "jax.tree.map(_cast, state, like_state)",
+            "take_step()[1]",
+        ),
+    ),
+    "a budget that covers too many steps": Mutation(
+        PLAN,
+        (
+            replace(
+                f"{PLANNING}._budget:Budget.remaining_steps",
+                lambda self, ledger, step=0: self.steps,
+            ),
+        ),
+    ),
+    "one key for sampler and noise": Mutation(
+        PLAN, (Patch(f"{PLANNING}:PrivacyPlan.derive_key", _without_label),)
+    ),
+    "fresh keys made from the time": Mutation(
+        PLAN,
+        (
+            replace(
+                "optax_lsdp._keys:os",
+                SimpleNamespace(urandom=lambda n: time.time_ns().to_bytes(n)),
+            ),
+        ),
+    ),
+    "a plan that accepts batches without a mask": Mutation(
+        PLAN, (replace(f"{PLANNING}._plan:require_mask", lambda gradient, *args: gradient),)
+    ),
+    "the last microbatch of a step counted twice": Mutation(
+        "a step of fit on neighbouring data",
+        rewrite(
+            f"{TRAINING}._step:make_steps",
+            "add(state.params, sums, chunk)",
+            "add(state.params, add(state.params, sums, chunk)[0], chunk)",
+            f"{TRAINING}._run",
+        ),
+    ),
+    "a constant nonce": Mutation(RUNS, (_drawn_as(lambda size: "00" * size),)),
+    "a nonce made from the time": Mutation(
+        RUNS, (_drawn_as(lambda size: f"{time.time_ns():016x}"),)
+    ),
+    "a nonce made from the process number": Mutation(
+        RUNS, (_drawn_as(lambda size: f"{os.getpid():016x}"),)
+    ),
+    "a resumed run that reuses noise on other data": Mutation(
+        RUNS,
+        (
+            replace(f"{TRAINING}._run:circumstances", lambda *args, **options: {}),
+            replace(f"{TRAINING}._journal:Journal.differs", lambda *args, **options: False),
+        ),
+    ),
+}
+
+
+def prepare(name):
+    """Return a context for each patch of a mutation; an error names a stale entry."""
+    try:
+        return [patch.prepare() for patch in MUTATIONS[name].patches]
+    except StaleMutation as error:
+        raise StaleMutation(f"The mutation {name!r} is stale: {error}. Update it.") from error
 
 
 @contextmanager
-def _unnoticed():
-    with (
-        mock.patch.object(_run, "circumstances", return_value={}),
-        mock.patch.object(_journal.Journal, "differs", return_value=False),
-    ):
+def planted(name):
+    """Plant a bug while the context lasts, and forget compiled functions before and after."""
+    contexts = prepare(name)
+    jax.clear_caches()
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
-
-
-SMALL, LARGE, CANARY = (
-    "noise",
-    "noise of large leaves",
-    "a step of DP-LSSGD, with and without a canary",
-)
-PLAN, PLAN_NOISE, RUNS = "a plan", "noise of a plan's optimizer", "resumed runs"
-POISSON, FIXED, SPREAD = "Poisson sampler", "fixed-size sampler", "noise on several devices"
-_less = wrapped(noise, "_normal", lambda normal, *a, **k: 0.9 * normal(*a, **k))
-_cut = wrapped(noise, "_quantile", lambda quantile, p: jnp.maximum(quantile(p), -3.0))
-OTHERS = {
-    "nine tenths of the noise": (_less, SMALL),
-    "noise without its tails": (_cut, SMALL),
-    "small leaves that share one key": (wrapped(noise, "_draw", _one_key_for_small), SMALL),
-    "steps that are not folded into the key": (_of_step(lambda step: 0 * step), SMALL),
-    "noise that repeats every 1,000 steps": (_of_step(lambda step: step % 1000), SMALL),
-    "steps that are rounded to float32": (
-        _of_step(lambda step: step.astype(jnp.float32).astype(jnp.int32)),
-        SMALL,
-    ),
-    "large leaves whose halves share noise": (wrapped(noise, "_normal", _first_half_twice), LARGE),
-    "the same noise on all devices": (
-        wrapped(
-            noise, "_draw", lambda draw, keys, leaves, axes, step: draw(keys, leaves, (), step)
-        ),
-        SPREAD,
-    ),
-    "shards that share noise and are not refused": (
-        replaced(noise, "_check_shards", lambda *args: None),
-        "collectives on several devices",
-    ),
-    "the noise of the mean on the sum": (
-        wrapped(optimizers, "_stddev", lambda stddev, z, c: stddev(z, c) / 16),
-        CANARY,
-    ),
-    "smoothing before the noise, which is less then": (_smoothing_before_noise, CANARY),
-    "a rate that is a tenth too large": (_counts_at(1.1), POISSON),
-    "batches that are cut too early": (
-        replaced(_plan, "room_for_batch", lambda n, b, *args, **options: round(b) + 4),
-        POISSON,
-    ),
-    "a shuffler in place of Poisson batches": (
-        replaced(_plan.samplers, "PoissonSampler", _shuffler),
-        POISSON,
-    ),
-    "the same batch in every step": (_at_step(lambda step: 0 * step), POISSON),
-    "batches that repeat every 1,000 steps": (_at_step(lambda step: step % 1000), FIXED),
-    "padding that repeats an example": (
-        wrapped(_samplers, "subset", _padded_with_the_first),
-        "likely mistakes",
-    ),
-    "leaves told apart by how they are written": (
-        replaced(
-            noise,
-            "leaf_addresses",
-            lambda tree: [
-                jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(tree)
-            ],
-        ),
-        "likely mistakes",
-    ),
-    "a state that moves beyond the plan": (
-        rewritten(
-            _guards, "_if_planned", "jax.tree.map(_cast, state, like_state)", "take_step()[1]"
-        ),
-        PLAN,
-    ),
-    "examples that come twice": (wrapped(_samplers, "subset", _with_repeats), FIXED),
-    "a plan whose optimizer adds less noise": (
-        wrapped(_plan, "privatize", _a_tenth_less),
-        PLAN_NOISE,
-    ),
-    "a plan that claims half of its ε": (
-        wrapped(_plan, "noise_and_epsilon", _half_of_epsilon),
-        PLAN,
-    ),
-    "an accountant of half the steps": (
-        wrapped(_budget, "with_noise", _of_half_the_steps),
-        PLAN,
-    ),
-    "steps beyond the plan": (replaced(_guards, "steps_taken", lambda state: 0), PLAN),
-    "a budget that covers too many steps": (
-        replaced(_budget.Budget, "remaining_steps", lambda self, ledger, step=0: self.steps),
-        PLAN,
-    ),
-    "one key for sampler and noise": (
-        replaced(PrivacyPlan, "derive_key", lambda self, key, label: _derive_key(self, key, "")),
-        PLAN,
-    ),
-    "fresh keys that are made of the time": (
-        replaced(_keys, "os", SimpleNamespace(urandom=lambda n: time.time_ns().to_bytes(n))),
-        PLAN,
-    ),
-    "a plan that takes batches without their mask": (
-        replaced(_plan, "require_mask", lambda gradient, *args: gradient),
-        PLAN,
-    ),
-    "nine tenths of the discrete noise": (
-        wrapped(
-            discrete,
-            "discrete_gaussian",
-            lambda draw, stream, scale, size: draw(stream, round(0.9 * scale), size),
-        ),
-        "noise on a grid",
-    ),
-    "the last microbatch of a step counted twice": (
-        rewritten(
-            _step,
-            "make_steps",
-            "add(state.params, sums, chunk)",
-            "add(state.params, add(state.params, sums, chunk)[0], chunk)",
-            _run,
-        ),
-        "runs on neighbouring data",
-    ),
-    "a nonce that is no random number": (_nonce(lambda size: "00" * size), RUNS),
-    "a nonce that is the time": (_nonce(lambda size: f"{time.time_ns():016x}"), RUNS),
-    "a nonce that is the process": (_nonce(lambda size: f"{os.getpid():016x}"), RUNS),
-    "a resumed run that uses its noise again": (_unnoticed, RUNS),
-}
-MUTATIONS = {name: Mutation(*facts) for name, facts in (WRONG_SUMS | OTHERS).items()}
+    jax.clear_caches()

@@ -73,7 +73,7 @@ def test_the_error_of_a_failing_loss_names_its_input():
         lsdp.clipped_grad(lambda w, x: w[0] * x.shape[1], clip_norm=1.0)(
             jnp.ones(2), jnp.ones((4, 3))
         )
-    assert "given one example without batch axis, float32[3]" in caught.value.__notes__[0]
+    assert "called with one example without batch axis, float32[3]" in caught.value.__notes__[0]
 
 
 @functools.cache

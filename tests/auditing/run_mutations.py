@@ -1,7 +1,7 @@
-"""Try the audit command on every planted bug: `make mutations` writes last.txt beside this file.
+"""Run the audit command on every mutation; `make mutations` writes the results to last.txt.
 
-The command runs as `optax-lsdp audit` does with eight devices, in this process, so that a patch
-reaches all of it. It ends at the first audit that rejects. What last.txt has is not tried again.
+The audits are those of `optax-lsdp audit` with eight devices. They run in this process, so that a
+patch reaches all of them, and stop at the first rejection. Mutations in last.txt are skipped.
 """
 
 import sys
@@ -11,27 +11,26 @@ from pathlib import Path
 import jax
 
 from optax_lsdp.auditing import audit_library
-from tests.auditing.mutations import MUTATIONS
+from tests.auditing.mutations import MUTATIONS, planted
 
 RESULTS = Path(__file__).with_name("last.txt")
 NOTHING = "nothing planted"
 
 
 def first_rejection(seed=0):
-    """Return the name of the first audit of the command that rejects, or None."""
+    """Return the name of the first audit that rejects, or None."""
     reports = audit_library(jax.random.key(seed, impl="threefry2x32"))
     return next((name for name, report in reports if not report), None)
 
 
 def main(share, shares):
-    """Try one of several shares of the bugs, and write each result as soon as it is there."""
+    """Run every `shares`-th mutation, starting with number `share`, and write each result."""
     names = [NOTHING, *MUTATIONS][share::shares]
     for number, name in enumerate(names, 1):
-        tried = RESULTS.read_text() if RESULTS.exists() else ""
-        if f"{name}: " in tried:
+        if RESULTS.exists() and f"{name}: " in RESULTS.read_text():
             continue
         print(f"{number} of {len(names)}: {name}", file=sys.stderr)
-        with nullcontext() if name == NOTHING else MUTATIONS[name].planted():
+        with nullcontext() if name == NOTHING else planted(name):
             found = first_rejection()
         with RESULTS.open("a") as file:
             file.write(f"{name}: {'rejected by ' + found if found else 'passed'}\n")

@@ -1,0 +1,328 @@
+"""Bound ε from below by attacks that guess whether a canary was in the training data.
+
+A canary is an example that an attacker has made to leave a trace. The attacker computes a score
+from the trained model and guesses "in" where the score exceeds a threshold. If the guesses are
+better than (ε, δ)-differential privacy allows, ε must be larger. `audit_epsilon` and
+`audit_scores` use many trainings with one canary; `audit_one_run` uses one training with many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from scipy.special import ndtri
+from scipy.stats import beta, binom
+
+from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting import SampledGaussian, show_epsilon
+from optax_lsdp.auditing._report import format_report
+
+_Train = Callable[[jax.Array, jax.Array], jax.Array]
+_CHUNK = 4096  # trainings per call of the compiled function, at most
+_THRESHOLDS = 333
+
+
+@dataclass(frozen=True)
+class EpsilonReport:
+    """A lower bound on ε that an attack has proved.
+
+    Attributes:
+        claimed: the claimed ε; None makes no claim, so the audit passes.
+        epsilon: a lower bound on ε, which is wrong with probability `failure` at most.
+        gaussian_epsilon: the same bound, assuming Gaussian noise on full batches; None if it was
+            not computed.
+        delta: δ.
+        trials: the number of trainings, or of canaries in a single training.
+        failure: the probability that the bounds are wrong, at most.
+    """
+
+    claimed: float | None
+    epsilon: float
+    gaussian_epsilon: float | None
+    delta: float
+    trials: int
+    failure: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether no bound exceeds the claim."""
+        return self.claimed is None or max(self.epsilon, self.gaussian_epsilon or 0) <= self.claimed
+
+    def __bool__(self) -> bool:
+        return self.passed
+
+    def __str__(self) -> str:
+        rows = {"lower bound on ε": show_epsilon(self.epsilon, is_lower_bound=True)}
+        if self.gaussian_epsilon is not None:
+            bound = show_epsilon(self.gaussian_epsilon, is_lower_bound=True)
+            rows["assuming Gaussian noise"] = bound
+        if self.claimed is not None:
+            rows["claimed ε"] = f"{self.claimed:g}"
+        rows["δ"] = f"{self.delta:g}"
+        rows["trials"] = f"{self.trials:,}"
+        rows["false bound"] = f"with probability at most {self.failure:g}"
+        return format_report(self.passed, rows)
+
+
+def audit_epsilon(
+    train: _Train,
+    *,
+    delta: float,
+    claimed: float | None = None,
+    trials: int = 10_000,
+    failure: float = 1e-5,
+    gaussian: bool = False,
+    key: jax.Array,
+) -> EpsilonReport:
+    """Train many times with and without a canary, and bound ε by how well the scores differ.
+
+    Args:
+        train: `train(key, is_in)` trains with the randomness of `key`, with the canary if the
+            traced bool `is_in` is true (use it as a mask), and returns a score that reveals the
+            canary, such as the inner product of the update with the canary's gradient. The
+            function is mapped and compiled. If yours cannot be, pass its scores to `audit_scores`.
+        delta: δ.
+        claimed: the ε to refute.
+        trials: the number of trainings with the canary, and of trainings without it. One half
+            chooses the best threshold, the other half decides.
+        failure: the probability that a bound is wrong, at most.
+        gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
+            and needs far fewer trials.
+        key: the source of all trainings' randomness.
+
+    >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
+    ...     return is_in + 2.0 * jax.random.normal(key)
+    >>> report = audit_epsilon(train, delta=1e-5, claimed=3.0, gaussian=True, key=jax.random.key(0))
+    >>> bool(report), 1.0 < report.gaussian_epsilon < 3.0
+    (True, True)
+    """
+    check_whole("trials", trials, 4)
+
+    chunks = -(-trials // _CHUNK)
+    size = -(-trials // chunks)  # equal chunks need one compilation; the last scores are dropped
+
+    def scores(is_in: bool) -> np.ndarray:
+        keys = jax.random.split(jax.random.fold_in(key, is_in), (chunks, size))
+        parts = [np.asarray(_scores(train, part, jnp.asarray(is_in))) for part in keys]
+        return np.concatenate(parts)[:trials]
+
+    inside, outside = scores(True), scores(False)
+    if inside.shape != (trials,):
+        raise ValueError(f"`train` must return a number, got shape {inside.shape[1:]}.")
+    return audit_scores(
+        inside, outside, delta=delta, claimed=claimed, failure=failure, gaussian=gaussian
+    )
+
+
+@partial(jax.jit, static_argnums=0)  # repeated audits of one function compile it once
+def _scores(train: _Train, keys: jax.Array, is_in: jax.Array) -> jax.Array:
+    return jax.vmap(train, (0, None))(keys, is_in)
+
+
+def audit_scores(
+    inside: ArrayLike,
+    outside: ArrayLike,
+    *,
+    delta: float,
+    claimed: float | None = None,
+    failure: float = 1e-5,
+    gaussian: bool = False,
+) -> EpsilonReport:
+    """Bound ε by the scores of independent trainings with and without a canary.
+
+    Args:
+        inside: (n,) scores of trainings with the canary. Larger or smaller scores may reveal it;
+            NaN counts as larger than any number.
+        outside: (n,) scores of trainings without it.
+        delta: see `audit_epsilon`.
+        claimed: see `audit_epsilon`.
+        failure: see `audit_epsilon`.
+        gaussian: see `audit_epsilon`.
+
+    >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
+    >>> report.passed
+    False
+    """
+    check_delta("delta", delta)
+    check_delta("failure", failure)
+    if claimed is not None:
+        check_positive("claimed", claimed)
+    both = [np.asarray(scores, np.float64) for scores in (inside, outside)]
+    trials = len(both[0])
+    if trials < 4 or any(scores.shape != (trials,) for scores in both):
+        shapes = [scores.shape for scores in both]
+        raise ValueError(
+            "`inside` and `outside` must hold the same number of scores, 4 or more, got shapes "
+            f"{shapes}."
+        )
+    both = _finite_scores(both)
+    half = trials // 2
+    share = failure / (2 if gaussian else 1)  # the two bounds share the probability of failure
+    seen = np.concatenate([scores[:half] for scores in both])
+    thresholds = np.unique(np.quantile(seen, np.linspace(0.001, 0.999, _THRESHOLDS)))
+    tests = [(sign, float(sign * x)) for sign in (1, -1) for x in thresholds]
+
+    def bound(epsilon_of: Callable[[Rates, float], float]) -> float:
+        def proved(test: tuple[int, float], part: slice) -> float:
+            sign, threshold = test
+            counts = [int((sign * scores[part] > threshold).sum()) for scores in both]
+            return epsilon_of(rates(counts[0], counts[1], len(both[0][part]), share), delta)
+
+        best = max(tests, key=lambda test: proved(test, slice(half)))
+        return proved(best, slice(half, None))
+
+    epsilon = bound(epsilon_of_rates)
+    gaussian_epsilon = bound(epsilon_of_gaussian) if gaussian else None
+    return EpsilonReport(claimed, epsilon, gaussian_epsilon, delta, 2 * trials, failure)
+
+
+def _finite_scores(both: list[np.ndarray]) -> list[np.ndarray]:
+    """Replace NaN and ±∞ by numbers beyond all others: a broken training is information too."""
+    finite = np.concatenate(both)
+    finite = finite[np.isfinite(finite)]
+    least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
+    return [np.nan_to_num(part, nan=most, posinf=most, neginf=least) for part in both]
+
+
+def audit_one_run(
+    train: Callable[[jax.Array], ArrayLike],
+    *,
+    canaries: int,
+    delta: float,
+    claimed: float | None = None,
+    guesses: int | None = None,
+    failure: float = 1e-5,
+    key: jax.Array,
+) -> EpsilonReport:
+    """Train once with a random half of many canaries, and bound ε by guessing which were in.
+
+    Args:
+        train: `train(is_in)` trains once, with the canaries for which the bool array is true, and
+            returns one score for each canary, larger if the canary was in.
+        canaries: the number of canaries. Each must be an example by itself, at most one per person.
+        delta: δ. The bound weakens as δ times `canaries` grows.
+        claimed: the ε to refute.
+        guesses: the number of guesses, half of them for the largest scores and half for the
+            smallest; by default a fifth of `canaries`.
+        failure: the probability that the bound is wrong, at most.
+        key: the source of the random half.
+
+    >>> def train(is_in):  # far too little noise
+    ...     return is_in + 0.1 * jax.random.normal(jax.random.key(1), is_in.shape)
+    >>> facts = {"canaries": 100, "delta": 1e-7, "claimed": 0.1, "failure": 0.01}
+    >>> bool(audit_one_run(train, **facts, key=jax.random.key(0)))
+    False
+    """
+    check_whole("canaries", canaries, 2)
+    check_delta("delta", delta)
+    check_delta("failure", failure)
+    guesses = max(2, canaries // 5) if guesses is None else guesses
+    check_whole("guesses", guesses, 2)
+    if guesses > canaries:
+        raise ValueError(f"`guesses` must be at most the {canaries} canaries, got {guesses}.")
+    is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
+    scores = np.asarray(train(jnp.asarray(is_in)), np.float64)
+    scores = np.where(np.isnan(scores), np.inf, scores)  # as in `audit_scores`
+    if scores.shape != (canaries,):
+        raise ValueError(f"`train` must return {canaries} scores, got shape {scores.shape}.")
+    order = np.argsort(scores, kind="stable")
+    high, low = order[len(order) - guesses // 2 :], order[: guesses - guesses // 2]
+    right = int(is_in[high].sum() + (~is_in[low]).sum())
+    epsilon = one_run_epsilon(delta, canaries, guesses, right, failure)
+    return EpsilonReport(claimed, epsilon, None, delta, canaries, failure)
+
+
+class Rates(NamedTuple):
+    """Confidence bounds on the rates of a membership test.
+
+    Attributes:
+        true_positive: a lower bound on the probability of "in" for trainings with the canary.
+        false_positive: an upper bound on the probability of "in" for trainings without it.
+    """
+
+    true_positive: float
+    false_positive: float
+
+
+def rates(true_positives: int, false_positives: int, trials: int, failure: float) -> Rates:
+    """Return Clopper-Pearson bounds that hold together with probability 1 − `failure`."""
+
+    def lower(count: int) -> float:
+        return float(beta.ppf(failure / 2, count, trials - count + 1)) if count else 0.0
+
+    return Rates(lower(true_positives), 1.0 - lower(trials - false_positives))
+
+
+def epsilon_of_rates(found: Rates, delta: float) -> float:
+    """Return the smallest ε ≥ 0 for which an (ε, δ) mechanism allows a test with these rates.
+
+    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ, and so does the opposite test.
+
+    >>> round(epsilon_of_rates(Rates(0.5, 0.1), 0.0), 3)  # log 5
+    1.609
+    """
+
+    def log_ratio(high: float, low: float) -> float:
+        if high <= 0:
+            return 0.0
+        return math.log(high / low) if low > 0 else math.inf
+
+    tpr, fpr = found
+    return max(0.0, log_ratio(tpr - delta, fpr), log_ratio(1 - fpr - delta, 1 - tpr))
+
+
+def epsilon_of_gaussian(found: Rates, delta: float) -> float:
+    """Return a lower bound on ε, assuming Gaussian noise.
+
+    For one Gaussian with sensitivity μ (in standard deviations) every threshold obeys
+    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and ε(μ, δ) follows. Frequent
+    events suffice for that, so it takes fewer trials than `epsilon_of_rates`.
+    """
+    mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
+    if not mu > 0:
+        return 0.0
+    if mu == math.inf:
+        return math.inf
+    return SampledGaussian(1 / mu, sampling_rate=1.0, steps=1, sampling="full").epsilon(delta)
+
+
+def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, right: int) -> float:
+    """Bound the probability of at least `right` right guesses in an (ε, δ)-private run.
+
+    Each canary is in with probability ½, independently of the others.
+
+    References:
+        Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, Theorem 5.2.
+    """
+    if not right:
+        return 1.0
+    chance = 1 / (1 + math.exp(-epsilon))
+    tail = float(binom.sf(right - 1, guesses, chance))
+    before = np.cumsum(binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))
+    slope = float(np.max(before / np.arange(1, right + 1)))
+    return min(1.0, tail + 2 * canaries * delta * slope)
+
+
+def one_run_epsilon(delta: float, canaries: int, guesses: int, right: int, failure: float) -> float:
+    """Return the largest ε that `right` right guesses refute at significance `failure`."""
+
+    def is_refuted(epsilon: float) -> bool:
+        return one_run_p_value(epsilon, delta, canaries, guesses, right) <= failure
+
+    low, high = 0.0, 1.0
+    if not is_refuted(0.0):
+        return 0.0
+    while is_refuted(high) and high < 100:
+        low, high = high, 2 * high
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (middle, high) if is_refuted(middle) else (low, middle)
+    return low
