@@ -1,4 +1,4 @@
-"""The numbers and the picture of README.md and of the manual, written from the records."""
+"""Generate the headline numbers of README.md and the manual, and README's figure."""
 
 import textwrap
 from collections.abc import Callable
@@ -14,24 +14,24 @@ from benchmarks.paper._tables import PRINTED
 
 
 def accuracies(kind: str) -> np.ndarray:
-    """Return test accuracies of softmax regression on MNIST: the paper's ε by seeds."""
+    """Return test accuracies of softmax regression on MNIST: (ε of the paper, seeds)."""
     final = load("paper/best")["final"]
     return np.array([final[f"{e} {kind}"]["found"]["test_accuracies"] for e in EPSILONS])
 
 
 def printed() -> list[float]:
-    """Return the best that the paper's table has for each ε."""
+    """Return the paper's best printed accuracy for each ε."""
     return [max(row[epsilon][0] for row in PRINTED.values()) for epsilon in EPSILONS]
 
 
 def _with_and_without_the_worst(ratios: dict[str, float]) -> tuple[float, float]:
-    """Return two geometric means: much of the first may be due to one model."""
+    """Return the geometric mean of all models, and of all but the worst one."""
     *others, worst = sorted(ratios.values())
     return geometric_mean([*others, worst]), geometric_mean(others)
 
 
 def claim() -> str:
-    """Return the numbers that matter most."""
+    """Return the headline numbers."""
     ours, *peers = (times(name) for name in ("bookkeeping", "JAX Privacy", "Optax"))
     (theirs, rest), (optax, optax_rest) = map(_with_and_without_the_worst, peers)
     device = load("clipping")["circumstances"]["device"].upper()
@@ -113,7 +113,7 @@ def paper() -> str:
 
 
 def draw() -> None:
-    """Draw what privacy costs in time, and what it leaves of the accuracy."""
+    """Draw the cost of privacy in time and in accuracy."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.5, 1])
     looks = {

@@ -1,4 +1,4 @@
-"""Trust: the records of the audits and of the long run go in, a table, a figure and a text out."""
+"""Generate the table, figure and text on audits, fuzzing and the long run."""
 
 from matplotlib.figure import Figure
 
@@ -10,12 +10,12 @@ FUZZED = ROOT / "tests" / "fuzz" / "last.txt"
 
 
 def is_run(name: str) -> bool:
-    """Tell whether a record is there and whole."""
+    """Return whether a record exists and is complete."""
     return bool(load_record(RESULTS / f"{name}.json").get("is_whole"))
 
 
 def audits() -> str:
-    """Return what the audits found, planted or sound, and how much of ε they see."""
+    """Return the verdicts on planted and sound pipelines, and the proved share of ε."""
     if not is_run("auditing"):
         return NOT_RUN
     record = load("auditing")
@@ -38,7 +38,7 @@ def audits() -> str:
 
 
 def in_short() -> str:
-    """Return what was tried to break the guarantee, and how it ended."""
+    """Return the attempts to break the guarantee, and their results."""
     rows = [["", NOT_RUN]]
     if is_run("auditing"):
         record = load("auditing")
@@ -93,7 +93,7 @@ def _fuzzed(name: str) -> float:
 
 
 def draw_auditing() -> None:
-    """Draw the ε that an attack proves against the one that is claimed."""
+    """Draw the ε that an attack proves against the claimed ε."""
     if not is_run("auditing"):
         return
     rows = list(load("auditing")["levels"].values())
@@ -117,7 +117,7 @@ def draw_auditing() -> None:
 
 
 def fuzz() -> str:
-    """Return what the last long fuzz run saw."""
+    """Return the results of the last long fuzz run."""
     if not FUZZED.exists():
         return NOT_RUN
     title, *lines = FUZZED.read_text(encoding="utf-8").splitlines()
@@ -126,7 +126,7 @@ def fuzz() -> str:
 
 
 def soak() -> str:
-    """Return how a long run went."""
+    """Return the results of the long run."""
     if not is_run("soak"):
         return NOT_RUN
     record = load("soak")

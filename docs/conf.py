@@ -12,7 +12,7 @@ from inspect import isclass
 from pathlib import Path
 
 from docutils import nodes
-from docutils.utils.math import latex2mathml, pick_math_environment
+from docutils.utils.math import latex2mathml
 from sphinx.application import Sphinx
 
 import optax_lsdp
@@ -30,9 +30,7 @@ include_patterns = [
     "docs/**",
     "notebooks/*.ipynb",
     "benchmarks/**.md",
-    "CHANGELOG.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
+    "*.md",
 ]
 exclude_patterns = ["docs/_build", "**/.*", ".*", "build", "dist"]
 
@@ -59,6 +57,8 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 72
 add_module_names = False
+nitpick_ignore_regex = [("py:class", r"(jax|collections|typing|numpy|optax)\..*")]  # no pages here
+suppress_warnings = ["mystnb.unknown_mime_type"]
 toc_object_entries_show_parents = "hide"
 
 html_theme = "sphinx_book_theme"
@@ -142,10 +142,9 @@ def add_colab_button(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def show_math(self, node: nodes.Element) -> None:
     """Write mathematics as MathML, which browsers show without a script."""
-    is_display = isinstance(node, nodes.math_block)
-    text = node.astext()
-    mathml = latex2mathml.tex2mathml(text, as_block=is_display)
-    self.body.append(mathml)
+    text = node.astext().replace("−", "-")
+    is_block = isinstance(node, nodes.math_block)
+    self.body.append(latex2mathml.tex2mathml(text, as_block=is_block))
     raise nodes.SkipNode
 
 
