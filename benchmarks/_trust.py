@@ -58,17 +58,18 @@ def in_short() -> str:
             ],
             [
                 f"attacks on {len(record['levels'])} claims, ε = 0.1 to 10",
-                f"lower bounds of {min(shares):.2f} to {max(shares):.2f} times the claimed ε, assuming "
-                "Gaussian noise",
+                f"lower bounds of {min(shares):.2f} to {max(shares):.2f} times the claimed ε, "
+                "assuming Gaussian noise",
             ],
         ]
     fuzzed = FUZZED.read_text(encoding="utf-8").splitlines() if FUZZED.exists() else []
     rows += [[f"{line}: ".split(": ")[0], line.split(": ")[-1]] for line in fuzzed]
     if is_run("soak"):
         killed = load("soak")["killed"]
+        kills = len(killed["killed_after_seconds"])
         rows.append(
             [
-                f"{load('soak')['steps']:,} steps, killed {len(killed['killed_after_seconds'])} times",
+                f"{load('soak')['steps']:,} steps, killed {kills} times",
                 f"the ledger counted {killed['counted_steps']:,} steps",
             ]
         )

@@ -68,6 +68,7 @@ html_css_files = ["manual.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {
+    "navbar_persistent": [],  # the sidebar has the search field
     "show_navbar_depth": 1,
     "use_download_button": False,
     "use_fullscreen_button": False,
@@ -112,6 +113,8 @@ def link_names(app: Sphinx, what: str, name: str, thing: object, options: object
         else:
             parts[index] = re.sub(r"(?<=\w)_(?=\W|$)", r"\\_", part.replace("|", r"\|"))
     lines[:] = "".join(parts).split("\n")
+    if what in ("attribute", "property"):
+        lines[:0] = ["..", ""]  # a comment: else napoleon takes words before a colon for a type
 
 
 def callable_at(full: str) -> bool:
@@ -140,6 +143,16 @@ def add_colab_button(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = json.dumps(notebook)
 
 
+def unlink_folders(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Turn links to folders into code: the manual has no pages for folders, as code hosts do."""
+    here = Path(app.env.doc2path(docname)).parent
+
+    def shown(match: re.Match) -> str:
+        return f"`{match[2]}`" if (here / match[2]).is_dir() else match[0]
+
+    source[0] = re.sub(r"\[([^\]]+)\]\(([\w./-]+)\)", shown, source[0])
+
+
 def show_math(self, node: nodes.Element) -> None:
     """Write mathematics as MathML, which browsers show without a script."""
     text = node.astext().replace("−", "-")
@@ -160,5 +173,6 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", link_names, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("source-read", add_colab_button)
+    app.connect("source-read", unlink_folders)
     app.connect("build-finished", add_front_page)
     app.add_html_math_renderer("mathml", (show_math, None), (show_math, None))
