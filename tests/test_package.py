@@ -13,6 +13,7 @@ from tests.cases import slow
 from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
+SHIPPED = ("optax_lsdp/", "tests/", "benchmarks/", "docs/", "notebooks/")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -52,7 +53,7 @@ def test_the_sdist_holds_what_is_tracked_and_nothing_else(built):
     with tarfile.open(only(built, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
-    needed = {name for name in tracked if name.startswith(("optax_lsdp/", "tests/", "benchmarks/"))}
+    needed = {name for name in tracked if name.startswith(SHIPPED)}
     assert needed <= names
     assert names - tracked <= {"PKG-INFO", ".gitignore"}
 
