@@ -8,8 +8,8 @@ import json
 import re
 from importlib import import_module
 from importlib.metadata import version as version_of
-from inspect import isclass
 from pathlib import Path
+from types import ModuleType
 
 from docutils import nodes
 from docutils.utils.math import latex2mathml
@@ -78,7 +78,11 @@ html_math_renderer = "mathml"  # nothing is loaded from elsewhere
 
 def public_names() -> dict[str, str]:
     """Return how docstrings name public things, and their full names in the reference."""
-    names = {name: f"optax_lsdp.{name}" for name in optax_lsdp.__all__}
+    names = {
+        name: f"optax_lsdp.{name}"
+        for name in optax_lsdp.__all__
+        if not isinstance(getattr(optax_lsdp, name), ModuleType)
+    }
     folders = sorted({path.parent.name for path in Path(optax_lsdp.__file__).parent.glob("*/*.py")})
     for folder in folders:
         if folder == "cli":
@@ -96,20 +100,19 @@ NAMES = public_names()
 def link_names(app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]):
     """Turn the backquotes of a docstring into links where they hold a public name, else into code.
 
-    Our docstrings are plain text with Markdown's backquotes. What reStructuredText would read as
-    markup in the rest of the text is escaped.
+    Our docstrings are plain text with Markdown's backquotes. Examples stay as they are. What
+    reStructuredText would read as markup in the rest of the text is escaped.
     """
-    parts = re.split(r"(`[^`]+`)", "\n".join(lines))
+    pattern = re.compile(r"(`[^`]+`|^ *>>>.*?(?:\n\s*\n|\Z))", re.DOTALL | re.MULTILINE)
+    parts = pattern.split("\n".join(lines))
     for index, part in enumerate(parts):
+        if part.lstrip().startswith(">>>"):
+            continue
         if index % 2:
             inner = part.strip("`")
-            own = NAMES.get(inner) == name
-            full = None if own else NAMES.get(inner.removeprefix("lsdp."))
-            is_module = inner in optax_lsdp.__all__ and full and not callable_at(full)
-            if full and not is_module:
-                parts[index] = f":py:obj:`{inner} <{full}>`"
-            else:
-                parts[index] = f"``{' '.join(inner.split())}``"
+            full = NAMES.get(inner.removeprefix("lsdp."), name)
+            code = f"``{' '.join(inner.split())}``"
+            parts[index] = code if full == name else f":py:obj:`{inner} <{full}>`"
         else:
             parts[index] = re.sub(r"(?<=\w)_(?=\W|$)", r"\\_", part.replace("|", r"\|"))
     lines[:] = "".join(parts).split("\n")
@@ -117,17 +120,9 @@ def link_names(app: Sphinx, what: str, name: str, thing: object, options: object
         lines[:0] = ["..", ""]  # a comment: else napoleon takes words before a colon for a type
 
 
-def callable_at(full: str) -> bool:
-    """Tell functions and classes from modules, which the reference has no entry for."""
-    module, _, name = full.rpartition(".")
-    return callable(getattr(import_module(module), name))
-
-
 def skip_fields(app: Sphinx, what: str, name: str, thing: object, skip: bool, options: object):
     """Leave out the fields of named tuples, which `Attributes:` describes."""
-    if type(thing).__name__ == "_tuplegetter" or (isclass(thing) and what == "class"):
-        return True
-    return None
+    return True if type(thing).__name__ == "_tuplegetter" else None
 
 
 def add_colab_button(app: Sphinx, docname: str, source: list[str]) -> None:
