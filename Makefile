@@ -11,7 +11,7 @@ INSTALL := -m pip install --quiet --disable-pip-version-check
 OLDEST := .venv-oldest
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full fuzz mutations soak lint bench paper clean
+.PHONY: demo test test-full fuzz mutations soak lint docs bench paper clean
 
 demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -57,6 +57,13 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The manual, in docs/_build/html. A warning, such as a broken link or an unknown name, is an error. The tests of
+# docs check the links from README.md as well.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build --builder html --nitpicky --fail-on-warning --keep-going --quiet \
+	  --conf-dir docs --doctree-dir docs/_build/doctrees . docs/_build/html
+	@echo "docs/_build/html/index.html"
+
 bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping
 	$(BIN)/python -m benchmarks.smoothing
@@ -73,7 +80,7 @@ paper: $(READY)
 	$(BIN)/python -m benchmarks.report
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -84,6 +91,10 @@ $(DEMO): pyproject.toml
 
 $(READY): $(DEMO)
 	$(BIN)/python $(INSTALL) --editable '.[test,bench]'
+	@touch $@
+
+$(VENV)/.docs: $(DEMO)
+	$(BIN)/python $(INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(OLDEST)/.ready: pyproject.toml

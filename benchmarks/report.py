@@ -1,7 +1,7 @@
-"""Results go in, figures, tables and a summary come out: `python -m benchmarks.report`.
+"""Write all figures, tables and the summary from the records: `python -m benchmarks.report`.
 
-Text between `<!-- NAME -->` and `<!-- /NAME -->` in README.md, in that of the benchmarks and in
-that of the paper's experiments belongs to the table NAME.
+In README.md, in the manual and in the READMEs of the benchmarks, this script owns the text between
+`<!-- NAME -->` and `<!-- /NAME -->`.
 """
 
 import json
@@ -236,7 +236,9 @@ MEASURED: Tables = {
 def texts() -> dict[Path, Tables]:
     """Return which text holds which tables."""
     return {
-        ROOT / "README.md": _front.TABLES,
+        ROOT / "README.md": _front.README,
+        ROOT / "docs" / "smoothing.md": {"paper": _front.paper},
+        ROOT / "docs" / "guarantees.md": {"rounding": _trust.rounding, "trust": _trust.in_short},
         ROOT / "benchmarks" / "README.md": MEASURED,
         ROOT / "benchmarks" / "paper" / "README.md": _report.parts(),
     }
@@ -253,7 +255,7 @@ def fill(text: str, tables: Tables) -> str:
 
 
 def main() -> None:
-    """Draw all figures, and fill all READMEs and the summary."""
+    """Draw all figures, fill in all tables, and write the summary."""
     for draw in (*_figures.FIGURES, _front.draw, _trust.draw_auditing, _report.draw):
         draw()
     for path, tables in texts().items():

@@ -104,22 +104,21 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
     for (path, leaf), group in zip(leaves, groups, strict=True):
-        name = path_name(path)
         if not is_marked(leaf):
             raise ValueError(
                 f"`updates` must be marked by `clipped_grad` in every leaf, got a plain array at "
-                f"{name!r}; pass the result of `clipped_grad` unchanged."
+                f"{path_name(path)!r}; pass the result of `clipped_grad` unchanged."
             )
         if ClipGroup(leaf.group, leaf.clip_norm) != group:
             raise ValueError(
                 f"`clip_norm` must be the same on both sides, got "
                 f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
-                f"{_describe(*group)} in the optimizer at {name!r}; pass the same object to both."
+                f"{_describe(*group)} in the optimizer at {path_name(path)!r}; pass the same object to both."
             )
         if leaf.together < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves of which {leaf.together} were clipped together, at {name!r}; clip all "
+                f"leaves of which {leaf.together} were clipped together, at {path_name(path)!r}; clip all "
                 "leaves in one call, or give each call its own group in a tree of clip norms."
             )
     return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])

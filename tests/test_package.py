@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.cases import slow
-from tests.test_readme import BLOCKS
+from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
+SHIPPED = ("optax_lsdp/", "tests/", "benchmarks/", "docs/", "notebooks/")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -52,14 +53,14 @@ def test_the_sdist_holds_what_is_tracked_and_nothing_else(built):
     with tarfile.open(only(built, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = set(run("git", "ls-files", cwd=ROOT).splitlines())
-    needed = {name for name in tracked if name.startswith(("optax_lsdp/", "tests/", "benchmarks/"))}
+    needed = {name for name in tracked if name.startswith(SHIPPED)}
     assert needed <= names
     assert names - tracked <= {"PKG-INFO", ".gitignore"}
 
 
 @pytest.mark.parametrize("versions", ["newest", *slow("oldest")])
 def test_the_wheel_works_in_an_empty_environment(versions, built, tmp_path):
-    """README's first example, the accountant's command, and what is missing is told."""
+    """README's first example and the accountant's command run; missing extras are named."""
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     constraints = tmp_path / "constraints.txt"
@@ -69,7 +70,7 @@ def test_the_wheel_works_in_an_empty_environment(versions, built, tmp_path):
     pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
     wheel = f"optax-lsdp[training] @ {only(built, '*.whl').as_uri()}"
     run(*pip, "--constraint", constraints, wheel)
-    (tmp_path / "example.py").write_text(BLOCKS[0])
+    (tmp_path / "example.py").write_text(blocks(ROOT / "README.md")[0])
     assert "Assumed" in run(python, "example.py", cwd=tmp_path)
     command = tmp_path / "venv" / "bin" / "optax-lsdp"
     options = [

@@ -1,4 +1,4 @@
-"""README: every block of code runs as printed, and every number comes from a results file."""
+"""README and the manual: code runs, links and names lead somewhere, numbers are on record."""
 
 import dataclasses
 import json
@@ -17,31 +17,54 @@ from benchmarks._results import RESULTS
 from benchmarks._timing import load_record
 from benchmarks.paper import _report
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+ROOT = Path(__file__).parents[1]
+MANUAL = sorted(ROOT.glob("docs/**/[!_]*.md"))
+PROSE = [*sorted(ROOT.glob("*.md")), *MANUAL, *sorted(ROOT.glob("benchmarks/**/*.md"))]
+
+
+def blocks(path):
+    """Return the blocks of Python code of a page."""
+    return re.findall(r"^```python\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def anchors(path):
+    """Return the anchors of a page's headings, as code hosts and MyST make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = [title.lower() for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+def relative(path):
+    return str(path.relative_to(ROOT))
 
 
 @pytest.fixture(autouse=True)
 def _strict_promotion():
-    """Replace the strict one: README is run as a user would run it."""
+    """Replace the strict one: examples are run as a user would run them."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-def test_every_block_runs_as_printed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("path", [path for path in PROSE if blocks(path)], ids=relative)
+def test_every_block_of_a_page_runs_as_printed(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert len(BLOCKS) >= 4
     names = {}
-    for block in BLOCKS:
-        exec(compile(block, str(README), "exec"), names)
-    assert names["params"] is not None
+    for block in blocks(path):
+        exec(compile(block, str(path), "exec"), names)
+
+
+def test_readme_keeps_its_shape():
+    """At most 180 lines, the claim with its device by line 5 and code by line 15."""
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 180
+    assert "times" in lines[4] and "CPU" in lines[4]
+    assert "```python" in lines[:15]
+    prose = [line for line in lines if not line.startswith(("|", "!["))]
+    assert max(map(len, prose)) <= 112
 
 
 def test_every_name_of_ours_in_prose_and_tables_exists():
-    for path in [
-        *report.texts(),
-        *(README.parent / f"{n}.md" for n in ("SECURITY", "CONTRIBUTING")),
-    ]:
+    for path in PROSE:
         for dotted in re.findall(r"\blsdp((?:\.[A-Za-z_]+)+)", path.read_text()):
             found = lsdp
             for name in dotted.strip(".").split("."):
@@ -50,7 +73,7 @@ def test_every_name_of_ours_in_prose_and_tables_exists():
 
 def test_every_name_of_others_in_the_tables_exists():
     pytest.importorskip("jax_privacy")
-    text = README.read_text().partition("## Coming from elsewhere")[2]
+    text = (ROOT / "docs" / "comparison.md").read_text()
     for dotted in set(re.findall(r"`((?:optax\.contrib|jax_privacy)[\w.]+)", text)):
         assert attrgetter(dotted.partition(".")[2])(import_module(dotted.partition(".")[0]))
     for module in ("noise_addition", "batch_selection", "accounting", "auditing"):
@@ -58,10 +81,50 @@ def test_every_name_of_others_in_the_tables_exists():
             assert hasattr(import_module(f"jax_privacy.{module}"), name)
 
 
-def test_every_link_leads_somewhere():
-    for path in [*report.texts(), *README.parent.glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)", path.read_text()):
-            assert link.startswith("http") or (path.parent / link).exists(), (path, link)
+@pytest.mark.parametrize("path", PROSE, ids=relative)
+def test_every_link_leads_somewhere(path):
+    links = re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]+))?\)", path.read_text())
+    for target, anchor in links:
+        if target.startswith("http"):
+            continue
+        found = (path.parent / target) if target else path
+        assert found.exists(), f"{path}: {target}"
+        assert not anchor or anchor in anchors(found), f"{path}: {target}#{anchor}"
+
+
+def test_every_public_name_is_in_the_reference():
+    """Under the shortest name by which users reach it, and once."""
+    text = "\n".join(path.read_text() for path in MANUAL if path.parent.name == "api")
+    listed = re.findall(r"^\.\. auto(?:function|class|exception):: optax_lsdp\.(\S+)", text, re.M)
+    assert len(listed) == len(set(listed))
+    top = {name for name in lsdp.__all__ if not isinstance(getattr(lsdp, name), type(math))}
+    public = set(top)
+    for path in (ROOT / "optax_lsdp").iterdir():
+        if not path.name.startswith("_") and path.stem != "cli" and (path / "__init__.py").exists():
+            names = set(import_module(f"optax_lsdp.{path.stem}").__all__)
+            public |= {f"{path.stem}.{name}" for name in names - top}
+    noise = set(import_module("optax_lsdp.noise").__all__) - top
+    assert set(listed) == public | {f"noise.{name}" for name in noise}
+
+
+def test_every_file_that_contributing_names_exists():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w./-]+(?:/|\.py|\.md|\.txt|\.toml))`", text))
+    assert len(named) > 30
+    for name in sorted(named):
+        assert any((root / name).exists() for root in (ROOT, ROOT / "optax_lsdp")), name
+
+
+def test_the_glossary_is_short_and_true():
+    """At most 30 terms, each with a name that occurs in the file that it points to."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    table = text.partition("## Glossary")[2].partition("\n## ")[0]
+    rows = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
+    assert 20 <= len(rows) <= 30
+    for term, _, names, _, where in rows:
+        home = ROOT / "optax_lsdp" / where.strip(" `")
+        source = home.read_text()
+        assert any(name in source for name in re.findall(r"`(\w+)`", names)), f"{term}: {where}"
 
 
 def test_the_numbers_are_those_of_the_results():
@@ -74,9 +137,9 @@ def test_the_numbers_are_those_of_the_results():
 
 def test_the_epsilons_of_shuffled_and_poisson_batches_are_those_of_the_accountant():
     said = re.search(
-        r"at z = (\S+), batches of (\d+) and (\d+) epochs of ([\d,]+)\s+examples, ε at δ = 1e-5 is "
+        r"At z = (\S+), batches of (\d+) and (\d+) epochs of ([\d,]+) examples, ε at δ = 1e-5 is "
         r"(\S+) for Poisson batches, and nothing below (\d+) is certified for shuffled",
-        README.read_text(),
+        " ".join((ROOT / "docs" / "accounting.md").read_text().split()),
     )
     z, batch, epochs, size, poisson, shuffled = (float(x.replace(",", "")) for x in said.groups())
     steps = int(epochs) * math.ceil(size / batch)
@@ -89,7 +152,7 @@ def test_the_epsilons_of_shuffled_and_poisson_batches_are_those_of_the_accountan
 
 
 def test_the_advice_in_words_follows_from_the_records():
-    """What the docstring of `laplacian_smooth` and the paper's README say without a record."""
+    """As the docstring of `laplacian_smooth` and the paper's README give it."""
     numbers = _report.numbers()
 
     def gain(epsilon, layout):
@@ -104,7 +167,7 @@ def test_the_advice_in_words_follows_from_the_records():
 
 
 def test_what_is_said_of_cnns_follows_from_the_records():
-    """In the paper's README, README and the docstring of `laplacian_smooth`."""
+    """In the paper's README, docs/smoothing.md and the docstring of `laplacian_smooth`."""
     numbers = _report.numbers()
 
     def short(name, z=10):
