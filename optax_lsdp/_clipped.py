@@ -113,13 +113,14 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
             raise ValueError(
                 f"`clip_norm` must be the same on both sides, got "
                 f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
-                f"{_describe(*group)} in the optimizer at {path_name(path)!r}; pass the same object to both."
+                f"{_describe(*group)} in the optimizer at {path_name(path)!r}; pass the same "
+                "object to both."
             )
         if leaf.together < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves of which {leaf.together} were clipped together, at {path_name(path)!r}; clip all "
-                "leaves in one call, or give each call its own group in a tree of clip norms."
+                f"leaves of which {leaf.together} were clipped together, at {path_name(path)!r}; "
+                "clip all leaves in one call, or give each call its own group of clip norms."
             )
     return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
 
