@@ -1,11 +1,18 @@
-"""Every test runs on eight CPU devices, and no dtype is promoted by accident.
+"""Run every test on eight CPU devices, and let no dtype be promoted by accident.
 
-Most of a test's time is compiling, so LLVM optimizes nothing (XLA's own passes all run). With
-FULL=1 it does, as for users, and each law is tried on fifty times the examples; FUZZ=1 is the same
-for tests/fuzz.
+Most of a test's time is compiling. LLVM therefore optimizes nothing here (XLA's own passes all
+run), and programs that one process has compiled are kept in a folder, where the other workers of
+the session and the processes that tests start find them. JAX looks them up by the whole program
+and its options. The folder is removed at the end, unless `JAX_COMPILATION_CACHE_DIR` names one.
+
+With FULL=1, LLVM optimizes as it does for users, and each law is tried on fifty times the examples;
+FUZZ=1 is the same for tests/fuzz.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["XLA_FLAGS"] = " ".join(
     [
@@ -14,6 +21,11 @@ os.environ["XLA_FLAGS"] = " ".join(
         "" if {"FULL", "FUZZ"} & set(os.environ) else "--xla_backend_optimization_level=0",
     ]
 )
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers find the folder of their controller
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="optax-lsdp-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import hypothesis
 import jax
@@ -22,6 +34,11 @@ import pytest
 hypothesis.settings.register_profile("laws", derandomize=True, deadline=None, max_examples=10)
 hypothesis.settings.register_profile("full", deadline=None, max_examples=500)
 hypothesis.settings.load_profile("full" if {"FULL", "FUZZ"} & set(os.environ) else "laws")
+
+
+def pytest_configure(config):
+    # Another process may still be writing a program: JAX then warns, and compiles it itself.
+    config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
 
 
 @pytest.fixture(autouse=True)

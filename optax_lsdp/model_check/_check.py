@@ -35,7 +35,7 @@ from optax_lsdp._trees import (
 )
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad
-from optax_lsdp.model_check._mixing import mixing
+from optax_lsdp.model_check._mixing import Rows, mixing
 
 _CHUNK = 8  # examples whose gradients are in memory at the same time
 _STEP = 1e-2  # between two points, relative to the size of a leaf's entries, or absolute below 1
@@ -107,7 +107,7 @@ def check_model(
         return ModelReport((str(error),))
     check_floating("params", params)
     size = _check_batch(batch, batched)
-    batch = jax.tree.map(jnp.asarray, batch)
+    batch = jax.tree.map(_as_rows, batch)
     count = min(size, _CHUNK)
     few = jax.tree.map(lambda x: x[:count], batch)
     sample = few if batched else jax.tree.map(lambda x: x[0], batch)
@@ -184,6 +184,12 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
     return size
 
 
+def _as_rows(array: jax.typing.ArrayLike) -> Rows:
+    """Return an array in the dtype that JAX gives it, and in NumPy unless it holds keys."""
+    rows = jnp.asarray(array)
+    return rows if is_key(rows) else np.asarray(rows)
+
+
 def _trace(loss: LossFn, params: optax.Params, sample: PyTree, shapes: _Shapes) -> ClosedJaxpr:
     """Return the jaxpr of a loss; raise unless its value is real and has one of `shapes`."""
     program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
@@ -222,9 +228,13 @@ def _begins_with(constant: PyTree, batch: PyTree) -> bool:
         and constant.shape[1:] == leaf.shape[1:]
         and constant.dtype == leaf.dtype
         and (leaf.ndim > 1 or is_floating(leaf))  # a few labels may be equal by chance
-        and bool(jnp.all(constant[: len(leaf)] == leaf))
+        and np.array_equal(_bits(constant)[: len(leaf)], _bits(leaf))
         for leaf in jax.tree.leaves(batch)
     )
+
+
+def _bits(array: Rows) -> np.ndarray:
+    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
 
 
 _Scan: TypeAlias = Callable[[optax.Params, PyTree], tuple[jax.Array, jax.Array, jax.Array]]

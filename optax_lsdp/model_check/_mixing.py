@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,8 +28,12 @@ from optax_lsdp._jaxpr import (
     is_call,
     is_literal,
 )
+from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn
 from optax_lsdp._types import PyTree
+
+Rows: TypeAlias = np.ndarray | jax.Array
+"""One array of a batch: in NumPy, for which nothing is compiled, or typed keys, which JAX has."""
 
 _SPLITS = 4  # random splits into halves that are tried
 _ROUNDING = 1e-4  # relative to the largest entry; smaller differences count as rounding
@@ -60,16 +65,17 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
-    def change(x: jax.Array) -> jax.Array:
+    def change(x: Rows) -> Rows:
         if not jnp.issubdtype(x.dtype, jnp.floating):
             return x[order]
-        return x[order] * jnp.asarray(rng.uniform(1.5, 3), x.dtype)
+        return x[order] * x.dtype.type(rng.uniform(1.5, 3))
 
     other = jax.tree.map(change, batch)
 
     def corner(rows: np.ndarray) -> PyTree:
-        def choose(x: jax.Array, y: jax.Array) -> jax.Array:
-            return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), y, x)
+        def choose(x: Rows, y: Rows) -> Rows:
+            where = jnp.where if is_key(x) else np.where
+            return where(rows.reshape(-1, *[1] * (x.ndim - 1)), y, x)
 
         return jax.tree.map(choose, batch, other)
 
@@ -109,12 +115,12 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     and functions that allow forward differentiation.
     """
     try:
-        (losses, _), bent = curvature(batch, jnp.asarray(half))
+        (losses, _), bent = jax.device_get(curvature(batch, half))
     except TypeError:  # custom_vjp
         return False
-    leaves = [*jax.tree.leaves(bent), *([losses[~half]] if jnp.ndim(losses) else [])]
-    known = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
-    return any(bool(jnp.any((leaf != 0) & jnp.isfinite(leaf))) for leaf in known)
+    leaves = [*jax.tree.leaves(bent), *([losses[~half]] if np.ndim(losses) else [])]
+    known = [np.asarray(leaf) for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    return any(bool(np.any((leaf != 0) & np.isfinite(leaf))) for leaf in known)
 
 
 def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
@@ -123,8 +129,8 @@ def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
     All leaves of the gradient are compared as one vector, so that a leaf which is zero but for
     rounding is held to the rounding of the largest leaf.
     """
-    losses, grads = zip(*map(outcome, corners), strict=True)
-    flat = [jnp.concatenate([leaf.ravel() for leaf in jax.tree.leaves(g)]) for g in grads]
+    losses, grads = zip(*(jax.device_get(outcome(corner)) for corner in corners), strict=True)
+    flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]) for g in grads]
     return _shows_mixing(losses, half) or _shows_mixing(flat, half, rows=False)
 
 
