@@ -145,7 +145,7 @@ def test_calibrated_noise_is_told_and_drawn(tmp_path, capsys):
     main(
         f"epsilon {options.replace('--epsilon', '--noise-multiplier')} --max-batch-size 30".split()
     )
-    assert "of more than 30 that many are kept" in " ".join(capsys.readouterr().out.split())
+    assert "of a larger batch, 30 examples are kept" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_demo_tells_who_is_protected_and_writes_what_it_found(tmp_path, capsys, monkeypatch):
