@@ -98,8 +98,8 @@ def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, del
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
     Use it for noise that follows a schedule: `family` maps s to all phases, with noise multipliers
-    in proportion to s. `family` of the answer never exceeds the budget (ε, δ). Raise a ValueError if
-    no scale suffices.
+    in proportion to s. At the returned scale the budget (ε, δ) is never exceeded. Raise a
+    ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
