@@ -159,7 +159,7 @@ def test_calibrate_prints_json_and_words_and_draws_a_figure(tmp_path, capsys):
     main(
         f"epsilon {options.replace('--epsilon', '--noise-multiplier')} --max-batch-size 30".split()
     )
-    assert "of more than 30 that many are kept" in " ".join(capsys.readouterr().out.split())
+    assert "of a larger batch, 30 examples are kept" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_demo_prints_its_guarantee_and_writes_its_results(tmp_path, capsys, monkeypatch):

@@ -206,7 +206,7 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> Analysis:
     Lower bounds use datasets whose other examples contribute zero. There truncation only makes it
     less likely that the example is in the batch.
 
-    The probabilities of both events are known up to rounding. The uncertain remainder is given to a
+    The probabilities of both events are known up to rounding. The uncertain remainder counts as a
     pair that dominates both: replacing an example of a fixed-size batch at rate q. It reveals more
     than `replacement_pair`, whose centres are no further apart.
     """

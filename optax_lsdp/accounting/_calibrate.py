@@ -44,10 +44,10 @@ def calibrate_noise_multiplier(
     dataset_size: int | None = None,
     group_size: int = 1,
 ) -> float:
-    """Return the smallest noise multiplier z for which steps are (ε, δ)-differentially private.
+    """Return the smallest noise multiplier z with which training is (ε, δ)-differentially private.
 
-    The answer never exceeds the budget (ε, δ), and 1e-4 less noise would. The other arguments are
-    those of `SampledGaussian`. Raise a ValueError if no noise suffices.
+    With z the budget (ε, δ) is never exceeded; with 1e-4 less noise it would be. The other
+    arguments are those of `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -77,18 +77,29 @@ def calibrate_noise_multiplier(
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
     guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
-    def at(noise: float) -> SampledGaussian:
+    worst_case: list[int] = []  # after the first call only this case is computed
+
+    def family(noise: float) -> SampledGaussian:
         return replace(unit, noise_multiplier=noise)
 
-    return _smallest_scale(at, _WorstCaseDelta(at, epsilon), epsilon, delta, guess, _STRIDES)
+    def spent(noise: float) -> float:
+        profile = privacy_profile(family(noise).parts)
+        if profile.group_size > 1 or not profile.upper:
+            return profile.delta(epsilon)
+        cases = worst_case or range(len(profile.upper))
+        deltas = [upper_delta(profile.upper[case], epsilon) for case in cases]
+        worst_case[:] = worst_case or [deltas.index(max(deltas))]
+        return max(deltas)
+
+    return _smallest_scale(family, spent, epsilon, delta, guess, _STRIDES)
 
 
 def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, delta: float) -> float:
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
     Use it for noise that follows a schedule: `family` maps s to all phases, with noise multipliers
-    in proportion to s. The answer never exceeds the budget. Raise a ValueError if no scale
-    suffices.
+    in proportion to s. At the returned scale the budget (ε, δ) is never exceeded. Raise a
+    ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
@@ -144,27 +155,6 @@ def _smallest_scale(
     while family(scale).epsilon(delta) > epsilon:
         scale, more = scale * (1 + more), 1.5 * more
     return scale
-
-
-class _WorstCaseDelta:
-    """δ(ε) of one phase as a function of its noise.
-
-    After the first call, only the case that was the worst then is computed: that halves the time.
-    """
-
-    def __init__(self, at: Callable[[float], SampledGaussian], epsilon: float) -> None:
-        self.at, self.epsilon = at, epsilon
-        self.worst: int | None = None
-
-    def __call__(self, noise: float) -> float:
-        profile = privacy_profile(self.at(noise).parts)
-        if profile.group_size > 1 or not profile.upper:
-            return profile.delta(self.epsilon)
-        cases = profile.upper if self.worst is None else (profile.upper[self.worst],)
-        deltas = [upper_delta(case, self.epsilon) for case in cases]
-        if self.worst is None:
-            self.worst = deltas.index(max(deltas))
-        return max(deltas)
 
 
 def calibrate_steps(

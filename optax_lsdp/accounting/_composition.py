@@ -36,7 +36,7 @@ class Mechanism:
     Answers hold for adaptively chosen steps. Every answer errs towards less privacy.
     """
 
-    if TYPE_CHECKING:  # a property at run time would keep `Composition` from storing its field
+    if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field
 
         @property
         def phases(self) -> tuple[SampledGaussian, ...]:
@@ -254,7 +254,8 @@ def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEv
     if phase.sampling == "without_replacement":
         if phase.dataset_size is None:
             raise ValueError(
-                "`dataset_size` must be given for to_dp_event without replacement, got None."
+                "`dataset_size` must be a number for to_dp_event without replacement, got None; "
+                "give it to SampledGaussian."
             )
         size = math.ceil(phase.sampling_rate * phase.dataset_size * (1 - 1e-12))
         return dp.SampledWithoutReplacementDpEvent(phase.dataset_size, size, event)

@@ -176,6 +176,20 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
         Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
         Gaussians Mechanisms.
     """
+    return _group_pair(rate, shift, size, 1 - 1e-9 if optimistic else 1 + 1e-9, optimistic)
+
+
+def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
+    """Return `group_removal_pair` with P and Q exchanged, for adding k examples.
+
+    The weights of Q are rounded down, and Q lacks the mass of unlikely numbers of members. Both
+    make the divergence of P from Q larger. An optimistic pair gives that mass to N(0).
+    """
+    return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
+
+
+def _group_pair(rate: float, shift: float, size: int, rounding: float, optimistic: bool) -> Pair:
+    """Return the pair for removing a group, with its weights multiplied by `rounding`."""
     last, missing = group_members(rate, shift, size)
     members = np.arange(last + 1)
     logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)
@@ -184,7 +198,7 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
         logs[1:] += np.cumsum(np.log(odds))
     elif last == size:
         logs[-1] = 0.0
-    change = np.exp(logs) * (1 - 1e-9 if optimistic else 1 + 1e-9)
+    change = np.exp(logs) * rounding
     change[0] = math.expm1(size * math.log1p(-rate)) if rate < 1 else -1.0
     if optimistic:
         change[0] = -change[1:].sum()
@@ -214,14 +228,6 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 
     pair = Pair(shift * members, base, change, point, missing=missing)
     return pair
-
-
-def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
-    """Return `group_removal_pair` with P and Q exchanged, for adding k examples.
-
-    The mass that Q is missing makes Q smaller, so the divergence of P from Q only grows.
-    """
-    return _swapped(group_removal_pair(rate, shift, size, optimistic=optimistic))
 
 
 def binomial_upper_tail(least: int, trials: int, rate: float) -> float:

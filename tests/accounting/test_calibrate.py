@@ -10,6 +10,7 @@ from optax_lsdp.accounting import (
     SampledGaussian,
     calibrate_batch_size,
     calibrate_noise_multiplier,
+    calibrate_scale,
     calibrate_steps,
 )
 
@@ -50,6 +51,18 @@ def test_calibrated_noise_is_the_least_within_the_budget(epsilon, rate, steps, k
     )
     assert SampledGaussian(noise, rate, steps, **kind).epsilon(1e-6) <= epsilon
     assert SampledGaussian(noise * (1 - 1e-4), rate, steps, **kind).epsilon(1e-6) > epsilon
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0])
+def test_a_calibrated_scale_is_the_least_within_the_budget(factor):
+    def schedule(scale):
+        return SampledGaussian(scale, 0.02, 100) + SampledGaussian(factor * scale, 0.02, 200)
+
+    scale = calibrate_scale(schedule, epsilon=2.0, delta=1e-6)
+    assert schedule(scale).epsilon(1e-6) <= 2.0 < schedule(scale * (1 - 1e-4)).epsilon(1e-6)
+    if factor == 1:  # the noise does not vary
+        noise = calibrate_noise_multiplier(epsilon=2.0, delta=1e-6, sampling_rate=0.02, steps=300)
+        assert scale == pytest.approx(noise, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [{}, {"sampling": "shuffled", "neighbouring": "replace_one"}])

@@ -199,11 +199,12 @@ def test_binomial_tails_err_by_at_most_their_rounding(trials, rate, least):
 @pytest.mark.parametrize(
     ("size", "rate"), [(3, 0.2), (300, 0.5), (10**6, 1e-4), (10**9, 1e-8), (10**12, 1e-12)]
 )
-def test_weights_of_a_group_are_rounded_up_and_optimistic_ones_down(size, rate):
+def test_weights_of_a_group_are_rounded_to_the_safe_side(size, rate):
     shift = 0.05
     pessimistic, optimistic = (
         group_removal_pair(rate, shift, size, optimistic=one) for one in (False, True)
     )
+    added = group_addition_pair(rate, shift, size)
     last, missing = group_members(rate, shift, size)
     assert len(pessimistic.centres) == len(optimistic.centres) == last + 1
     with mpmath.workdps(40):
@@ -212,5 +213,6 @@ def test_weights_of_a_group_are_rounded_up_and_optimistic_ones_down(size, rate):
             exact = mpmath.binomial(size, j) * q**j * mpmath.exp((size - j) * mpmath.log1p(-q))
             assert exact * (1 - 2e-9) <= optimistic.change[j] <= exact or exact < 1e-290
             assert exact <= pessimistic.change[j] <= exact * (1 + 2e-9) or exact < 1e-290
+            assert exact * (1 - 2e-9) <= added.base[j] <= exact or exact < 1e-290
         if last < size:
             assert exact_upper_tail(last + 1, size, rate) <= missing < 1e-39

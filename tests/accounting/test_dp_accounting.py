@@ -84,7 +84,7 @@ def test_an_event_contains_the_sampling_scheme():
             SampledGaussian(
                 1.0, 0.1, 1, sampling="without_replacement", neighbouring="replace_one"
             ),
-            "`dataset_size` must be given",
+            "`dataset_size` must be a number",
         ),
     ],
 )
