@@ -1,0 +1,141 @@
+"""The table of sampling schemes, and the table of neighbouring relations.
+
+A sampling scheme says how batches are drawn. A neighbouring relation says how two datasets differ
+that an attacker must not tell apart. Samplers, the accountant, plans, statements and the command
+line read what they need from here. To add a scheme, add its name to `Sampling`, a row to `SCHEMES`,
+its sampler to `optax_lsdp.sampling`, and its analysis to `optax_lsdp.accounting`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Sampling = Literal["poisson", "without_replacement", "full", "shuffled"]
+Neighbouring = Literal["add_remove", "replace_one", "zero_out"]
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One neighbouring relation.
+
+    Attributes:
+        sensitivity: how far two neighbouring clipped sums can be apart, in clip norms.
+        change: what happens to one example, in a few words.
+        secret: what an attacker tries to find out about one example, for statements.
+    """
+
+    sensitivity: float
+    change: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One sampling scheme.
+
+    Attributes:
+        title: the scheme's name in prose.
+        sampler: the name of the class in `optax_lsdp.sampling` that draws such batches.
+        neighbouring: the relations for which the accountant has an analysis.
+        batches: how batches are drawn, for statements. `describe` fills in `{rate}`, the sampling
+            rate, and `{epoch}`, the number of batches in an epoch.
+        remark: what to add to an ε of this scheme in a list of several schemes.
+        amplified: whether the analysis gains from the randomness of the batches.
+        tight: whether the accountant's ε is the true one up to rounding, not only an upper bound.
+        random_size: whether the size of a batch is random. Such batches are padded, and
+            `max_batch_size` can limit them.
+        whole_dataset: whether every batch is the whole dataset.
+        once_per_epoch: whether an epoch uses each example at most once. It then has ⌊n/b⌋ batches,
+            and the accountant counts a part of an epoch as a whole one.
+    """
+
+    title: str
+    sampler: str
+    neighbouring: tuple[Neighbouring, ...]
+    batches: str
+    remark: str = ""
+    amplified: bool = False
+    tight: bool = False
+    random_size: bool = False
+    whole_dataset: bool = False
+    once_per_epoch: bool = False
+
+    @property
+    def default_neighbouring(self) -> Neighbouring | None:
+        """Return "add_remove" if it has an analysis; otherwise users must choose a relation."""
+        return "add_remove" if "add_remove" in self.neighbouring else None
+
+    def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋") -> str:
+        """Return how batches are drawn, in words.
+
+        >>> SCHEMES["shuffled"].describe(epoch="235")[:60]
+        'every example is used at most once in each epoch of 235 batc'
+        """
+        return self.batches.format(rate=rate, epoch=epoch)
+
+    def steps_per_epoch(self, dataset_size: int, batch_size: int) -> float:
+        """Return n/b, or ⌊n/b⌋ for schemes that use each example at most once per epoch.
+
+        >>> SCHEMES["poisson"].steps_per_epoch(10, 4), SCHEMES["shuffled"].steps_per_epoch(10, 4)
+        (2.5, 2)
+        """
+        if self.once_per_epoch:
+            return dataset_size // batch_size
+        return dataset_size / batch_size
+
+
+RELATIONS: Mapping[Neighbouring, Relation] = {
+    "add_remove": Relation(
+        sensitivity=1.0,
+        change="one example added or removed",
+        secret="whether any one example was in the data",
+    ),
+    "replace_one": Relation(
+        sensitivity=2.0,
+        change="one example replaced",
+        secret="which of two values any one example had",
+    ),
+    "zero_out": Relation(
+        sensitivity=1.0,
+        change="one example blanked out",
+        secret="whether any one example was used or a blank in its place",
+    ),
+}
+
+SCHEMES: Mapping[Sampling, Scheme] = {
+    "poisson": Scheme(
+        title="Poisson",
+        sampler="PoissonSampler",
+        neighbouring=("add_remove", "replace_one", "zero_out"),
+        batches="every example is in every batch with probability {rate}, independently of all "
+        "else (Poisson sampling; a shuffled data loader does not do this)",
+        amplified=True,
+        tight=True,
+        random_size=True,
+    ),
+    "without_replacement": Scheme(
+        title="fixed size without replacement",
+        sampler="FixedSizeSampler",
+        neighbouring=("replace_one",),
+        batches="every batch is a fresh uniform subset of fixed size, a fraction {rate} of the "
+        "data, independent of the other batches (a shuffled data loader does not do this)",
+        amplified=True,
+    ),
+    "full": Scheme(
+        title="full",
+        sampler="FullBatchSampler",
+        neighbouring=("add_remove", "replace_one", "zero_out"),
+        batches="every batch is the whole dataset, whose size is public",
+        tight=True,
+        whole_dataset=True,
+    ),
+    "shuffled": Scheme(
+        title="shuffled",
+        sampler="ShuffledSampler",
+        neighbouring=("zero_out", "replace_one"),
+        batches="every example is used at most once in each epoch of {epoch} batches, in any "
+        "order; no benefit of a random order is claimed, as no tight analysis is known",
+        remark="at most, in any order",
+        once_per_epoch=True,
+    ),
+}
