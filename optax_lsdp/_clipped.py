@@ -77,14 +77,14 @@ def check_unmarked(link: str, updates: Any) -> None:
             )
 
 
-class Group(NamedTuple):
+class ClipGroup(NamedTuple):
     """One leaf's place in the prefix tree of clip norms: the group's address and clip norm."""
 
     path: str
     clip_norm: ClipNorm
 
 
-def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Updates:
+def mark(sums: optax.Updates, groups: list[ClipGroup], masked: bool) -> optax.Updates:
     """Wrap each leaf with the clip norm of its group, and with whether there was a mask."""
     leaves, structure = jax.tree.flatten(sums)
     counts = Counter(group.path for group in groups)
@@ -95,7 +95,7 @@ def mark(sums: optax.Updates, groups: list[Group], masked: bool) -> optax.Update
     return jax.tree.unflatten(structure, marked)
 
 
-def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
+def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
     """Unwrap each leaf, or raise where a leaf is not marked or was clipped otherwise."""
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
@@ -106,7 +106,7 @@ def unmark(updates: optax.Updates, groups: list[Group]) -> optax.Updates:
                 f"`updates` must be marked by `clipped_grad` in every leaf, got a plain array at "
                 f"{name!r}; pass its result on as it came."
             )
-        if Group(leaf.group, leaf.clip_norm) != group:
+        if ClipGroup(leaf.group, leaf.clip_norm) != group:
             raise ValueError(
                 f"`clip_norm` must be the same on both sides, got "
                 f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "

@@ -27,7 +27,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, equations, scoped, source_files
+from optax_lsdp._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    equations,
+    equations_with_mapped_axes,
+    source_files,
+)
 from optax_lsdp._mesh import are_shards_tracked, manual_axes, varying_axes
 from optax_lsdp._trees import path_name
 
@@ -44,7 +50,7 @@ _HARMLESS = ("axis_index", "pvary", "pcast")
 _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
 
 
-class Program(NamedTuple):
+class TracedLoss(NamedTuple):
     """The loss of one example as equations, and how its outputs are put together again.
 
     The first inputs of `closed` are the leaves of the parameters, the others those of the example.
@@ -54,7 +60,7 @@ class Program(NamedTuple):
     outputs: Any  # the structure of (value, aux)
 
 
-def trace(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> Program:
+def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> TracedLoss:
     """Trace `loss_fn` on one example; raise if an operation could mix examples under vmap."""
     whole = _axes_of_whole_examples(example)
     vouched: set[str] = set()
@@ -65,10 +71,10 @@ def trace(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> Program:
     finally:
         _VOUCHED.reset(token)
     for jaxpr in (closed.jaxpr, backward.jaxpr):  # which alone has the custom derivatives
-        for equation, bound in scoped(jaxpr, whole):
+        for equation, bound in equations_with_mapped_axes(jaxpr, whole):
             _check_no_collective(equation, bound)
             _check_kept_inside(equation, vouched)
-    return Program(closed, jax.tree.structure(shapes))
+    return TracedLoss(closed, jax.tree.structure(shapes))
 
 
 def vouch_for_callbacks(loss_fn: Callable[..., Any], *names: str) -> Callable[..., Any]:
@@ -104,7 +110,7 @@ def _axes_of_whole_examples(example: Any) -> frozenset[str]:
     return frozenset(manual_axes()) - varying_axes(example) if are_shards_tracked() else frozenset()
 
 
-def is_split(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> bool:
+def is_example_split(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> bool:
     """Tell whether shards that have the same example compute different parts of its loss.
 
     That is so if parameters are split over them, or if the loss asks for the shard's index. The
@@ -115,7 +121,7 @@ def is_split(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> bool:
         return False
     closed = jax.make_jaxpr(loss_fn)(params, example)
     atoms: list[Any] = [*closed.jaxpr.invars, *closed.jaxpr.constvars]
-    for equation, bound in scoped(closed.jaxpr, frozenset()):
+    for equation, bound in equations_with_mapped_axes(closed.jaxpr, frozenset()):
         atoms += [] if bound else equation.outvars
     return bool(varying_axes([atom.aval for atom in atoms]) & whole)
 
@@ -280,7 +286,7 @@ def _adds_up(equation: Equation) -> bool:
     return any(e.primitive.name in _SUMS for jaxpr in bodies for e in equations(jaxpr))
 
 
-def check_trained(params: Any) -> None:
+def check_no_layer_state(params: Any) -> None:
     """Raise if parameters hold what a layer counts, such as the statistics of batch norms.
 
     Everything in `params` is trained: it would get noise, and no gradient.

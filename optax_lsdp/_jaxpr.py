@@ -17,7 +17,9 @@ _BY_HAND = ("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "custom_t
 _LOOPS = ("scan", "while", "cond")
 
 
-def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation, frozenset[Any]]]:
+def equations_with_mapped_axes(
+    jaxpr: core.Jaxpr, bound: frozenset[Any]
+) -> Iterator[tuple[Equation, frozenset[Any]]]:
     """Walk all equations, with the axes that a shard_map or pmap around each of them maps over."""
     for equation in jaxpr.eqns:
         yield equation, bound
@@ -27,12 +29,12 @@ def scoped(jaxpr: core.Jaxpr, bound: frozenset[Any]) -> Iterator[tuple[Equation,
         if not equation.params.get("check_vma", True):
             axes = ()  # vmap may put other examples on axes that JAX does not track
         for inner in _programs(equation):
-            yield from scoped(inner, bound | frozenset(axes))
+            yield from equations_with_mapped_axes(inner, bound | frozenset(axes))
 
 
 def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
     """Walk all equations, those inside of calls, loops and branches included."""
-    return (equation for equation, _ in scoped(jaxpr, frozenset()))
+    return (equation for equation, _ in equations_with_mapped_axes(jaxpr, frozenset()))
 
 
 def _programs(equation: Equation) -> Iterator[core.Jaxpr]:
@@ -95,7 +97,7 @@ def body(equation: Equation) -> ClosedJaxpr:
     return inner if isinstance(inner, core.ClosedJaxpr) else core.ClosedJaxpr(inner, ())
 
 
-def calls(equation: Equation) -> bool:
+def is_call(equation: Equation) -> bool:
     """Tell whether an equation is a call, whose operands are those of its body."""
     inner: Any = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     jaxpr = getattr(inner, "jaxpr", inner)
@@ -109,7 +111,7 @@ def source_files(equation: Equation) -> list[str]:
     return [frame.file_name for frame in frames]
 
 
-def whereabouts(equation: Equation) -> str:
+def describe_location(equation: Equation) -> str:
     """Say which layer an equation is in: the scopes of its module, or the line that wrote it."""
     scopes = str(equation.source_info.name_stack)
     if scopes:

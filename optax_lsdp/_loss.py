@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
 
-Loss = Callable[..., Any]
+LossFn = Callable[..., Any]
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _ROWS = 2  # examples of the batch on which a loss is tried that fails on one example
@@ -27,13 +27,13 @@ _FLAX = {  # errors of Flax, by name, and the remedy
 _KEPT = (TypeError, ValueError, IndexError)  # kinds of errors that stay what they are
 
 
-def takes_key(loss_fn: Loss) -> bool:
+def takes_key(loss_fn: LossFn) -> bool:
     """Tell a loss with a third argument, the key of its example, from one without."""
-    check_arguments(loss_fn)
+    check_loss_signature(loss_fn)
     return len(_needed(loss_fn)) == 3 or _names_key(loss_fn)
 
 
-def check_arguments(loss_fn: Loss) -> None:
+def check_loss_signature(loss_fn: LossFn) -> None:
     """Raise unless a loss can be called with parameters and one example, or with a key as well."""
     parameters, needed = _parameters(loss_fn), _needed(loss_fn)
     by_place = [p for p in parameters if p.kind in _BY_PLACE]
@@ -46,30 +46,30 @@ def check_arguments(loss_fn: Loss) -> None:
         )
 
 
-def needs_key(loss_fn: Loss) -> bool:
+def needs_key(loss_fn: LossFn) -> bool:
     """Tell whether a loss cannot be called without a key."""
     keys = [p for p in _parameters(loss_fn) if p.name == "key" and p.default is p.empty]
     return len(_needed(loss_fn)) == 3 or any(p.kind == p.KEYWORD_ONLY for p in keys)
 
 
-def _parameters(loss_fn: Loss) -> list[inspect.Parameter]:
+def _parameters(loss_fn: LossFn) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):  # some functions that are not written in Python have none
         return []
 
 
-def _needed(loss_fn: Loss) -> list[str]:
+def _needed(loss_fn: LossFn) -> list[str]:
     found = _parameters(loss_fn)
     return [p.name for p in found if p.kind in _BY_PLACE and p.default is p.empty]
 
 
-def _names_key(loss_fn: Loss) -> bool:
+def _names_key(loss_fn: LossFn) -> bool:
     parameters = _parameters(loss_fn)[2:]
     return any(p.name == "key" and p.kind != p.POSITIONAL_ONLY for p in parameters)
 
 
-def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
+def call_loss(loss_fn: LossFn, params: Any, example: Any, *key: jax.Array) -> Any:
     """Call the loss of one example, with its key if it takes one."""
     if not key:
         return loss_fn(params, example)
@@ -85,26 +85,26 @@ def called(loss_fn: Loss, params: Any, example: Any, *key: jax.Array) -> Any:
         raise
 
 
-def of_pairs(loss_fn: Loss) -> Loss:
+def with_key_in_example(loss_fn: LossFn) -> LossFn:
     """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
-    return lambda params, pair: called(loss_fn, params, *pair)
+    return lambda params, pair: call_loss(loss_fn, params, *pair)
 
 
-def tried(loss_fn: Loss, params: Any, example: Any) -> Any:
+def call_or_explain(loss_fn: LossFn, params: Any, example: Any) -> Any:
     """Evaluate the loss of an example; raise an error that explains the cause if it fails."""
     try:
         return loss_fn(params, example)
     except Exception as error:
-        reraise(error, loss_fn, params, example)
+        raise_explained(error, loss_fn, params, example)
 
 
-def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoReturn:
+def raise_explained(error: Exception, loss_fn: LossFn, params: Any, example: Any) -> NoReturn:
     """Raise an error that explains why a loss failed, or the original error if nobody knows.
 
     The loss is traced again in the ways in which it may have been meant. One that works so is the
     proof of what went wrong.
     """
-    sentence = why_it_failed(error, loss_fn, params, example)
+    sentence = explain_failure(error, loss_fn, params, example)
     if sentence is None:
         error.add_note(_was_given(example))
         raise error
@@ -115,8 +115,8 @@ def reraise(error: Exception, loss_fn: Loss, params: Any, example: Any) -> NoRet
     raise explained from error
 
 
-def why_it_failed(
-    error: Exception, loss_fn: Loss, params: Any, example: Any, *, batched: bool = False
+def explain_failure(
+    error: Exception, loss_fn: LossFn, params: Any, example: Any, *, batched: bool = False
 ) -> str | None:
     """Explain why a loss failed, in one sentence, if the cause can be found.
 
@@ -169,12 +169,12 @@ def why_it_failed(
     return None
 
 
-def _plainly(loss_fn: Loss, params: Any, example: Any) -> Any:
+def _plainly(loss_fn: LossFn, params: Any, example: Any) -> Any:
     key = (jax.random.key(0),) if takes_key(loss_fn) else ()
-    return called(loss_fn, params, example, *key)
+    return call_loss(loss_fn, params, example, *key)
 
 
-def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
+def _in_parts(loss_fn: LossFn) -> Iterator[tuple[Callable[..., Any], str]]:
     """Return calls that pass the parts of an example as arguments, with the advice if one works."""
     yield (
         lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
@@ -188,7 +188,7 @@ def _in_parts(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
     )
 
 
-def _otherwise(loss_fn: Loss) -> Iterator[tuple[Callable[..., Any], str]]:
+def _otherwise(loss_fn: LossFn) -> Iterator[tuple[Callable[..., Any], str]]:
     """Return other calls of a loss, with the advice to give if one works."""
     yield (
         lambda params, example: _plainly(loss_fn, example, params),

@@ -14,7 +14,7 @@ def manual_axes() -> tuple[str, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_spread() -> bool:
+def is_multi_device_mesh() -> bool:
     """Tell whether a mesh is set over whose devices XLA may spread arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
@@ -25,7 +25,7 @@ def are_shards_tracked() -> bool:
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 
-def check_axes(named: tuple[str, ...], params: Any, by_example: Any) -> None:
+def check_replicated_axes(named: tuple[str, ...], params: Any, by_example: Any) -> None:
     """Raise if it is not known whether a manual axis splits the parameters or the batch.
 
     Args:
@@ -85,7 +85,7 @@ def with_automatic_axes(function: Callable[..., Any], out_shardings: Any) -> Cal
     return jax.sharding.auto_axes(function, axes=explicit, out_sharding=out_shardings)
 
 
-def stated_sharding(array: Any, axes: int | None = None) -> jax.P:
+def explicit_spec(array: Any, axes: int | None = None) -> jax.P:
     """Return how the first `axes` axes of an array, or all, are stated to be sharded."""
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 

@@ -62,7 +62,7 @@ def check_not_empty(name: str, tree: Any) -> None:
         raise ValueError(f"`{name}` must hold at least one array, got none.")
 
 
-def kind_of(leaf: Any) -> str:
+def dtype_name(leaf: Any) -> str:
     """Return the dtype of an array, or the type of anything else, for a sentence."""
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
@@ -77,7 +77,7 @@ def is_numeric(array: Any) -> bool:
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
 
 
-def beside(tree: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+def zip_leaves(tree: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Return the name of each leaf, the leaf, and that of another tree of the same structure."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
@@ -89,7 +89,7 @@ def check_floating(name: str, tree: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(tree):
         if not is_floating(leaf):
             raise TypeError(
-                f"`{name}` must hold real floating-point arrays, got {kind_of(leaf)} at "
+                f"`{name}` must hold real floating-point arrays, got {dtype_name(leaf)} at "
                 f"{path_name(path)!r}; split off what is not trained, as nnx.split, "
                 "eqx.partition or variables['params'] do."
             )
@@ -99,7 +99,7 @@ def check_mask(mask: Any, size: int) -> None:
     """Raise unless a mask, if there is one, says of each of so many examples whether it counts."""
     if mask is None:
         return
-    dtype, shape = kind_of(mask), getattr(mask, "shape", "none")
+    dtype, shape = dtype_name(mask), getattr(mask, "shape", "none")
     if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where an example counts, got "
@@ -114,9 +114,9 @@ def check_not_per_example(extra_args: dict[str, Any], height: int | None) -> Non
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
             shape = jnp.shape(leaf)
             is_one_each = height is not None and shape[:1] == (height,) == (math.prod(shape),)
-            if is_one_each or (shape and kind_of(leaf) == "bool"):
+            if is_one_each or (shape and dtype_name(leaf) == "bool"):
                 raise TypeError(
-                    f"`{name}` must not hold a value for each example, got {kind_of(leaf)} of "
+                    f"`{name}` must not hold a value for each example, got {dtype_name(leaf)} of "
                     f"shape {shape}; `mask` is the name for stacked gradients, and the function "
                     "that makes a clipped sum takes the mask of its batch."
                 )
@@ -143,7 +143,7 @@ def widen(x: jax.Array) -> jax.Array:
     return x.astype(wide_dtype(x))
 
 
-def one_value(tree: Any) -> Any:
+def compute_once(tree: Any) -> Any:
     """Return the tree as it is, and let no compiler compute it twice.
 
     XLA may skip a rounding to half precision where it feeds a norm, and not where it feeds a sum;

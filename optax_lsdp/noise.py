@@ -24,12 +24,12 @@ from optax_lsdp._mesh import (
     all_under_vmap,
     are_shards_tracked,
     axis_names,
+    explicit_spec,
     manual_axes,
-    stated_sharding,
     varying_axes,
     with_automatic_axes,
 )
-from optax_lsdp._trees import beside, check_floating, leaf_addresses, path_name, wide_dtype
+from optax_lsdp._trees import check_floating, leaf_addresses, path_name, wide_dtype, zip_leaves
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
@@ -178,7 +178,7 @@ def _draw(
                 noises[members[0]] = rows[0, :-1]
                 continue
             draw = partial(_normal, shape=leaf.shape, dtype=wide_dtype(leaf))
-            sharding = stated_sharding(leaf)
+            sharding = explicit_spec(leaf)
             noises[members[0]] = with_automatic_axes(draw, sharding)(chosen[0])
             continue
         room = max(leaves[index].size for index in members)
@@ -227,7 +227,7 @@ def _check_sum(updates: Any, params: Any) -> None:
     structure: Any = jax.tree.structure(updates)
     if structure != jax.tree.structure(params):
         return
-    for name, leaf, param in beside(updates, params):
+    for name, leaf, param in zip_leaves(updates, params):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must be a sum of clipped gradients, got shape {leaf.shape} for a "

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._clipped import Group
+from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
+    compute_once,
     leaf_addresses,
     norm_rounding,
-    one_value,
     row_norms,
     usable_scale,
     widen,
@@ -78,13 +78,13 @@ def sensitivity(clip_norm: ClipNorm) -> Any:
     return clip_norm if is_schedule(clip_norm) else math.hypot(*jax.tree.leaves(clip_norm))
 
 
-def clip_groups(clip_norm: ClipNorm, tree: Any) -> list[Group]:
+def clip_groups(clip_norm: ClipNorm, tree: Any) -> list[ClipGroup]:
     """Return the group of each leaf of `tree`, in the order of its leaves."""
-    groups: list[Group] = []
+    groups: list[ClipGroup] = []
     addresses = iter(leaf_addresses(clip_norm))
 
     def extend(norm: Any, subtree: Any) -> None:
-        group = Group(next(addresses), norm)
+        group = ClipGroup(next(addresses), norm)
         groups.extend([group] * len(jax.tree.leaves(subtree)))
 
     try:
@@ -121,7 +121,7 @@ def clip_factors(
 
 def clip_and_sum(
     rows: optax.Updates,
-    groups: list[Group],
+    groups: list[ClipGroup],
     *,
     style: ClipStyle = "threshold",
     mask: jax.Array | None = None,
@@ -134,7 +134,7 @@ def clip_and_sum(
     """
     leaves, structure = jax.tree.flatten(rows)
     # A barrier around leaves that are split and others would make all of them vary.
-    leaves = list(map(one_value, leaves)) if any(split or ()) else one_value(leaves)
+    leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
     norms, factors = {}, {}
     for path, clip_norm in dict(groups).items():

@@ -12,14 +12,14 @@ import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._clipped import mark
-from optax_lsdp._isolation import ValueAndAux, check_trained, is_split
+from optax_lsdp._isolation import ValueAndAux, check_no_layer_state, is_example_split
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import check_arguments, tried
+from optax_lsdp._loss import call_or_explain, check_loss_signature
 from optax_lsdp._mesh import (
     axis_names,
-    check_axes,
+    check_replicated_axes,
+    explicit_spec,
     manual_axes,
-    stated_sharding,
     vary,
     varying_axes,
     with_automatic_axes,
@@ -28,9 +28,9 @@ from optax_lsdp._trees import (
     check_floating,
     check_mask,
     check_not_empty,
+    dtype_name,
     is_floating,
     is_numeric,
-    kind_of,
     leaf_addresses,
     path_name,
 )
@@ -170,7 +170,7 @@ def value_and_clipped_grad(
     [7.  0.5] [5.  0.5]
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
-    check_arguments(loss_fn)
+    check_loss_signature(loss_fn)
     clip_norm = frozen_clip_norm(clip_norm)
     check_choice("clip_style", clip_style, STYLES)
     check_choice("engine", engine, ("auto", *_ENGINES))
@@ -181,7 +181,7 @@ def value_and_clipped_grad(
     def value_and_aux(params: optax.Params, example: Any) -> tuple[jax.Array, Any]:
         if keep_batch_axis:
             example = jax.tree.map(lambda x: x[None], example)
-        output = tried(loss_fn, params, example)
+        output = call_or_explain(loss_fn, params, example)
         _check_output(output, has_aux)
         return output if has_aux else (output, None)
 
@@ -189,11 +189,11 @@ def value_and_clipped_grad(
         params: optax.Params, batch: Any, mask: jax.Array | None = None, *, step: Any = None
     ) -> tuple[PerExample, optax.Updates]:
         check_not_empty("params", params)
-        check_trained(params)
+        check_no_layer_state(params)
         check_floating("params", params)
         size = _batch_size(batch)
         check_mask(mask, size)
-        check_axes(named_axes, params, (batch, mask))
+        check_replicated_axes(named_axes, params, (batch, mask))
         params = vary(params, varying_axes((batch, mask)))
         now = _clip_norm_at(clip_norm, step)
         clip = _choose_engine(engine, value_and_aux, params, batch)
@@ -203,8 +203,8 @@ def value_and_clipped_grad(
             clip_some = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
             return in_microbatches(clip_some, batch, mask, microbatch_size or size)
 
-        by_example = stated_sharding(jax.tree.leaves(batch)[0], 1)
-        shardings = (by_example, by_example, jax.tree.map(stated_sharding, params))
+        by_example = explicit_spec(jax.tree.leaves(batch)[0], 1)
+        shardings = (by_example, by_example, jax.tree.map(explicit_spec, params))
         run = with_automatic_axes(run, shardings)
         (values, aux), norms, total = run(params, batch, mask, now)
         if is_schedule(clip_norm):
@@ -224,7 +224,7 @@ def _choose_engine(engine: str, loss_fn: ValueAndAux, params: optax.Params, batc
     name = _DEFAULT_ENGINE if engine == "auto" else engine
     if name == "vmap" or not manual_axes():
         return _ENGINES[name]
-    if not is_split(loss_fn, params, jax.tree.map(lambda x: x[0], batch)):
+    if not is_example_split(loss_fn, params, jax.tree.map(lambda x: x[0], batch)):
         return _ENGINES[name]
     if engine == "auto":
         return _ENGINES["vmap"]
@@ -255,8 +255,9 @@ def _check_output(output: Any, has_aux: bool) -> None:
     value = output[0] if has_aux else output
     if not (is_floating(value) or isinstance(value, float)):
         raise TypeError(
-            f"`loss_fn` must return the loss, a real floating-point scalar, got {kind_of(value)}; "
-            "what else it computes comes back from `value_and_clipped_grad(..., has_aux=True)`."
+            f"`loss_fn` must return the loss, a real floating-point scalar, got "
+            f"{dtype_name(value)}; what else it computes comes back from "
+            "`value_and_clipped_grad(..., has_aux=True)`."
         )
     if jnp.shape(value) != ():
         raise ValueError(
@@ -274,13 +275,13 @@ def _batch_size(batch: Any) -> int:
     for path, leaf in leaves:
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
-                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
-                "encode text and dates first."
+                f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
+                f"{path_name(path)!r}; encode text and dates first."
             )
         if getattr(leaf, "shape", ()) == ():
             raise ValueError(
                 "`batch` must be a tree of arrays with a leading axis of examples, got one "
-                f"{kind_of(leaf)} at {path_name(path)!r}; split a key with "
+                f"{dtype_name(leaf)} at {path_name(path)!r}; split a key with "
                 "jax.random.split(key, n), and let `loss_fn` close over what all examples share."
             )
         if len(leaf) != len(leaves[0][1]):

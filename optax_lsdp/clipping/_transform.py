@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._clipped import is_marked, unmark
-from optax_lsdp._mesh import axis_names, check_axes, varying_axes
+from optax_lsdp._mesh import axis_names, check_replicated_axes, varying_axes
 from optax_lsdp._trees import (
-    beside,
     check_floating,
     check_mask,
     check_not_empty,
     check_not_per_example,
+    zip_leaves,
 )
 from optax_lsdp.clipping._factors import (
     ClipNorm,
@@ -99,7 +99,7 @@ def clip_per_example(
             height = _check_stacked(updates, params)
             check_mask(mask, height)
             check_not_per_example(extra_args, height)
-            check_axes(named_axes, params, updates)
+            check_replicated_axes(named_axes, params, updates)
             _check_whole(params, updates, named_axes)
             _, total = clip_and_sum(updates, clip_groups(now, updates), mask=mask)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
@@ -120,7 +120,7 @@ def _check_structure(updates: optax.Updates, params: optax.Params) -> None:
 def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
     """Raise unless every leaf of a sum has its parameter's shape."""
     _check_structure(total, params)
-    for name, leaf, param in beside(total, params):
+    for name, leaf, param in zip_leaves(total, params):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must have the shapes of `params`, got {leaf.shape} for "
@@ -150,7 +150,7 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         )
     _check_structure(updates, params)
     height = jnp.shape(jax.tree.leaves(updates)[0])[:1]
-    for name, leaf, param in beside(updates, params):
+    for name, leaf, param in zip_leaves(updates, params):
         got, shape = jnp.shape(leaf), jnp.shape(param)
         if got == shape:
             raise ValueError(

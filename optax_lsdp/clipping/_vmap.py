@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_lsdp._isolation import ValueAndAux, trace, warn_of_batch_norms
+from optax_lsdp._isolation import ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._mesh import varying_axes
-from optax_lsdp.clipping._factors import ClipStyle, Group, clip_and_sum
+from optax_lsdp.clipping._factors import ClipGroup, ClipStyle, clip_and_sum
 
 
 def clip_by_vmap(
@@ -16,7 +16,7 @@ def clip_by_vmap(
     batch: Any,
     mask: jax.Array | None,
     *,
-    groups: list[Group],
+    groups: list[ClipGroup],
     style: ClipStyle,
 ) -> tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
@@ -28,7 +28,7 @@ def clip_by_vmap(
     split = [frozenset(varying_axes(leaf) - by_example) for leaf in jax.tree.leaves(params)]
 
     def one_example(example: Any) -> Any:
-        program = trace(loss_fn, params, example)  # which checks it
+        program = trace_loss(loss_fn, params, example)  # which checks it
         warn_of_batch_norms(program.closed)
         return jax.value_and_grad(loss_fn, has_aux=True)(params, example)
 

@@ -19,10 +19,16 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_positive, check_whole, frozen_number
-from optax_lsdp._isolation import trace, warn_of_batch_norms
-from optax_lsdp._loss import tried
+from optax_lsdp._isolation import trace_loss, warn_of_batch_norms
+from optax_lsdp._loss import call_or_explain
 from optax_lsdp._mesh import manual_axes
-from optax_lsdp._trees import check_floating, check_not_empty, count_examples, one_value, row_norms
+from optax_lsdp._trees import (
+    check_floating,
+    check_not_empty,
+    compute_once,
+    count_examples,
+    row_norms,
+)
 
 _MOST_CELLS = 46_340  # two squares of it fit into 32 bits
 
@@ -122,7 +128,9 @@ def grid_grad(
         places = places.reshape(-1, microbatch_size)
 
         def one_gradient(example: Any) -> Any:
-            loss = trace(lambda p, x: (tried(loss_fn, p, x), None), params, example)  # and check
+            loss = trace_loss(
+                lambda p, x: (call_or_explain(loss_fn, p, x), None), params, example
+            )  # and check
             warn_of_batch_norms(loss.closed)
             return jax.grad(loss_fn)(params, example)
 
@@ -156,7 +164,7 @@ def _to_cells(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
     """Return the cells of each example, int32, and zeros for those that do not count."""
-    rows = one_value(rows)  # whose norms are those of what is rounded
+    rows = compute_once(rows)  # whose norms are those of what is rounded
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
     fine = counted & jnp.isfinite(norms)
@@ -169,7 +177,7 @@ def _to_cells(
         scaled = jnp.where(along(fine, row), scaled, jnp.zeros_like(scaled))
         return jnp.clip(scaled, -most, most).astype(jnp.int32)  # else the cast is undefined
 
-    cells = one_value([round_row(row) for row in rows])  # those that are checked are summed
+    cells = compute_once([round_row(row) for row in rows])  # those that are checked are summed
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in cells], axis=1)
     few = has_at_most(flat, most)
     return [jnp.where(along(few, x), x, jnp.zeros_like(x)) for x in cells]

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_function
-from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_trained
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import constants
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import Loss, called, takes_key, why_it_failed
+from optax_lsdp._loss import LossFn, call_loss, explain_failure, takes_key
 from optax_lsdp._trees import (
     check_floating,
     check_not_empty,
     count_examples,
+    dtype_name,
     is_floating,
     is_numeric,
-    kind_of,
     path_name,
 )
 from optax_lsdp.clipping import clipped_grad
@@ -63,7 +63,7 @@ class ModelReport:
 
 
 def check_model(
-    loss_fn: Loss,
+    loss_fn: LossFn,
     params: optax.Params,
     batch: Any,
     *,
@@ -97,7 +97,7 @@ def check_model(
     """
     check_not_empty("params", params)
     try:
-        check_trained(params)
+        check_no_layer_state(params)
         loss = _without_key(loss_fn, batched)
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
@@ -105,8 +105,8 @@ def check_model(
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
-                f"`batch` must hold numbers or keys, got {kind_of(leaf)} at {path_name(path)!r}; "
-                "encode text and dates first."
+                f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
+                f"{path_name(path)!r}; encode text and dates first."
             )
     size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
     batch = jax.tree.map(jnp.asarray, batch)
@@ -129,7 +129,7 @@ def check_model(
     except _Unfit as error:
         return ModelReport((str(error),))
     except Exception as error:
-        sentence = why_it_failed(error, loss_fn, params, given, batched=batched)
+        sentence = explain_failure(error, loss_fn, params, given, batched=batched)
         if sentence is None and not isinstance(error, TypeError | ValueError):
             raise
         return ModelReport((sentence or _cannot(error),))
@@ -157,7 +157,7 @@ def check_model(
     return ModelReport(tuple(problems), tuple(notes))
 
 
-def _without_key(loss_fn: Loss, batched: bool) -> Loss:
+def _without_key(loss_fn: LossFn, batched: bool) -> LossFn:
     """Return a loss of parameters and an example, or a batch; one that takes a key gets it here.
 
     All examples have the same key. That is as good as any: what is looked for is not random.
@@ -169,11 +169,11 @@ def _without_key(loss_fn: Loss, batched: bool) -> Loss:
     )
     if not takes_key(loss_fn):
         return loss_fn
-    return lambda params, example: called(loss_fn, params, example, jax.random.key(0))
+    return lambda params, example: call_loss(loss_fn, params, example, jax.random.key(0))
 
 
 def _program(
-    loss: Loss, params: optax.Params, given: Any, shapes: tuple[tuple[int, ...], ...]
+    loss: LossFn, params: optax.Params, given: Any, shapes: tuple[tuple[int, ...], ...]
 ) -> Any:
     """Return the loss as equations, or raise if it gives something else than a loss."""
     program, value = jax.make_jaxpr(loss, return_shape=True)(params, given)
@@ -181,7 +181,7 @@ def _program(
     return program
 
 
-def _of_batch(loss: Loss) -> Callable[..., tuple[jax.Array, Any]]:
+def _of_batch(loss: LossFn) -> Callable[..., tuple[jax.Array, Any]]:
     """Return the mean loss of a batch and its gradient, both as of one example."""
 
     def value_and_grads(params: optax.Params, batch: Any) -> tuple[jax.Array, Any]:

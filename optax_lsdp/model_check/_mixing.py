@@ -11,7 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, calls, evaluate, is_literal, whereabouts
+from optax_lsdp._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    body,
+    describe_location,
+    evaluate,
+    is_call,
+    is_literal,
+)
 
 _SPLITS = 4  # into halves, between which mixing is looked for
 _ROUNDING = 1e-4  # of the largest term, which a difference must exceed to be one
@@ -137,7 +145,7 @@ def _first_mixing(
     for equation, outputs in _side_by_side(closed, inputs):
         for values in zip(*outputs, strict=True):
             if jnp.issubdtype(values[0].dtype, jnp.floating) and _shows_mixing(values, half):
-                return whereabouts(equation)
+                return describe_location(equation)
     return None
 
 
@@ -156,7 +164,7 @@ def _side_by_side(
 
     for equation in jaxpr.eqns:
         operands = read(equation.invars)
-        if calls(equation):
+        if is_call(equation):
             outputs = yield from _side_by_side(body(equation), operands)
         else:
             outputs = [evaluate(equation, values) for values in operands]

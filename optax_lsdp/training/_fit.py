@@ -14,7 +14,7 @@ import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import check_key
-from optax_lsdp._loss import Loss
+from optax_lsdp._loss import LossFn
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
@@ -27,7 +27,7 @@ from optax_lsdp.training._step import Average
 
 def fit(
     plan: PrivacyPlan,
-    loss_fn: Loss,
+    loss_fn: LossFn,
     params: optax.Params,
     data: Any,
     *,

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp._checks import check_whole
-from optax_lsdp._loss import Loss, called, takes_key
+from optax_lsdp._loss import LossFn, call_loss, takes_key
 
 
-def mixed_precision(loss_fn: Loss, dtype: Any = jnp.bfloat16) -> Loss:
+def mixed_precision(loss_fn: LossFn, dtype: Any = jnp.bfloat16) -> LossFn:
     """Return the loss computed with parameters and examples in half precision.
 
     Parameters stay what they are, float32: so do norms, sums, noise and updates.
@@ -29,12 +29,12 @@ def mixed_precision(loss_fn: Loss, dtype: Any = jnp.bfloat16) -> Loss:
         )
 
     def loss(params: Any, example: Any, *key: jax.Array) -> jax.Array:
-        return called(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
+        return call_loss(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
 
     return _like(loss, takes_key(loss_fn))
 
 
-def keep_batch_axis(loss_fn: Loss) -> Loss:
+def keep_batch_axis(loss_fn: LossFn) -> LossFn:
     """Return the loss of an example that comes with a leading axis of length 1, for `fit`.
 
     >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
@@ -43,12 +43,12 @@ def keep_batch_axis(loss_fn: Loss) -> Loss:
     """
 
     def loss(params: Any, example: Any, *key: jax.Array) -> jax.Array:
-        return called(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
+        return call_loss(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
 
     return _like(loss, takes_key(loss_fn))
 
 
-def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views: int) -> Loss:
+def average_views(loss_fn: LossFn, augment: Callable[[jax.Array, Any], Any], views: int) -> LossFn:
     """Return the mean loss over random views of one example: augmentation multiplicity.
 
     All views of an example are averaged before its gradient is clipped, so that they count as one.
@@ -72,13 +72,13 @@ def average_views(loss_fn: Loss, augment: Callable[[jax.Array, Any], Any], views
         seen = jax.vmap(augment, (0, None))(keys, example)
         if keyed:
             others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
-            return jax.vmap(partial(called, loss_fn), (None, 0, 0))(params, seen, others).mean()
+            return jax.vmap(partial(call_loss, loss_fn), (None, 0, 0))(params, seen, others).mean()
         return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
 
     return loss
 
 
-def _like(loss: Loss, keyed: bool) -> Loss:
+def _like(loss: LossFn, keyed: bool) -> LossFn:
     if keyed:
         return lambda params, example, key: loss(params, example, key)
     return lambda params, example: loss(params, example)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 from optax_lsdp._isolation import batch_norm_sentence, batch_norms
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
-from optax_lsdp._loss import Loss, called, reraise, takes_key
+from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
 
 
-def check_loss(loss_fn: Loss, params: Any, example: Any) -> ClosedJaxpr:
+def check_loss(loss_fn: LossFn, params: Any, example: Any) -> ClosedJaxpr:
     """Return the program of a loss, or raise one sentence if `fit` cannot train with it.
 
     Args:
@@ -24,10 +24,10 @@ def check_loss(loss_fn: Loss, params: Any, example: Any) -> ClosedJaxpr:
     example = jax.tree.map(jnp.asarray, example)
     key = (jax.random.key(0),) if takes_key(loss_fn) else ()
     try:
-        call = jax.make_jaxpr(partial(called, loss_fn), return_shape=True)
+        call = jax.make_jaxpr(partial(call_loss, loss_fn), return_shape=True)
         program, output = call(params, example, *key)
     except Exception as error:
-        reraise(error, loss_fn, params, example)
+        raise_explained(error, loss_fn, params, example)
     if isinstance(output, tuple):
         raise ValueError(
             f"`loss_fn` must return the loss alone, got a tuple of {len(output)}; aux of single "

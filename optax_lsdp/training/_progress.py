@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from optax_lsdp._trees import kind_of, path_name
+from optax_lsdp._trees import dtype_name, path_name
 from optax_lsdp.accounting import Ledger, show_epsilon
 
 _SHOWN = 6  # arrays of a tree that are named
@@ -155,7 +155,7 @@ class Shown:
 def _in_short(tree: Any) -> str:
     """Return the names, dtypes and shapes of a tree's arrays, of the first ones if it is large."""
     leaves = jax.tree.leaves_with_path(tree)
-    known = [f"{path_name(path)} {kind_of(x)}{list(jnp.shape(x))}".strip() for path, x in leaves]
+    known = [f"{path_name(path)} {dtype_name(x)}{list(jnp.shape(x))}".strip() for path, x in leaves]
     more = f", and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
     return (", ".join(known[:_SHOWN]) or "nothing") + more
 

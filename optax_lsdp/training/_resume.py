@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from optax_lsdp._keys import fold_in_text
-from optax_lsdp._loss import Loss
+from optax_lsdp._loss import LossFn
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
@@ -78,7 +78,7 @@ class Run:
         self.is_wide = bool(jax.config.read("jax_enable_x64"))
 
     def start(
-        self, loss_fn: Loss, params: optax.Params, key: jax.Array, folder: Path | str | None
+        self, loss_fn: LossFn, params: optax.Params, key: jax.Array, folder: Path | str | None
     ) -> None:
         """Make or restore the state, compile, and find out whether all is as it was."""
         self.state = self._first_state(params, key)
@@ -135,7 +135,7 @@ class Run:
             self.plan, self.examples, key, self.microbatch_size, self.mesh, hashed=hashed
         )
 
-    def _compile(self, loss_fn: Loss) -> Program:
+    def _compile(self, loss_fn: LossFn) -> Program:
         """Compile the step, and return the text of its program."""
         private = self.private(self.state.key)
         add, step = make_steps(self.plan, loss_fn, private, self.average, self.clip_style)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._loss import Loss, of_pairs, takes_key
+from optax_lsdp._loss import LossFn, takes_key, with_key_in_example
 from optax_lsdp._trees import widen
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.noise import is_noise_state
@@ -49,7 +49,7 @@ class Chunk(NamedTuple):
 
 def make_steps(
     plan: PrivacyPlan,
-    loss_fn: Loss,
+    loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     average: Average,
     clip_style: ClipStyle = "threshold",
@@ -61,7 +61,7 @@ def make_steps(
     which is private: the sum so far, and at last the mean.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
-    loss = of_pairs(loss_fn) if keyed else loss_fn
+    loss = with_key_in_example(loss_fn) if keyed else loss_fn
     gradient = plan.value_and_clipped_grad(loss, clip_style=clip_style)
 
     def add(params: Any, sums: Any, chunk: Chunk) -> Any:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._isolation import check_trained
+from optax_lsdp._isolation import check_no_layer_state
 from optax_lsdp._keys import is_key
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 
@@ -147,7 +147,7 @@ def check_params(params: Any) -> None:
             "`params` must be what is trained, got 'batch_stats' among it, which would get noise; "
             "pass variables['params'], and let the loss close over the rest."
         )
-    check_trained(params)
+    check_no_layer_state(params)
     arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
     check_not_empty("params", arrays)
     check_floating("params", arrays)

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._isolation import Program, ValueAndAux, trace, warn_of_batch_norms
-from optax_lsdp._mesh import is_spread, vary, varying_axes
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss, warn_of_batch_norms
+from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._grams import Factors, gradients, weighted_sum
 from optax_lsdp.clipping.bookkeeping._plan import (
@@ -52,10 +52,12 @@ class Scheme(NamedTuple):
     leaves: list[jax.Array]
 
 
-def make_scheme(loss_fn: ValueAndAux, params: optax.Params, example: Any) -> tuple[Program, Scheme]:
+def make_scheme(
+    loss_fn: ValueAndAux, params: optax.Params, example: Any
+) -> tuple[TracedLoss, Scheme]:
     """Trace the loss of one example and plan what to do with each leaf."""
     leaves = jax.tree.leaves(params)
-    program = trace(loss_fn, params, example)
+    program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
     shapes = [leaf.shape for leaf in leaves]
     uses = leave_long_loops(find_uses(program.closed, len(leaves)), shapes)
@@ -222,7 +224,7 @@ def _form(form: Callable[..., jax.Array], site: Site, entry: tuple[jax.Array, ..
     blocks, rows, inputs, outputs = piece_size(site, site.pieces[0])
     n, floats = len(entry[0]), blocks * rows * (inputs + outputs)
     most = max(1, _CACHE_FLOATS // max(floats, 1))
-    if not site.rule.expands or n <= most or is_spread():
+    if not site.rule.expands or n <= most or is_multi_device_mesh():
         return form(*entry)
 
     def form_few(*entry: jax.Array) -> jax.Array:

@@ -12,8 +12,8 @@ import optax
 
 from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._mesh import all_under_vmap, vary, varying_axes
-from optax_lsdp._trees import one_value, wide_dtype
-from optax_lsdp.clipping._factors import ClipStyle, Group
+from optax_lsdp._trees import compute_once, wide_dtype
+from optax_lsdp.clipping._factors import ClipGroup, ClipStyle
 from optax_lsdp.clipping.bookkeeping._book import (
     Book,
     keep_book,
@@ -48,7 +48,7 @@ def clip_by_bookkeeping(
     batch: Any,
     mask: jax.Array | None,
     *,
-    groups: list[Group],
+    groups: list[ClipGroup],
     style: ClipStyle,
 ) -> tuple[tuple[jax.Array, Any], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
@@ -62,12 +62,12 @@ def clip_by_bookkeeping(
     4. The sums are products of operands and weighted cotangents, as in ordinary training.
     """
     outputs, book, scheme = keep_book(loss_fn, params, batch)
-    book = one_value(book)
+    book = compute_once(book)
     kinds = [plan.kind for plan in scheme.plans]
     grams = [index for index, kind in enumerate(kinds) if kind == "Gram"]
     outer = [index for index, kind in enumerate(kinds) if kind == "outer product"]
     formed = [index for index, plan in enumerate(scheme.plans) if plan.is_formed]
-    rows = one_value({index: leaf_gradients(book, scheme, index) for index in formed})
+    rows = compute_once({index: leaf_gradients(book, scheme, index) for index in formed})
     squares = {index: row_squares(row) for index, row in rows.items()}
     squares |= {index: outer_squares(leaf_factors(book, scheme, index)) for index in outer}
     squares |= {index: squared_norms(leaf_factors(book, scheme, index)) for index in grams}
@@ -96,7 +96,7 @@ def clip_by_bookkeeping(
 
         def clip(entry: Any, counted: jax.Array) -> tuple[Clipping, Sums]:
             book, rows, lengths, totals, certain = entry
-            formed = one_value({index: leaf_gradients(book, scheme, index) for index in grams})
+            formed = compute_once({index: leaf_gradients(book, scheme, index) for index in grams})
             columns = {index: length[:, None] for index, length in lengths.items()}
             columns |= {index: flat(row) for index, row in (rows | formed).items()}
             columns = {index: column.astype(dtype) for index, column in columns.items()}

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_function
-from optax_lsdp._isolation import check_trained
-from optax_lsdp._loss import called, reraise, takes_key
+from optax_lsdp._isolation import check_no_layer_state
+from optax_lsdp._loss import call_loss, raise_explained, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp.clipping.bookkeeping._book import make_scheme
 
@@ -123,15 +123,15 @@ def explain_clipping(
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
     check_not_empty("params", params)
-    check_trained(params)
+    check_no_layer_state(params)
     check_floating("params", params)
     keyed = takes_key(loss_fn)
 
     def value_and_aux(params: optax.Params, example: Any) -> tuple[Any, Any]:
         try:
-            output = called(loss_fn, params, *(example if keyed else (example,)))
+            output = call_loss(loss_fn, params, *(example if keyed else (example,)))
         except Exception as error:
-            reraise(error, loss_fn, params, example[0] if keyed else example)
+            raise_explained(error, loss_fn, params, example[0] if keyed else example)
         value, aux = output if isinstance(output, tuple) else (output, None)
         if jnp.shape(value):
             raise ValueError(

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, wide_dtype
-from optax_lsdp.clipping._factors import STABILITY, ClipStyle, Group, clip_factors
+from optax_lsdp.clipping._factors import STABILITY, ClipGroup, ClipStyle, clip_factors
 from optax_lsdp.clipping.bookkeeping._grams import Squares
 
 _INFLATION = 0.005  # of a norm by the bound on its rounding; beyond that, gradients are formed
@@ -32,7 +32,7 @@ def flat(rows: jax.Array) -> jax.Array:
     return rows.reshape(len(rows), math.prod(rows.shape[1:]))
 
 
-def _members(groups: list[Group]) -> dict[str, list[int]]:
+def _members(groups: list[ClipGroup]) -> dict[str, list[int]]:
     """Return the numbers of the leaves of each group."""
     members: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
@@ -49,7 +49,7 @@ def row_squares(rows: jax.Array) -> Squares:
 
 
 def group_squares(
-    squares: Mapping[int, Squares], groups: list[Group], zero: jax.Array
+    squares: Mapping[int, Squares], groups: list[ClipGroup], zero: jax.Array
 ) -> dict[str, Squares]:
     """Return each example's ‖gradient‖² in each group, from those of the leaves."""
     totals = {}
@@ -62,7 +62,9 @@ def group_squares(
     return totals
 
 
-def are_certain(squares: dict[str, Squares], groups: list[Group], style: ClipStyle) -> jax.Array:
+def are_certain(
+    squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle
+) -> jax.Array:
     """Tell of which examples the bound on the rounding inflates no norm by more than it may.
 
     Norms far below the clip norm, or far below γ of automatic clipping, decide nothing.
@@ -78,7 +80,7 @@ def are_certain(squares: dict[str, Squares], groups: list[Group], style: ClipSty
 
 
 def clip_quickly(
-    squares: dict[str, Squares], groups: list[Group], style: ClipStyle, alive: jax.Array
+    squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle, alive: jax.Array
 ) -> Clipping:
     """Return norms as computed, and the factors of their upper bounds."""
     norms, factors = {}, {}
@@ -94,7 +96,7 @@ def clip_quickly(
 def clip_carefully(
     columns: Mapping[int, jax.Array],
     rounding: float,
-    groups: list[Group],
+    groups: list[ClipGroup],
     style: ClipStyle,
     counted: jax.Array,
 ) -> Clipping:
