@@ -119,7 +119,7 @@ def resumed(seed: int) -> Any:
     last = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
     seen: list[Any] = []
 
-    def remember(report: training.Report) -> None:
+    def remember(report: training.StepReport) -> None:
         seen.append(jax.tree.map(np.array, report.params))
         if len(seen) == 16:
             raise InterruptedError

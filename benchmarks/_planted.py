@@ -198,9 +198,9 @@ def _uniform(seed: int) -> Any:
 
 
 def _resumed_unnoticed(seed: int) -> Any:
-    """Whatever has changed, circumstances and what steps have read look as they were."""
+    """Whatever has changed, the fingerprint and what steps have read look as they were."""
     with (
-        mock.patch("optax_lsdp.training._run.circumstances", return_value={}),
+        mock.patch("optax_lsdp.training._fit.compute_fingerprint", return_value={}),
         mock.patch("optax_lsdp.training._journal.Journal.differs", return_value=False),
     ):
         return resumed(seed)

@@ -1,16 +1,17 @@
-"""The journal of a run: a line before every step, so that after a crash nothing goes uncounted.
+"""The journal of a run: a line before every step, so that after a crash no step goes uncounted.
 
 A step that is repeated with the same key on the same clipped sum gives the same result, and costs
 no privacy. With the same key on a different sum it would reveal the difference of the two sums. So
 the journal stores the fingerprint under which steps were taken, and a hash of the examples that
-each step has read. A run whose fingerprint or examples have changed restarts with a new nonce,
-hence with new noise and new batches, and its repeated steps are counted twice.
+each step has read. If either has changed, the run restarts with a new nonce, hence with new noise
+and new batches, and the steps that it repeats count twice.
 
-The files, one JSON object per line:
+The files hold one JSON object per line:
 
-- `journal.jsonl`, written by the first process: `{"nonce", "fingerprint", "start"}` at each start or
-  restart, and `{"announced"}`, the step before which the run may have arrived.
-- `examples-<process>.jsonl`, written by each process: `{"nonce", "step", "examples"}`.
+- `journal.jsonl`, written by the first process, has a line with `nonce`, `fingerprint` and `start`
+  for each start or restart, and lines with `announced`: the run may have taken all steps below it.
+- `examples-<process>.jsonl`, written by each process, has a line with `nonce`, `step` and
+  `examples`, the hash of what the process has read for this step.
 """
 
 from __future__ import annotations
@@ -20,9 +21,173 @@ import os
 import secrets
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import jax
 
-from optax_lsdp._checks import Json
 from optax_lsdp.training._files import cannot_write
 from optax_lsdp.training._multihost import broadcast_text
+
+_MOST_AHEAD = 64  # steps that one line announces
+FIRST_NONCE = "first"  # of a run that has never restarted: a function of its key reproduces it
+
+
+class Journal:
+    """The journal in a folder. The first process writes it, and all processes follow it.
+
+    One line announces a hundredth of all `steps` at once, and waits for the disk.
+    """
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self.folder = folder
+        self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
+        self._fingerprint: dict[str, str] = {}
+        self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
+        self._digests: dict[int, str] = {}  # step → hash of its examples, if it may be repeated
+        self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
+        self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
+        for line in json.loads(broadcast_text(json.dumps(self._shared.read()))):
+            if "nonce" in line:
+                self._seen[line["nonce"]] = range(line["start"], line["start"])
+                self._fingerprint = line.get("fingerprint", {})
+            else:
+                start = self._seen[self.nonce].start
+                self._seen[self.nonce] = range(start, line["announced"])
+        for line in self._own.read():
+            if line["nonce"] == self.nonce:
+                self._digests[line["step"]] = line["examples"]
+
+    @property
+    def nonce(self) -> str:
+        """The nonce of the last start or restart; empty before the first."""
+        return next(reversed(self._seen), "")
+
+    @property
+    def starts(self) -> int:
+        """How often the run has started or restarted with a nonce of its own."""
+        return len(self._seen)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether any step was announced."""
+        return any(map(len, self._seen.values()))
+
+    def first_step(self, nonce: str) -> int:
+        """Return the step at which the run started or restarted with this nonce."""
+        return self._seen_with(nonce).start
+
+    def changed(self, fingerprint: dict[str, str]) -> list[str]:
+        """Return the names of the hashes that differ from those of the last start."""
+        before = self._fingerprint
+        return [n for n in before | fingerprint if before.get(n) != fingerprint.get(n)]
+
+    def restart(self, fingerprint: dict[str, str], step: int) -> None:
+        """Draw a new nonce, for a run that starts or restarts at `step`."""
+        # Before any step, nothing was seen, and the key alone decides on the noise. Later nonces
+        # must be unpredictable.
+        nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
+        self._seen[nonce], self._digests = range(step, step), {}
+        self._fingerprint = fingerprint
+        line = {"nonce": nonce, "fingerprint": fingerprint, "start": step}
+        self._shared.write(line, sync=True)
+
+    def differs(self, step: int, digest: str) -> bool:
+        """Return whether this step was taken before, with this nonce, on other examples."""
+        return self._digests.get(step, digest) != digest
+
+    def record(self, step: int, digest: str, *, sync: bool) -> None:
+        """Announce a step. This must happen before its result can be seen.
+
+        Args:
+            step: the number of the step, from 0.
+            digest: a hash of the examples that this process has read for it.
+            sync: whether to wait until the digest is on the disk. That is needed if the
+                fingerprint does not cover all examples.
+        """
+        seen = self._seen[self.nonce]
+        if step >= seen.stop:
+            self._seen[self.nonce] = range(seen.start, step + self._ahead)
+            self._shared.write({"announced": step + self._ahead}, sync=True)
+        if self._digests.pop(step, None) is None:  # otherwise the line is there already
+            self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
+
+    def seen_since(self, step: int, nonce: str) -> list[range]:
+        """Return the steps that may have been seen since a checkpoint, one range per nonce.
+
+        The first range has the steps that follow the checkpoint of this `step` and `nonce`. The
+        others have the steps of later nonces.
+        """
+        first = self._seen_with(nonce)
+        nonces = list(self._seen)
+        later = nonces[nonces.index(nonce) + 1 :]
+        return [range(step, first.stop), *(self._seen[one] for one in later)]
+
+    def _seen_with(self, nonce: str) -> range:
+        if nonce not in self._seen:
+            raise ValueError(
+                f"`folder` must hold the journal that belongs to its checkpoints, got another one "
+                f"in {str(self.folder)!r}, so that the privacy spent is unknown; start again in an "
+                "empty folder."
+            )
+        return self._seen[nonce]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._shared.close()
+        self._own.close()
+
+
+class _Lines:
+    """A file with one JSON object per line. Unless `writable`, it is neither written nor read."""
+
+    def __init__(self, path: Path, *, writable: bool = True) -> None:
+        self._path, self._writable = path, writable
+        self._file: FileIO | None = None  # opened by the first line
+
+    def write(self, line: dict[str, object], *, sync: bool) -> None:
+        """Append a line; with `sync`, wait until it is on the disk."""
+        if not self._writable:
+            return
+        try:
+            if self._file is None:
+                self._file = self._path.open("ab", buffering=0)
+            text = (json.dumps(line) + "\n").encode()
+            if self._file.write(text) < len(text):
+                raise OSError("only a part of the line was written")
+            if sync:
+                os.fsync(self._file.fileno())
+        except OSError as error:
+            raise cannot_write(self._path.parent, error) from error
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all lines; remove the last one if a crash has cut it."""
+        if not (self._writable and self._path.exists()):
+            return []
+        *whole, last = self._path.read_bytes().split(b"\n")
+        lines = [self._parse(text, number) for number, text in enumerate(whole, 1)]
+        if last:  # the process was killed while it wrote this line, so before the step
+            with self._path.open("rb+") as file:
+                try:
+                    lines.append(self._parse(last, len(whole) + 1))
+                    file.seek(0, os.SEEK_END)
+                    file.write(b"\n")
+                except ValueError:
+                    file.truncate(self._path.stat().st_size - len(last))
+        return lines
+
+    def _parse(self, text: bytes, number: int) -> dict[str, Any]:
+        try:
+            line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError("not an object")
+        except ValueError as error:  # from JSON or Unicode
+            raise ValueError(
+                f"`folder` must hold an intact journal, got {text[:40]!r} in line {number} of "
+                f"{self._path}; start again in an empty folder."
+            ) from error
+        return line
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()

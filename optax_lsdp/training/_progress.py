@@ -1,106 +1,116 @@
-"""Reports: what callbacks, the progress bar and the caller are told of a run."""
+"""What a run tells its user: reports to callbacks, the progress bar, warnings, and the result."""
 
 from __future__ import annotations
 
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from tqdm import tqdm
 
 from optax_lsdp._trees import dtype_name, path_name
+from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.training._validation import warn_caller
 
-_SHOWN = 6  # arrays of a tree that are named
+Stopped = Literal["done", "budget", "callback", "signal"]
+
+_NAMED_ARRAYS = 6  # arrays of a tree that a repr names
+_REFRESH_SECONDS = 0.1  # between two updates of the progress bar
 
 
-class Report(NamedTuple):
-    """What a callback is told after a step.
+class StepReport(NamedTuple):
+    """The argument of a callback, after each step.
 
     Attributes:
         step: how many steps were taken.
-        params: the parameters; the next step takes their memory, so copy what is to be kept.
-        average: their average, or an empty tuple.
-        epsilon: ε so far, at the plan's δ.
+        params: the parameters. The next step takes over their memory, so copy them to keep them.
+        average: the average of the parameters, or an empty tuple.
+        epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses over the expected batch size. It has no noise:
-            look at it if you may look at the data, and release nothing that depends on it.
+            use it only if you may look at the data, and release nothing that depends on it.
     """
 
     step: int
-    params: Any
-    average: Any
+    params: optax.Params
+    average: optax.Params
     epsilon: float
     private_loss: jax.Array
 
     def __repr__(self) -> str:
         return (
-            f"Report(step={self.step}, params=<{_in_short(self.params)}>, "
-            f"average=<{_in_short(self.average)}>, epsilon={self.epsilon:.6g}, "
+            f"StepReport(step={self.step}, params=<{_summary(self.params)}>, "
+            f"average=<{_summary(self.average)}>, epsilon={self.epsilon:.6g}, "
             "private_loss=<private>)"
         )
 
 
-class Trained(NamedTuple):
-    """The end of a run. The guarantee covers all of it.
+class FitResult(NamedTuple):
+    """The result of a run. The privacy guarantee covers all of it.
 
     Attributes:
         params: the parameters.
-        average: their average, or an empty tuple.
+        average: the average of the parameters, or an empty tuple.
         steps: how many steps were taken.
-        ledger: what was spent.
-        stopped: why the run ended: "done", "budget", "callback" or "signal".
+        ledger: the privacy spent.
+        stopped: why the run ended: "done" (all steps are taken), "budget" (the budget covers no
+            further step), "callback" or "signal".
     """
 
-    params: Any
-    average: Any
+    params: optax.Params
+    average: optax.Params
     steps: int
     ledger: Ledger
-    stopped: str
+    stopped: Stopped
 
     def __repr__(self) -> str:
         return (
-            f"Trained(params=<{_in_short(self.params)}>, average=<{_in_short(self.average)}>, "
+            f"FitResult(params=<{_summary(self.params)}>, average=<{_summary(self.average)}>, "
             f"steps={self.steps}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
         )
 
 
 class StopTraining(Exception):
-    """Raised by a callback to end a run: `fit` saves, and returns what was trained.
+    """Raise this in a callback to end a run: `fit` saves it and returns the result so far.
 
-    All callbacks are told of the step first. The run can go on in its folder. When a run stops is
-    released with its result: let it depend on public data, and never on `private_loss`.
+    The other callbacks still get the report of this step. The run can be resumed from its folder.
+    The step at which a run stops is released with its result, so let it depend on public data,
+    never on `private_loss`.
 
-    >>> def enough(report):
+    >>> def stop_after_100(report):
     ...     if report.step == 100:
     ...         raise StopTraining
     """
 
 
-def check_callbacks(callbacks: Any) -> None:
-    """Raise unless these are functions of one report, before a step is spent to find out."""
+Callback = Callable[[StepReport], object]
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Raise unless callbacks are functions of one argument, before any step is spent."""
     if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
     for callback in callbacks:
         try:
             signature = inspect.signature(callback)
-        except (TypeError, ValueError):  # some functions that are not written in Python have none
+        except (TypeError, ValueError):  # some functions in C have no signature
             continue
         try:
             signature.bind(None)
         except TypeError as error:
             raise TypeError(
                 "`callbacks` must be functions of one argument, the report, got a function of "
-                f"{signature}; take what else it needs from around it."
+                f"{signature}; bind further arguments with functools.partial."
             ) from error
 
 
-def tell_all(callbacks: Sequence[Callable[[Report], object]], report: Report) -> bool:
-    """Tell all callbacks of a step, and return whether one of them wants to stop."""
+def call_all(callbacks: Sequence[Callback], report: StepReport) -> bool:
+    """Give a report to all callbacks; return whether one of them has raised `StopTraining`."""
     stops = False
     for callback in callbacks:
         try:
@@ -110,84 +120,94 @@ def tell_all(callbacks: Sequence[Callable[[Report], object]], report: Report) ->
     return stops
 
 
-class WatchedLoss:
-    """Warn once in a run if a batch's loss is not finite.
+class LossMonitor:
+    """Warns once in a run if the loss of a batch is not finite.
 
-    That is a bit about private data, which ε does not cover: it is for whoever runs this and may
-    look at the data, it says so, and it is written nowhere. Without it, a run with a wrong label
-    would train on with a loss of NaN and nobody would know. The loop looks where it waits anyway:
-    at its first step, at checkpoints and at its end.
+    Without this warning, nobody would notice that a wrong label makes the loss NaN, as the run
+    goes on. The warning reveals a bit about private data that ε does not cover. It is meant for
+    whoever runs the training and may look at the data. It says so, and it is stored nowhere. The
+    loop asks only where it waits for the devices anyway: at its first step, at checkpoints, and at
+    its end.
     """
 
     def __init__(self) -> None:
-        self.is_told = False
+        self._has_warned = False
 
-    def look(self, loss: jax.Array, step: int) -> None:
-        """Warn if the loss of a step is not finite, unless that was said before."""
-        if self.is_told or np.isfinite(np.asarray(loss)):
+    def check(self, loss: jax.Array, step: int) -> None:
+        """Warn if the loss of a step is not finite, unless a warning was given before."""
+        if self._has_warned or np.isfinite(np.asarray(loss)):
             return
-        self.is_told = True
-        warnings.warn(
+        self._has_warned = True
+        warn_caller(
             f"`loss_fn` should be finite for every example, got NaN or infinity in the batch of "
-            f"step {step}; examples with a finite gradient train the model all the same, others "
+            f"step {step}; examples with a finite gradient still train the model, the others "
             "contribute nothing, and `check_model(loss_fn, params, examples)` names them. This "
-            "warning depends on private data: release no log that holds it.",
-            stacklevel=4,
+            "warning depends on private data: release no log that contains it."
         )
 
 
-class Shown:
-    """A progress bar with ε; the loss is private, and what is shown ends up in logs."""
+class ProgressBar:
+    """A progress bar with ε. It does not show the loss, which is private, as bars end in logs."""
 
-    def __init__(self, steps: int, step: int, progress: bool) -> None:
-        self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not progress)
-        self.due = 0.0
+    def __init__(self, steps: int, step: int, *, visible: bool) -> None:
+        self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not visible)
+        self._due = 0.0
 
-    def tell(self, step: int, epsilon: Callable[[], float], *, last: bool) -> None:
-        """Show where a run is, ten times a second, and at its end."""
+    def show(self, step: int, epsilon: Callable[[int], float], *, last: bool) -> None:
+        """Show the step and its ε, ten times a second at most, and at the end."""
         now = time.monotonic()
-        if self.bar.disable or (now < self.due and not last):
+        if self.bar.disable or (now < self._due and not last):
             return
-        self.due, self.bar.n = now + 0.1, step
-        self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon())}")
+        self._due, self.bar.n = now + _REFRESH_SECONDS, step
+        self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}")
 
 
-def _in_short(tree: Any) -> str:
-    """Return the names, dtypes and shapes of a tree's arrays, of the first ones if it is large."""
+def _summary(tree: PyTree) -> str:
+    """Return names, dtypes and shapes of a tree's arrays; only the first ones of a large tree."""
     leaves = jax.tree.leaves_with_path(tree)
-    known = [f"{path_name(path)} {dtype_name(x)}{list(jnp.shape(x))}".strip() for path, x in leaves]
-    more = f", and {len(known) - _SHOWN} more" if len(known) > _SHOWN else ""
-    return (", ".join(known[:_SHOWN]) or "nothing") + more
+    arrays = [
+        f"{path_name(path)} {dtype_name(x)}{list(jnp.shape(x))}".strip() for path, x in leaves
+    ]
+    more = f", and {len(arrays) - _NAMED_ARRAYS} more" if len(arrays) > _NAMED_ARRAYS else ""
+    return (", ".join(arrays[:_NAMED_ARRAYS]) or "nothing") + more
 
 
-def warn_of_beginning(given: dict[str, str], began: dict[str, str]) -> None:
-    """Warn of parameters or an optimizer that a run which goes on has of its own, by their hash."""
-    for name, found in given.items():
-        if began.get(name, found) != found:
-            what = "" if name == "params" else ", whose state holds its hyper-parameters,"
-            warnings.warn(
-                f"`{name}`{what} should be as when this folder's run began, got another, which is "
-                "not used: the run goes on with its own; take another folder to train anew.",
-                stacklevel=4,
+def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
+    """Warn that a resumed run ignores changed initial `params` or optimizer state.
+
+    Args:
+        passed: hashes of the arguments of this call, by name.
+        initial: hashes of the arguments with which the run began.
+    """
+    for name, digest in passed.items():
+        if initial.get(name, digest) != digest:
+            remark = "" if name == "params" else ", whose state holds its hyper-parameters,"
+            warn_caller(
+                f"`{name}`{remark} should be the same as when the run in this folder began, got "
+                "another value, which is ignored: the run resumes with its own; choose another "
+                "folder to train anew."
             )
 
 
-def warn_of_change(changed: Sequence[str], step: int, again: int, until: int, steps: int) -> None:
-    """Warn of what it means for a run to go on from a step though something has changed.
+def warn_of_restart(
+    changed: Sequence[str], step: int, *, repeated: int, last_step: int, steps: int
+) -> None:
+    """Warn what it means for a run to restart because something has changed.
 
     Args:
-        changed: what has.
-        step: where it goes on.
-        again: how many steps it has to count more than it has taken.
-        until: where it will end.
-        steps: how many were planned.
+        changed: what has changed.
+        step: the step at which the run restarts.
+        repeated: how many steps count although the result does not contain them.
+        last_step: the step at which the budget will be spent.
+        steps: how many steps were planned.
     """
-    begin = f"This folder's run was made with other {', '.join(changed)}: "
+    begin = f"The run in this folder was made with other {', '.join(changed)}: "
     if step == steps:
-        text = f"{begin}it is finished, and returned as it was; take another folder to train."
-    else:
-        text = (
-            f"{begin}it goes on from step {step} with other noise, has to count {again} steps more "
-            f"than it has, and ends at step {until} of {steps}."
+        warn_caller(
+            f"{begin}it is finished and returned unchanged; choose another folder to train."
         )
-    warnings.warn(text, stacklevel=3)
+        return
+    warn_caller(
+        f"{begin}it restarts from step {step} with new noise, must count {repeated} more steps "
+        f"than it has taken, and ends at step {last_step} of {steps}."
+    )

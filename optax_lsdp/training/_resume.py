@@ -1,298 +1,196 @@
-"""A run: it starts, or goes on where it was, takes its steps, and can be stopped at any moment."""
+"""How a run starts, resumes and restarts, and what it has spent.
+
+A run resumes if its fingerprint is unchanged: it repeats its steps from the last checkpoint on,
+with the same noise, so that they count once. Otherwise it restarts: a new nonce gives it new noise
+and new batches, and every step that may have been seen since the checkpoint counts twice.
+"""
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 from optax_lsdp._keys import fold_in_text
-from optax_lsdp._loss import LossFn
+from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting import Ledger
-from optax_lsdp.clipping import ClipStyle
-from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._batches import Batches, Read, abstract, replicate
-from optax_lsdp.training._circumstances import Program, beginning, circumstances
-from optax_lsdp.training._data import Examples
-from optax_lsdp.training._folder import RunFolder, Saved
-from optax_lsdp.training._given import check_params
-from optax_lsdp.training._hosts import holds_anywhere, joined_text, raise_together
-from optax_lsdp.training._journal import FIRST
-from optax_lsdp.training._preflight import check_loss, check_used
-from optax_lsdp.training._report import (
-    Report,
-    Shown,
-    Trained,
-    WatchedLoss,
-    tell_all,
-    warn_of_beginning,
-    warn_of_change,
-)
-from optax_lsdp.training._step import (
-    Average,
-    State,
-    first_average,
-    make_steps,
-    with_noise_key,
-)
-
-_IN_FLIGHT = 2  # chunks that may be under way before the loop waits
+from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
+from optax_lsdp.training._data import BatchReader, Examples
+from optax_lsdp.training._multihost import Placement
+from optax_lsdp.training._progress import warn_of_restart
+from optax_lsdp.training._step import CompiledStep, with_noise_key
 
 
-class Run:
-    """A run under way."""
+class Account:
+    """What a run has spent, and how far its budget reaches.
+
+    Args:
+        plan: the plan.
+        ledger: what was spent before; `record` adds to it.
+        first_step: the step from which the run goes on.
+        order_start: the step at which the run last started or restarted, with new batches.
+
+    Attributes:
+        ledger: what was spent; a repeated step counts again.
+        first_step: as above.
+        last_step: the step at which the run must end, by its plan or by its budget.
+    """
 
     def __init__(
-        self,
-        plan: PrivacyPlan,
-        examples: Examples,
-        optimizer: optax.GradientTransformation,
-        smoothing: Smoothing | None,
-        average: Average,
-        microbatch_size: int | None,
-        mesh: jax.sharding.Mesh | None,
-        clip_style: ClipStyle = "threshold",
+        self, plan: PrivacyPlan, ledger: Ledger, first_step: int, order_start: int
     ) -> None:
-        self.plan, self.examples, self.average = plan, examples, average
-        self.clip_style: ClipStyle = clip_style
-        self.microbatch_size, self.mesh = microbatch_size, mesh
-        self.everywhere = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P())
-        self.private = lambda key: plan.optimizer(optimizer, key, smoothing=smoothing)
-        self.folder: RunFolder | None = None
-        self.workers = ThreadPoolExecutor(1)
-        self.under_way: deque[jax.Array] = deque()
-        self.losses: deque[jax.Array] = deque(maxlen=2)
-        self.curve: np.ndarray | None = None
-        self.ledger, self.step, self.nonce = Ledger(), 0, FIRST
-        self.begins = self.is_between = True
-        self.is_wide = bool(jax.config.read("jax_enable_x64"))
+        self.ledger, self.first_step = ledger, first_step
+        self.last_step = first_step + plan.remaining_steps(ledger, first_step)
+        self._plan, self._order_start = plan, order_start
+        self._before = deepcopy(ledger)
 
-    def start(
-        self, loss_fn: LossFn, params: optax.Params, key: jax.Array, folder: Path | str | None
-    ) -> None:
-        """Make or restore the state, compile, and find out whether all is as it was."""
-        self.state = self._first_state(params, key)
-        shapes = abstract(self.state.params, False)  # engines let XLA place them, as here
-        loss = check_loss(loss_fn, shapes, self.examples.first)
-        self.began = beginning(self.state.params, self.state.optimizer)
-        saved = None
-        if folder is not None:
-            self.folder = RunFolder(folder, self.plan)
-            saved = self.folder.restore(self.state)
-        if saved is not None:
-            warn_of_beginning(self.began, saved.began)
-            self.state, self.step, self.ledger, self.nonce, self.began = saved
-        self._place(self.nonce)
-        program = self._compile(loss_fn)
-        check_used(loss, shapes)  # after the compiler's check for examples that it closes over
-        here = circumstances(program, self.examples, self.mesh)
-        self.circumstances = {name: joined_text(text) for name, text in here.items()}
-        if self.folder is None:
-            return self._look_ahead()
-        journal = self.folder.journal
-        if saved is None and journal.has_steps:
-            raise ValueError(
-                f"`folder` must hold the checkpoints of its journal, got none in {str(folder)!r}: "
-                "what was spent is not known; take another folder."
-            )
-        self.begins = saved is None
-        changed = journal.changed(self.circumstances)
-        if saved is None or changed:
-            return self._renew(changed, counted=saved is not None)
-        if journal.nonce != self.nonce:  # the checkpoint is older than the journal's last lines
-            return self._renew(["checkpoints"])
-        self._look_ahead()
+    def record(self, step: int) -> None:
+        """Count a step."""
+        count_steps(self._plan, self.ledger, range(step, step + 1), self._order_start)
 
-    def _first_state(self, params: optax.Params, key: jax.Array) -> State:
-        def place(x: jax.Array) -> jax.Array:
-            if self.mesh is None or getattr(x.sharding, "mesh", None) == self.mesh:
-                return x
-            return replicate(x, self.everywhere)
+    def epsilon(self, step: int) -> float:
+        """Return ε after `step` steps, one or more of them taken since the start.
 
-        check_params(params)
-        params = jax.tree.map(lambda x: place(jnp.array(x)), params)
-        inner = jax.tree.map(jnp.array, self.private(key).init(params))  # no array twice
-        mean = first_average(self.average, params)
-        return jax.tree.map(place, State(params, inner, mean, jnp.copy(key)))
+        The first call takes a second or two, and computes the answers of all others.
+        """
+        return float(self._curve[step - self.first_step - 1])
 
-    def _place(self, nonce: str) -> None:
-        """Derive all keys of these circumstances."""
-        key = fold_in_text(self.state.key, nonce)
-        noise_key = replicate(self.plan.derive_key(key, "noise"), self.everywhere)
-        self.state = self.state._replace(optimizer=with_noise_key(self.state.optimizer, noise_key))
-        hashed = self.folder is not None
-        self.batches = Batches(
-            self.plan, self.examples, key, self.microbatch_size, self.mesh, hashed=hashed
-        )
+    @cached_property
+    def _curve(self) -> np.ndarray:
+        return self._plan.epsilons(self._before, self.first_step)
 
-    def _compile(self, loss_fn: LossFn) -> Program:
-        """Compile the step, and return the text of its program."""
-        private = self.private(self.state.key)
-        add, step = make_steps(self.plan, loss_fn, private, self.average, self.clip_style)
-        on_mesh = self.mesh is not None
-        state, chunk = abstract(self.state, on_mesh), abstract(self.batches.like(), on_mesh)
-        program, sums = Program(self.examples), None
-        if self.batches.count > 1:  # of one chunk there is nothing to add
-            self.add_first = program.compile(jax.jit(add), state.params, None, chunk)
-            sums, _ = jax.eval_shape(add, state.params, None, chunk)
-            if on_mesh:
-                placed, _ = self.add_first.output_shardings
-                sums = jax.tree.map(lambda x, s: x.update(sharding=s), sums, placed)
-            added = jax.jit(add, donate_argnums=1)
-            self.add_next = program.compile(added, state.params, sums, chunk)
-        results: Any = None
-        if self.everywhere is not None:
-            results = jax.tree.map(lambda x: x.sharding, self.state), self.everywhere
-        whole = jax.jit(step, donate_argnums=0, out_shardings=results)
-        self.take_step = program.compile(whole, state, sums, chunk)
-        return program
 
-    def _renew(self, changed: Sequence[str], *, counted: bool = True) -> None:
-        """Go on under other circumstances: other keys, and what may have been seen counts again."""
-        if self.folder is None:
-            return
-        journal = self.folder.journal
-        if counted:
-            for index, seen in enumerate(journal.seen_since(self.step, self.nonce)):
-                self.begins = self.begins or index > 0
-                for step in seen:
-                    self._count(min(step, self.plan.steps - 1))
-        journal.renew(self.circumstances, self.step)
-        self.nonce, self.begins = journal.nonce, True
-        self._place(self.nonce)
-        self._look_ahead()
-        self._save()
-        if counted:
-            again, steps = self.ledger.steps - self.step, self.plan.steps
-            warn_of_change(changed, self.step, again, self.until, steps)
+def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
+    """Append steps to a ledger; what was announced beyond the plan counts like its last step.
 
-    def _count(self, step: int) -> None:
-        """Record a step; where a shuffled order begins, all of its epoch counts as taken."""
-        event = self.plan.event(step)
-        if self.begins and event.sampling == "shuffled":
-            place = step % (self.plan.dataset_size // self.plan.expected_batch_size)
-            self.ledger.append(replace(event, steps=place + 1))
+    If a scheme uses each example once per epoch, a new order may repeat examples that the old
+    order has used in the same epoch. So at `order_start`, where an order starts, the epoch counts
+    from its beginning.
+    """
+    for step in steps:
+        event = plan.event(min(step, plan.steps - 1))
+        scheme = SCHEMES[event.sampling]
+        if step == order_start and scheme.once_per_epoch:
+            epoch = int(scheme.steps_per_epoch(plan.dataset_size, plan.expected_batch_size))
+            ledger.append(replace(event, steps=step % epoch + 1))
         else:
-            self.ledger.append(event, continues=True)
-        self.begins = False
+            ledger.append(event, continues=True)
 
-    def _look_ahead(self) -> None:
-        """Begin to read, and find out how far the budget reaches."""
-        self.stream = self.batches.stream(self.step)
-        self.upcoming = self.workers.submit(self._read)
-        self.until = self.step + self.plan.remaining_steps(self.ledger, self.step)
-        self.first, self.before, self.curve = self.step, Ledger(self.ledger.runs), None
 
-    def epsilon(self) -> float:
-        """Return ε so far; the first answer takes a second or two, the others nothing."""
-        if self.step == self.first:
-            return self.plan.spent(self.ledger)
-        if self.curve is None:
-            self.curve = self.plan.epsilons(self.before, self.first)
-        return float(self.curve[self.step - self.first - 1])
+class Start(NamedTuple):
+    """A start, resumption or restart of a run: everything that its nonce decides.
 
-    def _save(self) -> None:
+    Attributes:
+        checkpoint: where the run goes on; the noise key in its state belongs to the nonce.
+        account: what was spent, and how far the budget reaches.
+        reader: reads the batches of the steps to come.
+    """
+
+    checkpoint: Checkpoint
+    account: Account
+    reader: BatchReader
+
+
+@dataclass(frozen=True)
+class Run:
+    """What stays the same during a run, however often it restarts.
+
+    Attributes:
+        plan: the plan.
+        examples: the data.
+        program: the compiled step.
+        microbatch_size: how many examples a microbatch has.
+        placement: the devices.
+        thread: where batches are read.
+        folder: where the run is kept, or None.
+        fingerprint: hashes of everything that decides the steps; empty without a folder.
+    """
+
+    plan: PrivacyPlan
+    examples: Examples
+    program: CompiledStep
+    microbatch_size: int
+    placement: Placement
+    thread: ThreadPoolExecutor
+    folder: RunFolder | None
+    fingerprint: dict[str, str]
+
+    def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
+        """Start a run at `new`, before its first step, or resume it at a saved checkpoint."""
+        if self.folder is None:
+            return self._start_at(self._with_keys(new, new.nonce), order_start=0)
+        journal = self.folder.journal
+        if saved is None:
+            if journal.has_steps:
+                raise ValueError(
+                    "`folder` must hold checkpoints if its journal has steps, got none in "
+                    f"{str(self.folder.path)!r}, so that the privacy spent is unknown; choose "
+                    "another folder."
+                )
+            return self._start_at(self._draw_nonce(self.folder, new), order_start=0)
+        changed = journal.changed(self.fingerprint)
+        if not changed and journal.nonce != saved.nonce:
+            changed = ["checkpoints"]  # the run had restarted, and what it saved since is lost
+        if changed:
+            return self.restart(self.folder, saved, changed)
+        order_start = journal.first_step(saved.nonce)
+        return self._start_at(self._with_keys(saved, saved.nonce), order_start)
+
+    def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
+        """Restart from a checkpoint with a new nonce, and count what may have been seen since.
+
+        Args:
+            folder: the folder of the run.
+            at: where the run goes on.
+            changed: what has changed, for the warning.
+        """
+        plan, journal = self.plan, folder.journal
+        first, *later = journal.seen_since(at.step, at.nonce)
+        count_steps(plan, at.ledger, first, order_start=journal.first_step(at.nonce))
+        for seen in later:
+            count_steps(plan, at.ledger, seen, order_start=seen.start)
+        start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
+        warn_of_restart(
+            changed,
+            at.step,
+            repeated=at.ledger.steps - at.step,
+            last_step=start.account.last_step,
+            steps=plan.steps,
+        )
+        return start
+
+    def save(self, at: Checkpoint) -> None:
+        """Write a checkpoint, if the run has a folder."""
         if self.folder is not None:
-            self.folder.save(Saved(self.state, self.step, self.ledger, self.nonce, self.began))
+            self.folder.save(at)
 
-    def loop(
-        self,
-        save_every: int,
-        callbacks: Sequence[Callable[[Report], object]],
-        progress: bool,
-        terminated: threading.Event,
-    ) -> Trained:
-        """Take all steps that are left and covered by the budget."""
-        error: BaseException | None = None
-        shown, watched = Shown(self.plan.steps, self.step, progress), WatchedLoss()
-        is_enough = False
-        try:
-            with shown.bar:
-                while self.step < self.until:
-                    if holds_anywhere(terminated.is_set() or is_enough):
-                        break
-                    if not self._take():
-                        continue
-                    try:
-                        last = self.step == self.until
-                        shown.tell(self.step, self.epsilon, last=last)
-                        if callbacks:
-                            is_enough = tell_all(callbacks, self._report())
-                    except Exception as found:
-                        error = found
-                    raise_together(error)
-                    self.is_between = True
-                    is_due = self.step % save_every == 0
-                    if is_due or last or self.step == self.first + 1:
-                        watched.look(self.losses[-1], self.step)
-                    if is_due:
-                        self._save()
-        finally:
-            if self.is_between:  # else parts differ in their step, or callbacks do not know it
-                self._save()
-        stopped = "done" if self.step == self.plan.steps else "budget"
-        if self.step < self.until:
-            stopped = "callback" if holds_anywhere(is_enough) else "signal"
-        return Trained(self.state.params, self.state.average, self.step, self.ledger, stopped)
+    def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
+        """Return a checkpoint with a new nonce and its keys, which journal and folder know."""
+        folder.journal.restart(self.fingerprint, at.step)
+        checkpoint = self._with_keys(at, folder.journal.nonce)
+        folder.save(checkpoint)
+        return checkpoint
 
-    def _take(self) -> bool:
-        """Take a step, of which none is told yet; not if its examples have changed since."""
-        sums = None
-        while not (read := self._next_chunk()).is_last:
-            add = self.add_first if sums is None else self.add_next
-            sums, token = add(self.state.params, sums, read.chunk)
-            self._wait(token)
-        if self.folder is not None:
-            journal = self.folder.journal
-            if holds_anywhere(journal.differs(self.step, read.digest)):
-                self._renew(["data"])
-                return False
-            journal.record(self.step, read.digest, safe=not self.examples.is_hashed)
-        self.is_between = False
-        self.state, loss = self.take_step(self.state, sums, read.chunk)
-        self._count(self.step)
-        self.step += 1
-        self.losses.append(loss)
-        self._wait(loss)
-        return True
+    def _with_keys(self, at: Checkpoint, nonce: str) -> Checkpoint:
+        """Return a checkpoint whose noise key is derived from the run's key and a nonce."""
+        key = self.plan.derive_key(fold_in_text(at.state.key, nonce), "noise")
+        optimizer = with_noise_key(at.state.optimizer, self.placement.replicate(key))
+        return at._replace(state=at.state._replace(optimizer=optimizer), nonce=nonce)
 
-    def _read(self) -> Read | None:
-        with jax.enable_x64(self.is_wide):  # which this thread would not know
-            return next(self.stream, None)
-
-    def _next_chunk(self) -> Read:
-        error: BaseException | None = None
-        read: Any = None
-        try:
-            read = self.upcoming.result()
-        except Exception as found:
-            error = found
-        raise_together(error)
-        self.upcoming = self.workers.submit(self._read)
-        return read
-
-    def _wait(self, token: jax.Array) -> None:
-        """Let only a few chunks be under way, which bounds the memory that they take."""
-        self.under_way.append(token)
-        if len(self.under_way) > _IN_FLIGHT:
-            jax.block_until_ready(self.under_way.popleft())
-
-    def _report(self) -> Report:
-        state = self.state
-        return Report(self.step, state.params, state.average, self.epsilon(), self.losses[-1])
-
-    def close(self) -> None:
-        """Stop reading, and let others have the folder."""
-        self.workers.shutdown(cancel_futures=True)
-        if self.folder is not None:
-            self.folder.close()
+    def _start_at(self, at: Checkpoint, order_start: int) -> Start:
+        reader = BatchReader(
+            self.plan,
+            self.examples,
+            fold_in_text(at.state.key, at.nonce),
+            size=self.microbatch_size,
+            placement=self.placement,
+            thread=self.thread,
+            first_step=at.step,
+            hashed=self.folder is not None,
+        )
+        return Start(at, Account(self.plan, at.ledger, at.step, order_start), reader)

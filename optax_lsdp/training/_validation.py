@@ -1,51 +1,67 @@
-"""At the door: data and parameters go in as they were given, plain arrays or words come out."""
+"""Checks of data, parameters and loss before a run begins, and warnings to its caller."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._isolation import check_no_layer_state
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
+from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._keys import is_key
+from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
+from optax_lsdp._types import PyTree
 
-_LOOKED_AT = 10_000  # entries of an array of objects
+_INSPECTED = 10_000  # entries of an object array whose types are named
 
-
-class DataError(ValueError):
-    """An example could not be read or used. The run stopped cleanly and can go on."""
-
-
-_REMEDIES = {  # methods and attributes by which data of other libraries are known
-    "to_numpy": "its to_numpy() is an array, as are those of its columns",  # df[0] may be a column
-    "toarray": "its toarray() is an array, as are those of its columns",  # of sparse matrices
+# Attributes by which data of other libraries are recognised, and what to do with such data.
+_REMEDIES = {
+    "to_numpy": "pass an array, such as `df.to_numpy(np.float32)`, or a dict of such columns",
+    "toarray": "pass an array, such as `data.toarray()`",
     "as_numpy_iterator": "read it into arrays, such as np.stack(list(data.as_numpy_iterator()))",
-    "dataset": "a loader makes batches of its own, and `fit` samples them: give its `dataset`",
-    "__next__": "what is read once cannot be sampled: make a list or an array of it",
+    "dataset": "a loader forms batches itself, but `fit` must sample them; pass its `dataset`",
+    "__next__": "an iterator cannot be sampled; make a list or an array of it",
 }
 
 
-def at(path: tuple[Any, ...]) -> str:
-    """Return where a leaf is, for a sentence: nothing if it is all there is."""
+class DataError(ValueError):
+    """Raised if an example cannot be read or used. The run stopped cleanly and can be resumed."""
+
+
+def warn_caller(message: str) -> None:
+    """Warn with the location of the first caller outside of this package."""
+    package, level = __name__.partition(".")[0] + ".", 1
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level + 1)
+
+
+def describe_path(path: KeyPath) -> str:
+    """Return " at 'path'" for an error message; an empty text if the leaf is the whole tree."""
     return f" at {path_name(path)!r}" if path else ""
 
 
-def check_kind(data: Any) -> None:
-    """Raise if data are neither arrays nor a source of which an index gives an example."""
+def check_kind(data: object) -> None:
+    """Raise unless data are a source: they must have a length and return examples by index."""
     demand = (
-        "`data` must be arrays with a leading axis of examples, or have a length and give an "
-        f"example for an index, got {type(data).__name__}"
+        "`data` must be arrays with a leading axis of examples, or a source with a length that "
+        f"returns an example per index, got {type(data).__name__}"
     )
     is_source = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     for name, remedy in _REMEDIES.items():
-        if hasattr(data, name) and not (is_source and name == "dataset"):  # a subset has one too
+        if hasattr(data, name) and not (is_source and name == "dataset"):  # subsets have it too
             raise TypeError(f"{demand}; {remedy}.")
     if isinstance(data, str | bytes | Path):
         raise TypeError(f"{demand}; read the file first.")
@@ -53,68 +69,76 @@ def check_kind(data: Any) -> None:
         raise TypeError(f"{demand}.")
 
 
-def check_example(example: Any) -> None:
-    """Raise if numbers come in lists, which JAX takes for as many arrays."""
+def check_example(example: PyTree) -> None:
+    """Raise if an example has a list of numbers, which JAX would read as one array per number."""
     leaves = jax.tree.leaves_with_path(example, is_leaf=lambda x: isinstance(x, list))
     for path, part in leaves:
         if isinstance(part, list) and all(map(is_number, jax.tree.leaves(part))):
             raise TypeError(
-                "`data` must give examples that are arrays, or dicts or tuples of them, got a "
-                f"list of numbers{at(path)}; np.asarray makes an array of it."
+                "`data` must return examples that are arrays, or dicts or tuples of arrays, got a "
+                f"list of numbers{describe_path(path)}; convert it with np.asarray."
             )
 
 
-def as_arrays(data: Any) -> Any:
-    """Return a tree of arrays of numbers, without a copy of those that are."""
+def as_arrays(data: PyTree) -> PyTree:
+    """Return a tree of numeric NumPy arrays, without copying those that are."""
     return jax.tree.map_with_path(_as_array, data)
 
 
-def _as_array(path: tuple[Any, ...], leaf: Any) -> np.ndarray:
+def _as_array(path: KeyPath, leaf: object) -> np.ndarray:
+    where = describe_path(path)
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"`data` must hold plain arrays, got a masked one{at(path)}, whose mask would be lost; "
-            "fill in what is masked, and let the loss leave it out."
+            f"`data` must hold plain arrays, got a masked array{where}, whose mask would be lost; "
+            "fill in the masked entries, and pass the mask as another array that the loss uses."
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
-            f"`data` must hold numbers{at(path)}, got random keys; `fit` makes one for each "
-            "example of every step, for a loss of three arguments, `loss_fn(params, example, key)`."
+            f"`data` must hold numbers{where}, got random keys; write a loss with three arguments, "
+            "`loss_fn(params, example, key)`, and `fit` makes a key for each example of every step."
         )
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
     except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TypeError(
-            f"`data` must hold arrays, got {type(leaf).__name__}{at(path)}, of which NumPy makes "
-            f"none: {str(error).splitlines()[0] if str(error) else type(error).__name__}."
+            f"`data` must hold arrays, got {type(leaf).__name__}{where}, which NumPy cannot "
+            f"convert: {reason}."
         ) from error
     if not is_numeric(array):
         raise TypeError(
-            f"`data` must hold numbers, got {array.dtype}{at(path)}; {_remedy_for(array)}."
+            f"`data` must hold numbers, got {array.dtype}{where}; {_remedy_for(array)}."
         )
     return array
 
 
 def _remedy_for(array: np.ndarray) -> str:
-    """Return the advice for an array of a dtype that is not numeric."""
+    """Return what to do with an array that is not numeric."""
     if array.dtype != object:
         return "encode text and dates as numbers"
-    kinds = {type(x) for x in array.reshape(-1)[:_LOOKED_AT]}
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    if all(issubclass(kind, bool | np.bool_ | Real) for kind in kinds):
+    types = {type(x) for x in array.reshape(-1)[:_INSPECTED]}
+    names = ", ".join(sorted(one.__name__ for one in types))
+    if all(issubclass(one, bool | np.bool_ | Real) for one in types):
         return (
-            f"it holds {names}, as a table of mixed columns gives them: astype(np.float32), of a "
-            "table to_numpy(np.float32), makes numbers of them"
+            f"it holds {names}, as from a table with columns of several types; convert the table "
+            "with `df.to_numpy(np.float32)`, or the array with `astype(np.float32)`"
         )
-    if kinds & {list, tuple} or any(issubclass(kind, np.ndarray) for kind in kinds):
-        return "its rows have several lengths: pad them to one, and let the loss leave out the rest"
+    if types & {list, tuple} or any(issubclass(one, np.ndarray) for one in types):
+        return "its rows differ in length; pad them, and let the loss ignore the padding"
     return (
-        f"it holds {names}: encode text and dates, fill in what is missing, and give columns of "
-        "different kinds as arrays of their own"
+        f"it holds {names}; encode text and dates, fill in missing values, and pass columns of "
+        "different types as separate arrays"
     )
 
 
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
-    """Raise if an example is not finite, or not as it was in the 32 bits in which JAX holds it."""
+    """Raise if an example is not finite, or does not fit the dtype in which JAX will hold it.
+
+    Args:
+        name: where the array is, for the message; see `describe_path`.
+        rows: some examples.
+        indices: the index of each of them in the data.
+    """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)
     if not rows.size or (rows.dtype == held and not is_inexact):
@@ -123,29 +147,30 @@ def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     if is_inexact:
         with np.errstate(over="ignore"):
             good = np.isfinite(flat.astype(held, copy=False))
-        what = f"finite as {held}, got NaN or infinity"
+        problem = f"finite as {held}, got NaN or infinity"
     else:
-        most = np.iinfo(held)
-        good = (flat >= most.min) & (flat <= most.max)
-        what = f"within {held}, got a number beyond it"
+        limits = np.iinfo(held)
+        good = (flat >= limits.min) & (flat <= limits.max)
+        problem = f"within the range of {held}, got a number outside of it"
     if not good.all():
         index = int(indices[np.argmin(good.all(axis=1))])
         raise DataError(
-            f"`data` must be {what} in example {index}{name}; mend it, or plan for data without it."
+            f"`data` must be {problem} in example {index}{name}; correct the example, or plan for "
+            "data without it."
         )
 
 
-def check_params(params: Any) -> None:
-    """Raise unless these are parameters with which training can begin."""
+def check_params(params: optax.Params) -> None:
+    """Raise unless these are parameters that can be trained: finite floating-point arrays."""
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         raise TypeError(
-            f"`params` must be a tree of arrays, got {type(params).__name__}, a state of training; "
+            f"`params` must be a tree of arrays, got {type(params).__name__}, a training state; "
             "pass its `.params`."
         )
     if isinstance(params, Mapping) and "batch_stats" in params:
         raise ValueError(
-            "`params` must be what is trained, got 'batch_stats' among it, which would get noise; "
-            "pass variables['params'], and let the loss close over the rest."
+            "`params` must hold trained parameters only, got 'batch_stats', to which noise would "
+            "be added; pass variables['params'], and let the loss close over the rest."
         )
     check_no_layer_state(params)
     arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
@@ -157,3 +182,40 @@ def check_params(params: Any) -> None:
                 "`params` must hold arrays of finite numbers, got something else at "
                 f"{path_name(path)!r}."
             )
+
+
+def trace_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
+    """Return the jaxpr of a loss; raise if `fit` cannot train with it.
+
+    Args:
+        loss_fn: the loss of one example, with or without a key.
+        params: the parameters, or their shapes.
+        example: one example.
+    """
+    example = jax.tree.map(jnp.asarray, example)
+    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
+    try:
+        trace = jax.make_jaxpr(partial(call_loss, loss_fn), return_shape=True)
+        program, output = trace(params, example, *key)
+    except Exception as error:
+        raise_explained(error, loss_fn, params, example)
+    if isinstance(output, tuple):
+        raise ValueError(
+            f"`loss_fn` must return the loss alone, got a tuple of {len(output)}; auxiliary values "
+            "of single examples are private, and only your own loop can have them, with "
+            "`value_and_clipped_grad(..., has_aux=True)`."
+        )
+    layers = batch_norms(program)
+    if layers:
+        raise ValueError(batch_norm_sentence(layers))
+    return program
+
+
+def check_uses_params(loss: ClosedJaxpr, params: optax.Params) -> None:
+    """Raise if a traced loss uses none of its parameters, so that only noise would move them."""
+    if not uses_inputs(loss, len(jax.tree.leaves(params))):
+        raise ValueError(
+            "`loss_fn` must depend on `params`, got a function that uses none of them, so that "
+            "only noise would move them; compute with its first argument, not with a model from "
+            "outside."
+        )

@@ -23,7 +23,7 @@ from optax_lsdp.discrete import _transform as discrete
 from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
 from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
 from optax_lsdp.smoothing import ring_beta
-from optax_lsdp.training import _journal, _run, _step
+from optax_lsdp.training import _fit, _journal, _step
 from tests.auditing._wrong_sums import WRONG_SUMS, replaced, rewritten, wrapped
 
 
@@ -144,7 +144,7 @@ def _nonce(make):
 @contextmanager
 def _unnoticed():
     with (
-        mock.patch.object(_run, "circumstances", return_value={}),
+        mock.patch.object(_fit, "compute_fingerprint", return_value={}),
         mock.patch.object(_journal.Journal, "differs", return_value=False),
     ):
         yield
@@ -255,10 +255,11 @@ OTHERS = {
     "the last microbatch of a step counted twice": (
         rewritten(
             _step,
-            "make_steps",
-            "add(state.params, sums, chunk)",
-            "add(state.params, add(state.params, sums, chunk)[0], chunk)",
-            _run,
+            "make_step",
+            "add_microbatch(state.params, sums, microbatch)",
+            "add_microbatch(state.params, add_microbatch(state.params, sums, microbatch)[0], "
+            "microbatch)",
+            _fit,
         ),
         "runs on neighbouring data",
     ),
