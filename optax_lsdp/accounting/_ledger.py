@@ -66,7 +66,7 @@ class Ledger(Mechanism):
         self._last = run
 
     @property
-    def runs(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # a property serves
+    def phases(self) -> tuple[SampledGaussian, ...]:  # type: ignore[override]  # a property serves
         """All steps in the order in which they were taken."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
@@ -84,7 +84,7 @@ class Ledger(Mechanism):
                 f"`epsilons` must be asked of {_LONGEST:.0e} steps at most, got {self.steps}; ask "
                 "for `epsilon` at the end."
             )
-        return epsilon_curve(self.runs, delta)
+        return epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
         """Return how many more steps like the last one the budget (ε, δ) allows.
@@ -104,15 +104,15 @@ class Ledger(Mechanism):
 
     def to_json(self) -> str:
         """Return the ledger as text."""
-        runs = [asdict(run) for run in self.runs]
-        return json.dumps({"optax_lsdp_ledger": _VERSION, "runs": runs}, indent=1)
+        runs = [asdict(run) for run in self.phases]
+        return json.dumps({"optax_lsdp_ledger": _VERSION, "phases": runs}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the ledger that `to_json` wrote; whatever is not fully understood is refused."""
         try:
             found = read_json(text)
-            version, runs = found["optax_lsdp_ledger"], found["runs"]
+            version, runs = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
@@ -123,7 +123,7 @@ class Ledger(Mechanism):
                 f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
                 "read it with the optax_lsdp that wrote it, or a newer one."
             )
-        if set(found) != {"optax_lsdp_ledger", "runs"}:
+        if set(found) != {"optax_lsdp_ledger", "phases"}:
             raise ValueError(
                 f"`text` must hold a version and runs alone, got {str(sorted(found))[:200]}."
             )
@@ -136,9 +136,9 @@ class Ledger(Mechanism):
         return cls(SampledGaussian(**run) for run in runs)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self.runs == other.runs
+        return isinstance(other, Ledger) and self.phases == other.phases
 
     __hash__ = None  # type: ignore[assignment]  # mutable, hence in no set
 
     def __repr__(self) -> str:
-        return f"Ledger({list(self.runs)!r})"
+        return f"Ledger({list(self.phases)!r})"

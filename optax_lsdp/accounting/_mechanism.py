@@ -108,7 +108,7 @@ class SampledGaussian(Mechanism):
                 object.__setattr__(self, field.name, kind(value))
 
     @property
-    def runs(self) -> tuple[Self, ...]:  # type: ignore[override]  # a property serves
+    def phases(self) -> tuple[Self, ...]:  # type: ignore[override]  # a property serves
         """The runs that this one consists of: itself."""
         return (self,)
 

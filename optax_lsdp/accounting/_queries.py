@@ -24,12 +24,12 @@ class Mechanism:
     Every answer errs towards less privacy, and holds for adaptively chosen steps.
     """
 
-    runs: "tuple[SampledGaussian, ...]"
+    phases: "tuple[SampledGaussian, ...]"
 
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
         """The runs that this one consists of, equal ones merged."""
-        return merge(self.runs)
+        return merge(self.phases)
 
     def group(self, size: int) -> "Mechanism":
         """Return the same, accounted for groups of `size` examples that change together.
@@ -39,14 +39,14 @@ class Mechanism:
         full batches; otherwise a general bound, which may be far above the truth.
         """
         check_whole("size", size)
-        return Composition(tuple(run.group(size) for run in self.runs))
+        return Composition(tuple(run.group(size) for run in self.phases))
 
     def to_dp_event(self) -> Any:
         """Return an event of dp-accounting, which must be installed.
 
         An event does not say which datasets are neighbours: tell the accountant.
         """
-        return to_dp_event(self.runs)
+        return to_dp_event(self.phases)
 
     def epsilon(self, delta: float) -> float:
         """Return the smallest ε for which (ε, δ)-differential privacy can be certified."""
@@ -96,7 +96,7 @@ class Mechanism:
         """Return this run, and then another on the same data."""
         if not isinstance(other, Mechanism):
             return NotImplemented
-        return Composition((*self.runs, *other.runs))
+        return Composition((*self.phases, *other.phases))
 
     def __radd__(self, other: object) -> "Mechanism":
         return self if other == 0 else NotImplemented  # where sum() begins
@@ -113,12 +113,12 @@ class Composition(Mechanism):
     1.35
     """
 
-    runs: "tuple[SampledGaussian, ...]"
+    phases: "tuple[SampledGaussian, ...]"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "runs", tuple(self.runs))
+        object.__setattr__(self, "phases", tuple(self.phases))
         for name in ("neighbouring", "group_size"):
-            values = {getattr(run, name) for run in self.runs}
+            values = {getattr(run, name) for run in self.phases}
             if len(values) > 1:
                 raise ValueError(
                     f"`{name}` must be the same in all runs that are added, got "

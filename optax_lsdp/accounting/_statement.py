@@ -39,8 +39,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     ε = 2.386 at δ = 1e-05.
     """
     epsilon = mechanism.epsilon(delta - reserved)
-    run, noises = mechanism.runs[0], [run.noise_multiplier for run in mechanism.runs]
-    alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.runs}
+    run, noises = mechanism.phases[0], [run.noise_multiplier for run in mechanism.phases]
+    alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.phases}
     if len(alike) > 1:
         raise ValueError(f"`mechanism` must sample alike in all its runs, got {alike!r}.")
     least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
@@ -63,7 +63,7 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     )
     if is_large:
         meaning += " So large an ε promises little; more noise or fewer steps make it less."
-    steps = sum(one.steps for one in mechanism.runs)
+    steps = sum(one.steps for one in mechanism.phases)
     assumed = [
         f"{steps:,} step{'s' if steps > 1 else ''}; {batches};",
         "the contribution of each example to a step's sum is clipped to a norm of C;",

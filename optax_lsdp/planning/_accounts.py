@@ -71,7 +71,7 @@ def noise_and_epsilon(plan: PrivacyPlan) -> tuple[float, float]:
 def _calibrated(plan: PrivacyPlan) -> float:
     """Return the smallest sufficient noise multiplier."""
     if plan.noise_schedule is None:
-        unit = {k: v for k, v in asdict(mechanism_of(plan, 1.0).runs[0]).items() if k in _UNIT}
+        unit = {k: v for k, v in asdict(mechanism_of(plan, 1.0).phases[0]).items() if k in _UNIT}
         return calibrate_noise_multiplier(
             epsilon=plan.epsilon, delta=plan.delta_of_noise, steps=plan.steps, **unit
         )
@@ -105,7 +105,7 @@ def mechanism_of(plan: PrivacyPlan, noise_multiplier: float) -> Composition:
         if start < plan.steps:
             run = run_of(plan, noise_multiplier * value, min(end, plan.steps) - start)
             ledger.append(run, continues=True)
-    return Composition(ledger.runs)
+    return Composition(ledger.phases)
 
 
 def run_of(plan: PrivacyPlan, noise_multiplier: float, steps: int) -> SampledGaussian:

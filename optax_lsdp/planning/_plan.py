@@ -111,7 +111,7 @@ class PrivacyPlan(Spending):
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
         unit = mechanism_of(self, 1.0)  # raises if sampling and relation do not go together
-        self._set("neighbouring", unit.runs[0].neighbouring)
+        self._set("neighbouring", unit.phases[0].neighbouring)
         noise_multiplier, epsilon = noise_and_epsilon(self)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)

@@ -60,7 +60,7 @@ class Spending:
 
     @cached_property
     def _curve(self) -> np.ndarray:
-        return Ledger(self.mechanism.runs).epsilons(self.delta_of_noise)
+        return Ledger(self.mechanism.phases).epsilons(self.delta_of_noise)
 
     def allows(self, ledger: Ledger, step: int) -> bool:
         """Tell whether the budget covers all that was recorded, and this step after it."""
@@ -86,12 +86,12 @@ class Spending:
         _check_ledger(ledger)
         if ledger.steps == step and self._began(ledger):
             return np.minimum(self._curve[step:], self.epsilon)
-        whole = Ledger((*ledger.runs, *self._coming(step)))
+        whole = Ledger((*ledger.phases, *self._coming(step)))
         return whole.epsilons(self.delta_of_noise)[ledger.steps :]
 
     def _coming(self, step: int) -> Iterator[SampledGaussian]:
         """Return the plan's runs without their first steps."""
-        for run in self.mechanism.runs:
+        for run in self.mechanism.phases:
             left = run.steps - max(step, 0)
             step -= run.steps
             if left > 0:
@@ -99,8 +99,8 @@ class Spending:
 
     def _began(self, ledger: Ledger) -> bool:
         """Tell whether all that was recorded are the plan's first steps, each of them once."""
-        *whole, last = ledger.runs or (self.event(0),)
-        planned = self.mechanism.runs
+        *whole, last = ledger.phases or (self.event(0),)
+        planned = self.mechanism.phases
         return (
             tuple(whole) == planned[: len(whole)]
             and len(whole) < len(planned)

@@ -28,7 +28,7 @@ steps = st.builds(
 def test_a_ledger_survives_json(runs):
     ledger = Ledger(runs)
     again = Ledger.from_json(ledger.to_json())
-    assert again == ledger and again.runs == ledger.runs
+    assert again == ledger and again.phases == ledger.phases
     assert again.steps == sum(run.steps for run in runs)
 
 
@@ -40,7 +40,7 @@ def test_steps_one_by_one_are_a_run():
         ledger.append(SampledGaussian(1.1, 256 / 60_000, 2))  # equal, but not the same object
     ledger.append(OTHER)
     ledger.append(STEP)
-    assert [run.steps for run in ledger.runs] == [200, 1, 1]
+    assert [run.steps for run in ledger.phases] == [200, 1, 1]
     assert sorted(run.steps for run in ledger.parts) == [1, 201]
     expected = SampledGaussian(1.1, 256 / 60_000, 201) + OTHER
     assert ledger.epsilon(1e-5) == expected.epsilon(1e-5)
@@ -104,7 +104,7 @@ def test_remaining_steps_use_up_the_budget_and_no_more():
 def test_parts_of_shuffled_epochs_stay_apart():
     part = SampledGaussian(8.0, 0.1, 4, sampling="shuffled", neighbouring="zero_out")
     ledger = Ledger([part, part, part])
-    assert [run.steps for run in ledger.runs] == [4, 4, 4]
+    assert [run.steps for run in ledger.phases] == [4, 4, 4]
     assert ledger.epsilon(1e-5) == pytest.approx(
         SampledGaussian(8.0, 0.1, 30, sampling="shuffled", neighbouring="zero_out").epsilon(1e-5)
     )
@@ -127,11 +127,13 @@ def altered(**changes):
         (lambda: Ledger.from_json("{}"), "`text` must be what to_json returned, got '{}'"),
         (lambda: Ledger.from_json("no"), "`text` must be what to_json returned, got 'no'"),
         (lambda: Ledger.from_json("[]"), "`text` must be what to_json returned"),
-        (lambda: Ledger.from_json(altered(runs=[{"steps": 1}])), "`text` must hold runs with"),
-        (lambda: Ledger.from_json(altered(runs=[3])), "`text` must hold runs with .* got 3"),
-        (lambda: Ledger.from_json(altered(runs=3)), "`text` must hold"),
+        (lambda: Ledger.from_json(altered(phases=[{"steps": 1}])), "`text` must hold runs with"),
+        (lambda: Ledger.from_json(altered(phases=[3])), "`text` must hold runs with .* got 3"),
+        (lambda: Ledger.from_json(altered(phases=3)), "`text` must hold"),
         (
-            lambda: Ledger.from_json(altered(runs=[{**vars(STEP), "noise_multiplier": math.nan}])),
+            lambda: Ledger.from_json(
+                altered(phases=[{**vars(STEP), "noise_multiplier": math.nan}])
+            ),
             "`noise_multiplier` .* got nan",
         ),
         (lambda: Ledger().remaining_steps(1.0, 1e-5), "`remaining_steps` must follow a step"),

@@ -130,7 +130,7 @@ def _half_of_epsilon(noise_and_epsilon, plan):
 
 def _of_half_the_steps(mechanism_of, plan, multiplier):
     found = mechanism_of(plan, multiplier)
-    runs = tuple(replace(run, steps=-(-run.steps // 2)) for run in found.runs)
+    runs = tuple(replace(run, steps=-(-run.steps // 2)) for run in found.phases)
     return type(found)(runs)
 
 

@@ -25,7 +25,7 @@ LEDGER = Ledger([SampledGaussian(1.0, 1.0, 10, max_batch_size=2, dataset_size=3)
 READ = {"plan": lsdp.PrivacyPlan.from_json, "ledger": Ledger.from_json}
 FIELDS = [("plan", name) for name in json.loads(PLAN.to_json())]
 FIELDS += [("ledger", name) for name in json.loads(LEDGER.to_json())]
-FIELDS += [("ledger", f"runs/{name}") for name in json.loads(LEDGER.to_json())["runs"][0]]
+FIELDS += [("ledger", f"phases/{name}") for name in json.loads(LEDGER.to_json())["phases"][0]]
 WRONG = ("-1", "1e999", "NaN", "-Infinity", '"1"', "[]", "[[1, 2]]", "{}", '{"x": []}', "0.5e-999")
 WRONG += ('{"$tuple": 5}', '{"$piecewise": 5}', '{"$piecewise": [[0], [1], [2]]}', "9" * 5000)
 WRONG += (
@@ -40,8 +40,8 @@ WRONG += ("[" * 60 + "]" * 60, "[" * 500 + "]" * 500, '{"a":' * 90 + "1" + "}" *
 def written(kind, name, value):
     """Return the text with one field replaced."""
     found = json.loads((PLAN if kind == "plan" else LEDGER).to_json())
-    inside = found["runs"][0] if name.startswith("runs/") else found
-    inside[name.removeprefix("runs/")] = "HERE"
+    inside = found["phases"][0] if name.startswith("phases/") else found
+    inside[name.removeprefix("phases/")] = "HERE"
     return json.dumps(found).replace('"HERE"', value)
 
 
@@ -92,7 +92,7 @@ def test_what_is_no_such_text_gets_one_sentence(kind, text):
 @pytest.mark.parametrize("kind", READ)
 def test_a_name_that_occurs_twice_is_refused(kind):
     text = (PLAN if kind == "plan" else LEDGER).to_json()
-    field = '"delta": 0.5, ' if kind == "plan" else '"runs": [], '
+    field = '"delta": 0.5, ' if kind == "plan" else '"phases": [], '
     with pytest.raises(ValueError, match="occurs twice"):
         READ[kind](text.replace("{", "{" + field, 1))
 

@@ -100,7 +100,7 @@ def test_a_cut_batch_is_covered_by_delta(group_size):
 def test_the_parts_agree_with_the_accountant(name):
     plan = make(name)
     sampler = plan.sampler(KEY)
-    run = plan.mechanism.runs[0]
+    run = plan.mechanism.phases[0]
     assert sampler.dataset_size == plan.dataset_size
     kinds = {
         "poisson": lsdp.PoissonSampler,
@@ -131,7 +131,7 @@ def test_the_accountant_is_told_every_setting(name):
         dataset_size=1000 if is_cut else None,
     )
     assert plan.event(0) == told
-    assert dataclasses.replace(plan.mechanism.runs[0], steps=1) == told
+    assert dataclasses.replace(plan.mechanism.phases[0], steps=1) == told
 
 
 def noise_of(plan, step):

@@ -13,7 +13,7 @@ from tests.planning.test_plan import BASE, make
 def test_steps_add_up_to_the_mechanism(name):
     plan = make(name)
     ledger = Ledger(plan.event(step) for step in range(plan.steps))
-    assert ledger == Ledger(plan.mechanism.runs)
+    assert ledger == Ledger(plan.mechanism.phases)
     assert plan.spent(ledger) <= plan.epsilon
     assert plan.remaining_steps(ledger) == 0
 
@@ -33,7 +33,7 @@ def test_a_ledger_that_left_the_schedule_is_not_taken_for_the_plan():
     first, later = plan.event(0), plan.event(99)
     for events in ([(first, 31)], [(first, 29), (later, 1)], [(first, 30), (later, 71)]):
         ledger = Ledger([dataclasses.replace(event, steps=steps) for event, steps in events])
-        expected = Ledger(ledger.runs).epsilon(plan.delta_of_noise)
+        expected = Ledger(ledger.phases).epsilon(plan.delta_of_noise)
         assert plan.spent(ledger) == pytest.approx(expected, rel=1e-9)
 
 
@@ -42,7 +42,7 @@ def test_the_steps_that_remain_are_those_of_the_schedule():
     ledger = Ledger([dataclasses.replace(plan.event(0), steps=40)])
     assert plan.remaining_steps(ledger) == 60
     recounted = ledger + plan.event(0)
-    recounted = Ledger(recounted.runs)  # one of the costly steps was taken twice
+    recounted = Ledger(recounted.phases)  # one of the costly steps was taken twice
     left = plan.remaining_steps(recounted, 40)
     epsilons = plan.epsilons(recounted, 40)
     assert 0 < left < 60 and epsilons[left - 1] <= plan.epsilon < epsilons[left]
