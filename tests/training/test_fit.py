@@ -178,8 +178,8 @@ def test_schedules_of_clip_norms_and_noise_are_followed():
     pieces = lsdp.Piecewise((0, 10), (1.0, 0.5))
     plan = make_plan(steps=20, noise_schedule=pieces, clip_norm=pieces)
     done = fit(plan)
-    assert [run.noise_multiplier for run in done.ledger.phases] == [1.0, 0.5]
-    assert [run.steps for run in done.ledger.phases] == [10, 10]
+    assert [phase.noise_multiplier for phase in done.ledger.phases] == [1.0, 0.5]
+    assert [phase.steps for phase in done.ledger.phases] == [10, 10]
 
 
 def test_memory_mapped_files_are_read(tmp_path):
