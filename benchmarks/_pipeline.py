@@ -149,7 +149,7 @@ def resumed(seed: int) -> Noise:
     replace = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
     seen: list[Tree] = []
 
-    def interrupt(report: training.Report) -> None:
+    def interrupt(report: training.StepReport) -> None:
         seen.append(jax.tree.map(np.array, report.params))
         if len(seen) in (INTERRUPTED, STEPS):
             raise InterruptedError

@@ -54,7 +54,7 @@ def measured(plan: lsdp.PrivacyPlan, params: Any, loss_fn: Any, data: Any) -> di
         kinds = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=kinds)
 
-    def look(report: training.Report) -> None:
+    def look(report: training.StepReport) -> None:
         jax.block_until_ready(report.private_loss)
         times.append(time.perf_counter())
         if report.step == 1:  # everything is compiled now
@@ -156,7 +156,7 @@ def overhead(rounds: int) -> dict[str, Any]:
     def whole() -> float:
         begins: list[float] = []
 
-        def look(report: training.Report) -> None:
+        def look(report: training.StepReport) -> None:
             if report.step == 1:
                 jax.block_until_ready(report.private_loss)
                 begins.append(time.perf_counter())

@@ -51,7 +51,7 @@ def child(folder: Path, steps: int) -> None:
     mean = jax.jit(jax.grad(lambda p, batch: jax.vmap(loss, (None, 0))(p, batch).mean()))
     looked = 0.0
 
-    def note(report: training.Report) -> None:
+    def note(report: training.StepReport) -> None:
         nonlocal looked
         if report.step % max(1, steps // PARTS // LOOKS) == 0:
             began = time.monotonic()

@@ -151,7 +151,8 @@ FOLDERS = ("accounting", "auditing", "clipping", "discrete", "model_check", "pla
 FOLDERS += ("smoothing", "training")
 RESULTS = {  # what is returned, and made by nobody else
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "ModelReport", "OnGrid"),
-    *("PaperNoise", "PerExample", "Report", "SensitivityReport", "StatisticsReport", "Trained"),
+    *("FitResult", "PaperNoise", "PerExample", "SensitivityReport", "StatisticsReport"),
+    "StepReport",
     "Sampler",
 }
 

@@ -171,7 +171,7 @@ class _Curve:
         known = json.loads(path.read_text()) if path.exists() else {}
         self.seen = {int(step): row for step, row in known.items()}
 
-    def __call__(self, report: training.Report) -> None:
+    def __call__(self, report: training.StepReport) -> None:
         if report.step not in self.due:
             return
         params = report.average if self.is_averaged else report.params

@@ -27,7 +27,7 @@ from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.planning import PrivacyPlan
 
 if TYPE_CHECKING:
-    from optax_lsdp.training import Report
+    from optax_lsdp.training import StepReport
 
 _SIZE, _WIDTH, _CLIP_NORM = 8, 4, 0.5
 _MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
@@ -131,7 +131,7 @@ def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> 
     )
     noises: list[np.ndarray] = []
 
-    def interrupt(report: Report) -> None:
+    def interrupt(report: StepReport) -> None:
         noises.append(np.array(report.params))
         if len(noises) == _INTERRUPTED:
             raise InterruptedError

@@ -1,8 +1,7 @@
-"""Training: a plan, a loss and data go in, private parameters come out, whatever happens."""
+"""Training with one call: `fit` runs a `PrivacyPlan`, and resumes it after any interruption."""
 
 try:
     from optax_lsdp.training._fit import fit
-    from optax_lsdp.training._report import Report, StopTraining, Trained
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("orbax", "tqdm"):
         raise
@@ -10,14 +9,15 @@ except ModuleNotFoundError as error:
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
 from optax_lsdp.training._export import export_params, load_params
-from optax_lsdp.training._given import DataError
-from optax_lsdp.training._losses import average_views, keep_batch_axis, mixed_precision
+from optax_lsdp.training._progress import FitResult, StepReport, StopTraining
+from optax_lsdp.training._step import average_views, keep_batch_axis, mixed_precision
+from optax_lsdp.training._validation import DataError
 
 __all__ = [
     "DataError",
-    "Report",
+    "FitResult",
+    "StepReport",
     "StopTraining",
-    "Trained",
     "average_views",
     "export_params",
     "fit",

@@ -1,148 +1,373 @@
-"""Data: indices go in, the examples at these places come out, or an error that names one."""
+"""The data of a run: examples by index, and the microbatches that each step reads.
+
+Data are arrays with a leading axis of examples, or a source that returns one example per index. The
+plan's sampler chooses the indices of a batch. Each process reads the examples of its own devices,
+one microbatch ahead, in a thread.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp.training._given import (
+from optax_lsdp._checks import check_whole
+from optax_lsdp._types import PyTree
+from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._multihost import Placement, raise_everywhere
+from optax_lsdp.training._step import Microbatch
+from optax_lsdp.training._validation import (
     DataError,
     as_arrays,
-    at,
     check_example,
     check_kind,
     check_values,
+    describe_path,
 )
 
-_AT_A_TIME = 2**16  # examples that are looked at
-_HASHED = 2**32  # bytes that are hashed in full; of more, only some examples
-_LOOKED_AT = 256  # examples, if not all are hashed
+_ROWS_AT_ONCE = 2**16  # examples that are checked or hashed at a time
+_HASHED_BYTES = 2**32  # larger data are hashed in part
+_HASHED_EXAMPLES = 256  # examples of such data that are hashed
 
 
 class Source(Protocol):
-    """Anything with a length that gives one example for an index, such as a Grain data source."""
+    """Anything with a length that returns one example per index, such as a Grain data source."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of examples."""
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int, /) -> PyTree:
+        """Return one example."""
 
 
-class Examples:
-    """Examples of one shape, from a tree of arrays with a leading axis, or from a `Source`.
+class Examples(Protocol):
+    """Examples of equal shape.
 
     Attributes:
-        size: how many there are.
-        first: the first one.
-        is_hashed: whether the fingerprint tells any change of the data.
+        size: how many examples there are.
+        first: the first example.
+        is_hashed: whether `digest` covers every example.
     """
 
-    def __init__(self, data: Any) -> None:
-        self.source: Any = None
-        self.arrays: Any = ()
-        self.is_hashed = False
-        if not isinstance(data, dict | tuple | np.ndarray | jax.Array):
-            check_kind(data)
-            self.source, self.size = data, len(data)
-            self._check_size()
-            first = self._read(0)
-            check_example(first)
-            self.first = as_arrays(first)
-            return
-        self.arrays = as_arrays(data)
-        named = [(at(path), leaf) for path, leaf in jax.tree.leaves_with_path(self.arrays)]
-        leaves = [leaf for _, leaf in named]
+    size: int
+    first: PyTree
+    is_hashed: bool
+
+    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        """Return the examples at `indices`, with zeros where the mask is False."""
+
+    def contains(self, array: np.ndarray) -> bool:
+        """Return whether an array equals one of the data's arrays, all examples together."""
+
+    def digest(self) -> str:
+        """Return a hash of the data: of every example, or of some if the data are too large."""
+
+
+def open_data(data: object) -> Examples:
+    """Return the examples of arrays or of a source; raise if `data` is neither."""
+    if isinstance(data, dict | tuple | np.ndarray | jax.Array):
+        return _Arrays(data)
+    check_kind(data)
+    return _Source(data)  # type: ignore[arg-type]  # which check_kind has made sure of
+
+
+class _Arrays:
+    """Examples in arrays with a leading axis, in memory or memory-mapped."""
+
+    def __init__(self, data: PyTree) -> None:
+        self._arrays = as_arrays(data)
+        named = [
+            (describe_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(self._arrays)
+        ]
         for name, leaf in named:
             if leaf.ndim == 0:
                 raise ValueError(
-                    f"`data` must hold arrays with a leading axis of examples{name}, got single "
-                    "numbers or a list of them; np.asarray makes an array of a list."
+                    f"`data` must hold arrays with a leading axis of examples{name}, got a single "
+                    "number or a list of numbers; convert lists with np.asarray."
                 )
-        sizes = {len(leaf) for leaf in leaves} or {0}
+        sizes = {len(leaf) for _, leaf in named} or {0}
         if len(sizes) != 1:
             lengths = ", ".join(f"{len(leaf)}{name}" for name, leaf in named)
             raise ValueError(
-                f"`data` must hold arrays of one length, got {lengths}; every array has a leading "
-                "axis of examples."
+                f"`data` must hold arrays of equal length, got lengths {lengths}; the first axis "
+                "of every array counts the examples."
             )
         (self.size,) = sizes
-        self._check_size()
-        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self.arrays)
-        self.is_hashed = sum(leaf.nbytes for leaf in leaves) <= _HASHED
-        if self.is_hashed:  # else a step would tell that it uses the example
-            for (name, leaf), start in product(named, range(0, self.size, _AT_A_TIME)):
-                rows = leaf[start : start + _AT_A_TIME]
+        _check_size(self.size)
+        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._arrays)
+        self.is_hashed = sum(leaf.nbytes for _, leaf in named) <= _HASHED_BYTES
+        if self.is_hashed:  # if only a step found a bad example, its error would reveal the batch
+            for (name, leaf), start in product(named, range(0, self.size, _ROWS_AT_ONCE)):
+                rows = leaf[start : start + _ROWS_AT_ONCE]
                 check_values(name, rows, np.arange(start, start + len(rows)))
 
-    def _check_size(self) -> None:
-        if not self.size:
-            raise ValueError("`data` must hold examples, got none.")
+    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        def select(path: jax.tree_util.KeyPath, leaf: np.ndarray) -> np.ndarray:
+            rows = np.asarray(leaf[indices])
+            rows[~mask] = 0
+            check_values(describe_path(path), rows, indices)
+            return rows
 
-    def take(self, indices: np.ndarray, mask: np.ndarray) -> Any:
-        """Return the examples at these places, zeros where masked."""
-        if self.source is None:
+        return jax.tree.map_with_path(select, self._arrays)
 
-            def cut(path: Any, leaf: Any) -> np.ndarray:
-                rows = np.asarray(leaf[indices])
-                rows[~mask] = 0
-                check_values(at(path), rows, indices)
-                return rows
+    def contains(self, array: np.ndarray) -> bool:
+        alike = (leaf for leaf in jax.tree.leaves(self._arrays) if leaf.shape == array.shape)
+        return any(np.array_equal(leaf.astype(array.dtype), array) for leaf in alike)
 
-            return jax.tree.map_with_path(cut, self.arrays)
-        read = [self._checked(int(index)) for index in indices[mask]]
-
-        def stack(path: Any, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
-            room = np.zeros((len(indices), *first.shape), first.dtype)
-            if rows:
-                room[mask] = rows
-            check_values(at(path), room, indices)
-            return room
-
-        return jax.tree.map_with_path(stack, self.first, *read)
-
-    def holds(self, constant: np.ndarray) -> bool:
-        """Tell whether an array is all of the data, or one of their arrays."""
-        alike = (leaf for leaf in jax.tree.leaves(self.arrays) if leaf.shape == constant.shape)
-        return any(np.array_equal(leaf.astype(constant.dtype), constant) for leaf in alike)
-
-    def fingerprint(self) -> str:
-        """Return a hash of the data: of all bytes if they are in memory, else of some examples."""
-        digest = hashlib.blake2b(repr((self.size, jax.tree.structure(self.first))).encode())
-        update_digest(digest, self.first)
-        if self.is_hashed:
-            for leaf in jax.tree.leaves(self.arrays):
-                digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
-                for start in range(0, len(leaf), _AT_A_TIME):
-                    update_digest(digest, leaf[start : start + _AT_A_TIME])
-        elif jax.process_count() == 1:  # of several, each reads its own examples alone
-            places = np.unique(np.linspace(0, self.size - 1, _LOOKED_AT).astype(int))
-            update_digest(digest, self.take(places, np.ones(len(places), bool)))
+    def digest(self) -> str:
+        digest = _header_digest(self)
+        if not self.is_hashed:
+            return _digest_of_some(self, digest)
+        for leaf in jax.tree.leaves(self._arrays):
+            digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
+            for start in range(0, len(leaf), _ROWS_AT_ONCE):
+                update_digest(digest, leaf[start : start + _ROWS_AT_ONCE])
         return digest.hexdigest()
 
-    def _read(self, index: int) -> Any:
-        try:
-            return self.source[index]
-        except Exception as error:
-            raise DataError(f"`data` must give example {index}, but raised {error!r}.") from error
 
-    def _checked(self, index: int) -> Any:
+class _Source:
+    """Examples of a `Source`, read one by one."""
+
+    def __init__(self, source: Source) -> None:
+        self._source, self.size, self.is_hashed = source, len(source), False
+        _check_size(self.size)
+        first = self._read(0)
+        check_example(first)
+        self.first = as_arrays(first)
+
+    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        examples = [self._read_checked(int(index)) for index in indices[mask]]
+
+        def stack(path: jax.tree_util.KeyPath, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
+            stacked = np.zeros((len(indices), *first.shape), first.dtype)
+            if rows:
+                stacked[mask] = rows
+            check_values(describe_path(path), stacked, indices)
+            return stacked
+
+        return jax.tree.map_with_path(stack, self.first, *examples)
+
+    def contains(self, array: np.ndarray) -> bool:
+        del array
+        return False  # a source has no array of all examples
+
+    def digest(self) -> str:
+        return _digest_of_some(self, _header_digest(self))
+
+    def _read(self, index: int) -> PyTree:
+        try:
+            return self._source[index]
+        except Exception as error:
+            raise DataError(f"`data` must return example {index}, but raised {error!r}.") from error
+
+    def _read_checked(self, index: int) -> PyTree:
+        """Read an example; raise if its arrays are not like those of the first one."""
         example = as_arrays(self._read(index))
 
-        def describe(tree: Any) -> Any:
+        def describe(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
 
         if describe(example) != describe(self.first):
             raise DataError(
-                f"`data` must give examples like the first, {describe(self.first)}, got "
+                f"`data` must return examples like the first one, {describe(self.first)}, got "
                 f"{describe(example)} at index {index}."
             )
         return example
 
 
-def update_digest(digest: Any, tree: Any) -> None:
-    """Add all arrays of a tree to a hash."""
+def _check_size(size: int) -> None:
+    if not size:
+        raise ValueError("`data` must hold at least one example, got none.")
+
+
+def _header_digest(examples: Examples) -> hashlib.blake2b:
+    """Return a hash of the number of examples, their structure, and the first of them."""
+    header = repr((examples.size, jax.tree.structure(examples.first)))
+    digest = hashlib.blake2b(header.encode())
+    update_digest(digest, examples.first)
+    return digest
+
+
+def _digest_of_some(examples: Examples, digest: hashlib.blake2b) -> str:
+    if jax.process_count() == 1:  # each of several processes reads only its own examples
+        places = np.linspace(0, examples.size - 1, _HASHED_EXAMPLES).astype(int)
+        indices = np.unique(places)
+        update_digest(digest, examples.take(indices, np.ones(len(indices), bool)))
+    return digest.hexdigest()
+
+
+def update_digest(digest: hashlib.blake2b, tree: PyTree) -> None:
+    """Add the bytes of all arrays of a tree to a hash."""
     for leaf in jax.tree.leaves(tree):
         digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+
+
+def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) -> int:
+    """Return how many examples a microbatch has; by default, a whole batch fits in.
+
+    Raises:
+        ValueError: if `size` is no multiple of the number of devices.
+    """
+    if size is None:
+        return -(-plan.room // devices) * devices
+    check_whole("microbatch_size", size)
+    if size % devices:
+        raise ValueError(
+            f"`microbatch_size` must be a multiple of the number of devices, {devices}, got {size}."
+        )
+    return size
+
+
+def describe_microbatch(
+    examples: Examples, size: int, key: jax.Array, placement: Placement
+) -> Microbatch:
+    """Return the shapes of a microbatch, with `key` as its key."""
+
+    def rows(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jnp.asarray(x).dtype
+        return jax.ShapeDtypeStruct((size, *x.shape), dtype, sharding=placement.split)
+
+    mask: PyTree = rows(np.zeros((), bool))
+    return Microbatch(jax.tree.map(rows, examples.first), mask, key, np.int32(0))
+
+
+class Read(NamedTuple):
+    """A microbatch that was read.
+
+    Attributes:
+        microbatch: its examples, on the devices.
+        is_last: whether it is the last one of its batch.
+        digest: a hash of what this process has read for this batch so far; empty if unwanted.
+    """
+
+    microbatch: Microbatch
+    is_last: bool
+    digest: str
+
+
+class BatchReader:
+    """Reads the batches of all steps from `first_step` on, one microbatch after the other.
+
+    Args:
+        plan: its sampler chooses the examples.
+        examples: the data.
+        key: the key of the run's last start or restart.
+        size: how many examples a microbatch has.
+        placement: the devices that share a microbatch.
+        thread: where to read.
+        first_step: the step whose batch is read first.
+        hashed: whether to hash what is read, for the journal.
+
+    Attributes:
+        sampler: the sampler.
+    """
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        examples: Examples,
+        key: jax.Array,
+        *,
+        size: int,
+        placement: Placement,
+        thread: ThreadPoolExecutor,
+        first_step: int = 0,
+        hashed: bool = False,
+    ) -> None:
+        self.sampler = plan.sampler(key, multiple_of=size)
+        self._key = plan.derive_key(key, "examples")
+        self._examples, self._size, self._placement = examples, size, placement
+        self._hashed = hashed
+        self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # threads do not inherit it
+        self._reads = self._read_steps(range(first_step, plan.steps))
+        self._thread = thread
+        self._upcoming = self._thread.submit(self._read_one)
+
+    def next(self) -> Read:
+        """Return the next microbatch, and begin to read the one after it.
+
+        Raises:
+            DataError: if an example cannot be read. All processes raise together.
+        """
+        error: BaseException | None = None
+        try:
+            read = self._upcoming.result()
+        except Exception as found:
+            error = found
+        raise_everywhere(error)
+        self._upcoming = self._thread.submit(self._read_one)
+        return read
+
+    def _read_one(self) -> Read:
+        with jax.enable_x64(self._has_x64):
+            return next(self._reads)
+
+    def _read_steps(self, steps: range) -> Iterator[Read]:
+        for step in steps:
+            indices, mask = self.sampler.batch(step)
+            digest = hashlib.blake2b(digest_size=16) if self._hashed else None
+            count = self._count(mask)
+            for place in range(count):
+                part = slice(place * self._size, (place + 1) * self._size)
+                microbatch = self._read(step, place, indices[part], mask[part], digest)
+                yield Read(microbatch, place == count - 1, digest.hexdigest() if digest else "")
+
+    def _count(self, mask: np.ndarray) -> int:
+        """Return how many microbatches of a batch to read: those with examples.
+
+        If a batch can have several microbatches, read at least two, because the compiled step
+        expects the sums of earlier ones.
+        """
+        filled = -(-int(mask.sum()) // self._size)  # padding comes after all examples
+        return max(filled, min(2, self.sampler.size // self._size))
+
+    def _read(
+        self,
+        step: int,
+        place: int,
+        indices: np.ndarray,
+        mask: np.ndarray,
+        digest: hashlib.blake2b | None,
+    ) -> Microbatch:
+        key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
+        number, split = np.int32(step), self._placement.split
+
+        def take(rows: slice) -> PyTree:
+            found = self._examples.take(indices[rows], mask[rows])
+            if digest:
+                update_digest(digest, (indices[rows], mask[rows], found))
+            return found
+
+        if split is None:
+            found = jax.tree.map(jnp.asarray, take(slice(None)))
+            return Microbatch(found, jnp.asarray(mask), key, number)
+
+        def rows_of(where: tuple[slice, ...] | None) -> slice:
+            start, stop, _ = (where or (slice(None),))[0].indices(self._size)
+            return slice(start, stop)
+
+        parts: dict[int, PyTree] = {}  # examples and mask of each local device, by the first row
+        for where in split.addressable_devices_indices_map((self._size,)).values():
+            rows = rows_of(where)
+            if rows.start not in parts:
+                parts[rows.start] = take(rows), mask[rows]
+
+        def spread(like: np.ndarray, *shards: np.ndarray) -> jax.Array:
+            by_start = dict(zip(parts, shards, strict=True))
+            dtype = jax.dtypes.canonicalize_dtype(like.dtype)  # no warning, as with jnp.asarray
+            return jax.make_array_from_callback(
+                (self._size, *like.shape),
+                split,
+                lambda where: by_start[rows_of(where).start].astype(dtype, copy=False),
+                dtype=dtype,
+            )
+
+        like = self._examples.first, np.zeros((), bool)
+        found, masks = jax.tree.map(spread, like, *parts.values())
+        return Microbatch(found, masks, self._placement.replicate(key), number)

@@ -1,25 +1,30 @@
-"""Export: parameters go in, a file that may be released comes out, and the other way round."""
+"""Files of parameters that may be released: `export_params` writes them, `load_params` reads them.
+
+The format is NumPy's .npz, one array per leaf, named by its path in the tree.
+"""
 
 from __future__ import annotations
 
 import unicodedata
 import zipfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import multihost_utils
+from jax.tree_util import KeyPath
 
 from optax_lsdp._clipped import is_marked
 from optax_lsdp._trees import path_name
 from optax_lsdp.clipping import PerExample
-from optax_lsdp.training._report import Report
+from optax_lsdp.training._progress import StepReport
 
 _LONGEST = 1000  # characters of a name
-# What NumPy and zipfile raise for a file of another kind: an odd header is a SyntaxError, and a
-# compression that zipfile does not know a NotImplementedError.
+# What NumPy and zipfile raise for other files. A malformed header raises SyntaxError, an unknown
+# compression NotImplementedError.
 _UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -27,17 +32,17 @@ _READ_HEADER = {
 }
 
 
-def export_params(path: Path | str, params: Any) -> None:
-    """Write parameters that may be released, as an .npz file of arrays by path; no key, no state.
+def export_params(path: Path | str, params: optax.Params) -> None:
+    """Write parameters that may be released to an .npz file, without keys or optimizer state.
 
-    What the guarantee covers is what a run returns: its parameters and their average. Half
-    precision is written as float32, which NumPy can read. A clipped sum, what each example gave, a
-    callback's report, a key, or anything but floating-point numbers raises a ValueError; so does a
-    name that a program could take for a place outside of the file. An array that was taken out of
-    such a thing cannot be told from a parameter.
+    The guarantee covers what a run returns: its parameters and their average. Half precision is
+    written as float32, which NumPy can read. A clipped sum, per-example losses and norms, a
+    callback's report, a key, or anything but floating-point arrays raises a ValueError. So does a
+    name that a program could read as a path outside of the file. An array that was taken out of one
+    of these objects looks like a parameter, and cannot be refused.
 
     Args:
-        path: the file; ".npz" is added if it has no such end.
+        path: the file; ".npz" is appended unless it ends so.
         params: a tree of arrays.
 
     >>> import tempfile
@@ -47,41 +52,47 @@ def export_params(path: Path | str, params: Any) -> None:
     ...         print(model["dense/kernel"].shape)
     (2, 3)
     """
-    whole: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for place, leaf in jax.tree.leaves_with_path(
         params, is_leaf=lambda part: bool(_why_private(part))
     ):
         name = _name(place)
         if why := _why_private(leaf):
             raise ValueError(
-                f"`params` must be parameters, got {why} at {name!r}, which has no noise and must "
-                "not be released."
+                f"`params` must hold parameters only, got {why} at {name!r}, which has no noise "
+                "and must not be released; leave it out."
             )
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
-                "`params` must hold arrays of floating-point numbers and no key, got "
+                "`params` must hold floating-point arrays and no key, got "
                 f"{dtype or type(leaf).__name__} at {name!r}; pass the parameters alone."
             )
-        _check_name(place, name)
-        if name in whole:
-            raise ValueError(f"`params` must have different names, got two of {name!r}.")
+        _check_name(name)
+        if name in arrays:
+            raise ValueError(
+                f"`params` must have a different name for each array, got {name!r} twice; rename "
+                "one of them."
+            )
         if not getattr(leaf, "is_fully_addressable", True):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
         is_half = jnp.dtype(dtype).itemsize < 4
-        whole[name] = np.asarray(leaf, np.float32 if is_half else None)
+        arrays[name] = np.asarray(leaf, np.float32 if is_half else None)
     if jax.process_index() == 0:
         with _with_suffix(path).open("wb") as file:
-            _save(file, whole)
+            _save(file, arrays)
 
 
-def load_params(path: Path | str, like: Any) -> Any:
-    """Read what `export_params` has written, as a tree like the given one, and of its dtypes.
+def load_params(path: Path | str, like: optax.Params) -> optax.Params:
+    """Read a file of `export_params` into a tree like the given one, with its dtypes.
 
     Args:
-        path: the file, as given to `export_params`.
-        like: a tree of the same names and shapes, or a ValueError tells which differs. Shapes will
-            do for it, such as `jax.eval_shape(model.init, key, x)`.
+        path: the file, the same as for `export_params`.
+        like: a tree of arrays or of their shapes, such as `jax.eval_shape(model.init, key, x)`.
+
+    Raises:
+        ValueError: if names or shapes in the file differ from those of `like`, or if
+            `export_params` did not write the file.
 
     >>> import tempfile
     >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -103,8 +114,8 @@ def load_params(path: Path | str, like: Any) -> Any:
         )
         if here != there:
             raise ValueError(
-                f"`like` must be a tree of what is in {str(path)!r}, got {here} at {name!r} where "
-                f"it has {there}."
+                f"`like` must have the names and shapes of {str(path)!r}, got {here} at {name!r}, "
+                f"where the file has {there}; pass the parameters of the same model."
             )
     return jax.tree.map_with_path(lambda place, x: jnp.asarray(found[_name(place)], x.dtype), like)
 
@@ -114,32 +125,32 @@ def _with_suffix(path: Path | str) -> Path:
     return path.with_name(path.name.removesuffix(".npz") + ".npz")
 
 
-def _name(place: Any) -> str:
+def _name(place: KeyPath) -> str:
     """Return the name of a leaf in the file."""
     return path_name(place) if place else "params"
 
 
-def _why_private(leaf: Any) -> str:
-    """Say what a part of a tree is that must not be released, or nothing."""
-    if is_marked(leaf):
+def _why_private(part: object) -> str:
+    """Return what a part of a tree is if it must not be released; otherwise an empty text."""
+    if is_marked(part):
         return "a clipped sum"
-    if isinstance(leaf, PerExample):
+    if isinstance(part, PerExample):
         return "losses and norms of single examples"
-    return "a report with the batch's loss" if isinstance(leaf, Report) else ""
+    return "a report with the loss of a batch" if isinstance(part, StepReport) else ""
 
 
-def _check_name(place: Any, name: str) -> None:
+def _check_name(name: str) -> None:
     """Raise if a name is unsafe in an archive: it could leave the folder, or collide.
 
-    Names that differ in case alone pass: NumPy tells them apart, and models have W and w.
+    Names that differ only in case pass: NumPy distinguishes them, and models have W and w.
     """
-    parts = name.split("/")
-    is_odd = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
-    is_drive = name[1:2] == ":" and name[0].isalpha()
-    if is_odd or is_drive or len(name) > _LONGEST or {"", ".", ".."} & set(parts):
-        demand = "that are no paths to elsewhere"
+    has_odd_character = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
+    has_drive = name[1:2] == ":" and name[0].isalpha()
+    has_odd_part = not {"", ".", ".."}.isdisjoint(name.split("/"))
+    if has_odd_character or has_drive or has_odd_part or len(name) > _LONGEST:
+        demand = "that cannot be read as paths to other places"
     elif name.endswith(".npy"):
-        demand = "without the end .npy, which NumPy adds"
+        demand = "without the suffix .npy, which NumPy appends"
     else:
         return
     raise ValueError(
@@ -147,39 +158,39 @@ def _check_name(place: Any, name: str) -> None:
     )
 
 
-class _Shape(NamedTuple):
-    """Stands for an array that was not read, since none of its shape is wanted."""
+class _Unread(NamedTuple):
+    """Stands for an array in the file that was not read, because its shape is not wanted."""
 
     shape: tuple[int, ...]
 
 
-def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the arrays of a file; of those of other names or shapes, the shape alone.
+def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray | _Unread]:
+    """Return the arrays of a file; where name or shape are not as wanted, only the shape.
 
-    Neither what a header says nor what was compressed can ask for more memory than is wanted.
+    So neither a header nor compressed content can ask for more memory than the wanted arrays take.
     """
-    found: dict[str, Any] = {}
+    found: dict[str, np.ndarray | _Unread] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         for member in archive.namelist():
             name = member.removesuffix(".npy")
             if name == member or name in found:
-                raise ValueError(f"{member[:_LONGEST]!r} is no array, or there are two of it")
+                raise ValueError(f"{member[:_LONGEST]!r} is not an array, or occurs twice")
             with archive.open(member) as content:
                 version = np.lib.format.read_magic(content)
                 if version not in _READ_HEADER:
-                    raise ValueError(f"{name[:_LONGEST]!r} is of an unknown version")
+                    raise ValueError(f"{name[:_LONGEST]!r} has an unknown version")
                 shape, _, dtype = _READ_HEADER[version](content)
             if dtype.kind not in "fc":
-                raise ValueError(f"{name[:_LONGEST]!r} holds {dtype}, no floating-point numbers")
-            found[name] = _Shape(shape)
+                raise ValueError(f"{name[:_LONGEST]!r} holds {dtype}, not floating-point numbers")
+            found[name] = _Unread(shape)
             if shapes.get(name) == shape:
                 with archive.open(member) as content:
                     found[name] = np.lib.format.read_array(content, allow_pickle=False)
     return found
 
 
-def _save(file: Any, arrays: dict[str, np.ndarray]) -> None:
-    """Write what `numpy.savez` writes, whatever the names are."""
+def _save(file: IO[bytes], arrays: dict[str, np.ndarray]) -> None:
+    """Write what `numpy.savez` writes, but with any names, such as "file"."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

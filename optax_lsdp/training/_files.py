@@ -1,14 +1,103 @@
-"""Files: locks that die with their run, and writing that happens in full or not at all."""
+"""The files of a run: a private folder, a lock on it, and atomic writes.
+
+Checkpoints hold the noise key, and whoever has the key can subtract the noise. So the folder of a
+run is closed to other users.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import re
+import stat
+import tempfile
 import weakref
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-_LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
+from optax_lsdp.training._validation import warn_caller
+
+_OTHERS = 0o077  # the permissions of the group and of everybody else
+_FILES_OF_A_RUN = re.compile(
+    r"plan\.(json|draft)|journal\.jsonl|examples-\d+\.jsonl|lock-\d+|checkpoints"
+    r"|\d{4}-\d{9}\.(json|draft|damaged)"
+)
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+_LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
+
+
+def make_private_folder(path: Path) -> Path:
+    """Return a folder that only this user can enter, without symbolic links in its path.
+
+    A new folder gets mode 0700. A folder that others may enter is closed to them, with a warning,
+    if it holds nothing but a run. If it holds anything else, it is refused: others may need those
+    files, as in a home directory. A folder of another user is refused too. If the file system
+    stores no permissions, a warning says that nothing protects the key.
+    """
+    path = path.resolve()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
+        raise ValueError(
+            f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
+            "read the noise key in its checkpoints; choose a new folder, inside this one if you "
+            "like."
+        )
+    if _mode(path) & _OTHERS:
+        _close_to_others(path)
+    parent = path.parent.stat().st_mode
+    if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
+        warn_caller(
+            f"`folder` should be where nobody else can replace it, got {str(path)!r}, whose parent "
+            "folder everybody may write to; choose another place."
+        )
+    return path
+
+
+def _close_to_others(path: Path) -> None:
+    """Take all permissions on a folder away from other users, or raise."""
+    before = _mode(path)
+    got = f"got {str(path)!r} with mode {before:04o}"
+    demand = "`folder` must be closed to other users because checkpoints hold the noise key"
+    names = sorted(file.name for file in path.iterdir())
+    strays = [name for name in names if not _FILES_OF_A_RUN.fullmatch(name)]
+    if strays:
+        raise ValueError(
+            f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
+            "a new folder, inside this one if you like, or change the mode to 0700."
+        )
+    try:
+        path.chmod(before & ~_OTHERS)
+    except OSError as error:
+        raise ValueError(
+            f"{demand}, {got}, which cannot be changed ({error.strerror}); choose a new folder."
+        ) from error
+    demand, after = "`folder` should be closed to other users", _mode(path)
+    if after & _OTHERS:
+        warn_caller(
+            f"{demand}, {got} on a file system that stores no permissions; whoever can read the "
+            "folder has the noise key."
+        )
+        return
+    seen = " Whoever has read its checkpoints may know the noise of the run."
+    warn_caller(
+        f"{demand}, {got}; its mode is now {after:04o}."
+        f"{seen if (path / 'checkpoints').exists() else ''}"
+    )
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def _owner_of_new_files(path: Path) -> int | None:
+    """Return the user who owns new files in a folder; some file systems assign a fixed one."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return None
 
 
 def lock(path: Path) -> IO[str]:
@@ -19,15 +108,15 @@ def lock(path: Path) -> IO[str]:
     except OSError as error:
         file.close()
         raise ValueError(
-            f"`folder` must belong to one run at a time, got {str(path.parent)!r}, in which "
-            "another one is under way; wait for it or take another folder."
+            f"`folder` must be used by one run at a time, got {str(path.parent)!r}, which another "
+            "run is using; wait for that run or choose another folder."
         ) from error
     _LOCKS.add(file)
     return file
 
 
 def _close_locks() -> None:
-    """Let a lock end with the run, though a worker that it forked lives on."""
+    """Close all locks in a forked child, so that a lock ends with the process that took it."""
     for file in _LOCKS:
         file.close()
 
@@ -35,8 +124,8 @@ def _close_locks() -> None:
 os.register_at_fork(after_in_child=_close_locks)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there in full or not at all, also when the power fails."""
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file that is complete or absent afterwards, even if the power fails."""
     draft = path.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -48,3 +137,19 @@ def write_whole(path: Path, text: str) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def cannot_write(folder: Path, error: BaseException) -> OSError:
+    """Return the error to raise if a run cannot write to its folder, with the true reason."""
+    is_full = any(  # Orbax reports errors of the system as text
+        getattr(error, "errno", None) == number or os.strerror(number) in str(error)
+        for number in _DISK_IS_FULL
+    )
+    if is_full:
+        demand, remedy = "have room for journal and checkpoints", "free some space"
+    else:
+        demand, remedy = "accept journal and checkpoints", "remove the cause"
+    return OSError(
+        f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
+        f"{remedy} and start again: the run resumes from its last checkpoint."
+    )

@@ -1,35 +1,75 @@
-"""fit: a plan, a loss, parameters and data go in, trained parameters come out."""
+"""`fit`, which trains a model as a `PrivacyPlan` says, and its loop.
+
+`fit` checks its arguments, compiles the step, and starts or resumes the run. `_train` is the loop:
+read a batch, announce the step in the journal, take it, record it in the ledger, report, save.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from types import FrameType
+from typing import get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import check_key
 from optax_lsdp._loss import LossFn
+from optax_lsdp._types import PyTree
+from optax_lsdp.accounting import Ledger
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._data import Examples
-from optax_lsdp.training._hosts import agreed_key
-from optax_lsdp.training._report import Report, Trained, check_callbacks
-from optax_lsdp.training._run import Run
-from optax_lsdp.training._step import Average
+from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
+from optax_lsdp.training._data import (
+    Source,
+    choose_microbatch_size,
+    describe_microbatch,
+    open_data,
+)
+from optax_lsdp.training._fingerprint import Compiler, compute_fingerprint, hash_initial
+from optax_lsdp.training._journal import FIRST_NONCE
+from optax_lsdp.training._multihost import (
+    Placement,
+    any_process,
+    broadcast_fresh_key,
+    raise_everywhere,
+)
+from optax_lsdp.training._progress import (
+    Callback,
+    FitResult,
+    LossMonitor,
+    ProgressBar,
+    StepReport,
+    Stopped,
+    call_all,
+    check_callbacks,
+    warn_if_ignored,
+)
+from optax_lsdp.training._resume import Account, Run, Start
+from optax_lsdp.training._step import (
+    Average,
+    CompiledStep,
+    State,
+    describe,
+    initial_average,
+    make_step,
+)
+from optax_lsdp.training._validation import check_params, check_uses_params, trace_loss
 
 
 def fit(
     plan: PrivacyPlan,
     loss_fn: LossFn,
     params: optax.Params,
-    data: Any,
+    data: PyTree | Source,
     *,
     optimizer: optax.GradientTransformation,
     smoothing: Smoothing | None = None,
@@ -39,51 +79,56 @@ def fit(
     mesh: jax.sharding.Mesh | None = None,
     folder: Path | str | None = None,
     save_every: int = 100,
-    callbacks: Sequence[Callable[[Report], object]] = (),
+    callbacks: Sequence[Callback] = (),
     progress: bool = True,
     key: jax.Array | None = None,
-) -> Trained:
-    """Train as planned, and go on where a run in the same folder was interrupted.
+) -> FitResult:
+    """Train as planned; resume if the folder holds an interrupted run.
 
     Args:
-        plan: what is to be spent, and how.
-        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis; or
-            `loss_fn(params, example, key)`, with a key for each example, for dropout and
-            `average_views`. See `mixed_precision` and `keep_batch_axis`. `check_model` tells
-            what is wrong with it on public examples. `fit` refuses batch normalisation, and
-            warns once if the loss of a batch is not finite, which depends on private data: release
-            no log that holds the warning. Examples whose gradient is not finite contribute nothing.
-        params: the first parameters. Placed on a mesh, they stay as they are placed.
-        data: an array, or a dict or tuple of them, with a leading axis of examples, in memory or
-            memory-mapped; or a list or source of examples with `len` and `[index]`, as Grain's.
+        plan: the privacy budget, and how to spend it.
+        loss_fn: `loss_fn(params, example)`, which returns a scalar for one example without batch
+            axis; or `loss_fn(params, example, key)`, with a key for each example, for dropout and
+            `average_views`. See also `mixed_precision` and `keep_batch_axis`. `check_model` finds
+            problems of a loss on public examples. `fit` refuses batch normalisation. It warns once
+            if the loss of a batch is not finite; the warning depends on private data, so release
+            no log that contains it. Examples whose gradient is not finite contribute nothing.
+        params: the initial parameters. If they are on a mesh, they keep their sharding.
+        data: an array, or a dict or tuple of arrays, with a leading axis of examples, in memory or
+            memory-mapped; or a list or source of examples with `len` and `[index]`, such as a
+            Grain data source.
         optimizer: any Optax optimizer, which the plan makes private.
-        smoothing: a `laplacian_smooth(...)` transform in place of the plan's σ.
-        average: "polyak" for the mean of the parameters of all steps, or a decay such as 0.999 for
-            one that forgets exponentially; in float32.
-        clip_style: as in `clipped_grad`; "automatic" leaves only the learning rate to tune.
+        smoothing: a number, a schedule or a `laplacian_smooth(...)` transform that replaces the
+            plan's smoothing.
+        average: "polyak" for the mean of the parameters over all steps, or a decay such as 0.999
+            for an exponential average; computed in float32.
+        clip_style: the same as in `clipped_grad`; with "automatic", only the learning rate needs
+            tuning.
         microbatch_size: how many examples are differentiated at a time, to bound memory; a multiple
-            of the number of devices. What would hold padding alone is left out, which saves the
-            time that the room for large Poisson batches costs; how long a step takes then tells
-            how large its batch was.
-        mesh: devices over which examples are spread.
-        folder: where the run is kept: plan, journal and checkpoints, which hold the noise key
-            and are as secret as the data. One that other users may enter is closed to them, with
-            a warning, or refused. `export_params` writes what may be released.
+            of the number of devices. Microbatches of padding alone are skipped, which saves the
+            time that the room for large Poisson batches costs. The duration of a step then reveals
+            the size of its batch.
+        mesh: the devices that share the examples of a batch.
+        folder: where to keep the run: its plan, journal and checkpoints. Checkpoints hold the noise
+            key and are as secret as the data. A folder that other users may enter is closed to
+            them, with a warning, or refused. `export_params` writes what may be released.
         save_every: steps between checkpoints.
-        callbacks: functions that are told of each step. One that raises `StopTraining` ends the
-            run, which is saved and returned. If one raises anything else, the run ends as by a
-            fall: it goes on from its last checkpoint, and tells of the steps since then again.
-        progress: whether a bar is shown.
-        key: the key of a new run; a run that goes on has its own. By default it is fresh.
+        callbacks: functions that get a `StepReport` after each step. One that raises `StopTraining`
+            ends the run, which is saved and returned. If one raises anything else, the run stops as
+            after a crash: it can be resumed from its last checkpoint, and then reports the steps
+            since then again.
+        progress: whether to show a progress bar.
+        key: the key of a new run, fresh by default; a resumed run keeps its own.
 
-    A killed run that is started again in the same folder, with nothing changed, takes the very same
-    steps and ends with the same parameters to the bit. Whatever has changed (data, code,
-    versions, devices), it then draws other noise, and steps that may have been seen are counted
-    twice. SIGTERM and Ctrl-C finish the step and save; then the one returns, and the other raises
-    KeyboardInterrupt. A second Ctrl-C stops at once.
+    A killed run that is started again in the same folder, with nothing changed, repeats exactly the
+    same steps and ends with the same parameters to the bit. If anything has changed (data, code,
+    versions, devices), it draws new noise, and steps that may have been seen count twice.
+    SIGTERM and Ctrl-C finish the current step and save; after SIGTERM `fit` returns, after Ctrl-C
+    it raises KeyboardInterrupt. A second Ctrl-C stops at once.
 
     Raises:
-        DataError: an example cannot be read; its index is named, and the run can go on.
+        DataError: if an example cannot be read. The message has its index, and the run can be
+            resumed.
 
     >>> import jax.numpy as jnp
     >>> from optax_lsdp import PrivacyPlan
@@ -103,11 +148,11 @@ def fit(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, arrays, key))):
         raise TypeError("`fit` must be called outside of jit, grad and vmap, got traced arrays.")
     check_whole("save_every", save_every)
-    examples = Examples(data)
+    examples = open_data(data)
     if examples.size != plan.dataset_size:
         raise ValueError(
-            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; "
-            "dicts and tuples hold arrays, lists hold examples."
+            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; put "
+            "arrays into a dict or tuple, and single examples into a list."
         )
     check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
@@ -119,26 +164,142 @@ def fit(
     check_choice("clip_style", clip_style, get_args(ClipStyle))
     if key is not None:
         check_key("key", key)
-    run = Run(plan, examples, optimizer, smoothing, average, microbatch_size, mesh, clip_style)
+    placement = Placement(mesh)
+    size = choose_microbatch_size(plan, microbatch_size, placement.devices)
+
+    def make_private(key: jax.Array) -> optax.GradientTransformation:
+        return plan.optimizer(optimizer, key, smoothing=smoothing)
+
+    with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
+        key = broadcast_fresh_key() if key is None else key
+        state = _initial_state(params, make_private(key), average, key, placement)
+        shapes = describe(state.params, False)  # without shardings: XLA chooses them, as it does
+        loss = trace_loss(loss_fn, shapes, examples.first)  # in the engines
+        kept, saved, hashes = None, None, {}
+        if folder is not None:
+            kept = stack.enter_context(closing(RunFolder(folder, plan)))
+            hashes = hash_initial(state.params, state.optimizer)
+            saved = kept.restore(state)
+            if saved is not None:
+                warn_if_ignored(hashes, saved.initial)
+                state = saved.state  # frees the memory of the initial state
+        compiler = Compiler(examples)
+        program = CompiledStep(
+            make_step(plan, loss_fn, make_private(state.key), average, clip_style),
+            state,
+            describe_microbatch(examples, size, state.key, placement),
+            count=plan.sampler(state.key, multiple_of=size).size // size,
+            compile=compiler.compile,
+            replicated=placement.replicated,
+        )
+        check_uses_params(loss, shapes)  # after the compiler has refused to close over examples
+        fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
+        thread = stack.enter_context(ThreadPoolExecutor(1))
+        run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
+        start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, hashes), saved)
+        with _stop_signals() as stop:
+            result = _train(run, start, save_every, callbacks, progress, stop)
+        if stop.number == signal.SIGINT:
+            raise KeyboardInterrupt
+        return result
+
+
+def _initial_state(
+    params: optax.Params,
+    optimizer: optax.GradientTransformation,
+    average: Average,
+    key: jax.Array,
+    placement: Placement,
+) -> State:
+    """Return the state before the first step, in arrays of its own, placed on the devices."""
+    check_params(params)
+    params = jax.tree.map(lambda x: placement.keep_or_replicate(jnp.array(x)), params)
+    inner = jax.tree.map(jnp.array, optimizer.init(params))  # copies: each array is donated once
+    state = State(params, inner, initial_average(average, params), jnp.copy(key))
+    return jax.tree.map(placement.keep_or_replicate, state)
+
+
+def _train(
+    run: Run,
+    start: Start,
+    save_every: int,
+    callbacks: Sequence[Callback],
+    progress: bool,
+    stop: _StopSignal,
+) -> FitResult:
+    """Take all steps that are left and that the budget covers."""
+    at, account, reader = start
+    program, folder = run.program, run.folder
+    bar, monitor = ProgressBar(run.plan.steps, at.step, visible=progress), LossMonitor()
+    wants_stop, is_between_steps = False, True
     try:
-        with nullcontext() if mesh is None else jax.set_mesh(mesh):
-            run.start(loss_fn, params, agreed_key() if key is None else key, folder)
-            with _until_told_to_stop() as told:
-                done = run.loop(save_every, callbacks, progress, told)
-            if told.number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return done
+        with bar.bar:
+            while at.step < account.last_step:
+                if any_process(stop.is_set() or wants_stop):
+                    break
+                sums, batch = None, reader.next()
+                while not batch.is_last:
+                    sums = program.add(at.state.params, sums, batch.microbatch)
+                    batch = reader.next()
+                if folder is not None:
+                    if any_process(folder.journal.differs(at.step, batch.digest)):
+                        at, account, reader = run.restart(folder, at, ["data"])
+                        continue
+                    # Before the step: after a crash, whatever may have been seen must count.
+                    is_hashed = run.examples.is_hashed
+                    folder.journal.record(at.step, batch.digest, sync=not is_hashed)
+                is_between_steps = False
+                # Compiled: clip, add noise, smooth, update, average.
+                state, loss = program.take(at.state, sums, batch.microbatch)
+                account.record(at.step)
+                at = at._replace(state=state, step=at.step + 1)
+                wants_stop = _report(at, account, loss, callbacks, bar)
+                is_between_steps = True
+                is_due = at.step % save_every == 0
+                if is_due or at.step in (account.first_step + 1, account.last_step):
+                    monitor.check(loss, at.step)
+                if is_due:
+                    run.save(at)
     finally:
-        run.close()
+        if is_between_steps:  # otherwise state and ledger differ, or callbacks lack a report
+            run.save(at)
+    stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
+    if at.step < account.last_step:
+        stopped = "callback" if any_process(wants_stop) else "signal"
+    return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
 
 
-class _Told(threading.Event):
-    """Set by a signal, which it remembers."""
+def _report(
+    at: Checkpoint,
+    account: Account,
+    loss: jax.Array,
+    callbacks: Sequence[Callback],
+    bar: ProgressBar,
+) -> bool:
+    """Show a step and call all callbacks; return whether one of them wants to stop.
+
+    If a callback fails in one process, all processes raise.
+    """
+    error, wants_stop = None, False
+    try:
+        bar.show(at.step, account.epsilon, last=at.step == account.last_step)
+        if callbacks:
+            epsilon = account.epsilon(at.step)
+            report = StepReport(at.step, at.state.params, at.state.average, epsilon, loss)
+            wants_stop = call_all(callbacks, report)
+    except Exception as found:
+        error = found
+    raise_everywhere(error)
+    return wants_stop
+
+
+class _StopSignal(threading.Event):
+    """An event that a signal sets; `number` is the signal."""
 
     number: int | None = None
 
-    def handle(self, number: int, frame: Any) -> None:
-        """Remember the first signal; a second one stops at once."""
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """Remember a signal; if it is a second Ctrl-C, stop at once."""
         del frame
         if self.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -147,15 +308,15 @@ class _Told(threading.Event):
 
 
 @contextmanager
-def _until_told_to_stop() -> Iterator[_Told]:
-    """Let SIGTERM and Ctrl-C set an event, if this is the main thread."""
-    told = _Told()
+def _stop_signals() -> Iterator[_StopSignal]:
+    """Let SIGTERM and Ctrl-C set an event; outside of the main thread Python cannot."""
+    stop = _StopSignal()
     if threading.current_thread() is not threading.main_thread():
-        yield told
+        yield stop
         return
-    before = {n: signal.signal(n, told.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield told
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

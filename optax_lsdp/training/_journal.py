@@ -1,9 +1,17 @@
-"""Journal: a line before every step, so that after a fall all that may have been seen is counted.
+"""The journal of a run: a line before every step, so that after a crash no step goes uncounted.
 
-A step that is taken again with the same key on the same sum gives the same result, and costs
-nothing. With the same key on another sum it would betray the difference of both. So the
-journal remembers under which circumstances steps were taken, and on which examples; what is taken
-again under others gets another nonce, hence other noise and other batches, and is counted again.
+A step that is repeated with the same key on the same clipped sum gives the same result, and costs
+no privacy. With the same key on a different sum it would reveal the difference of the two sums. So
+the journal stores the fingerprint under which steps were taken, and a hash of the examples that
+each step has read. If either has changed, the run restarts with a new nonce, hence with new noise
+and new batches, and the steps that it repeats count twice.
+
+The files hold one JSON object per line:
+
+- `journal.jsonl`, written by the first process, has a line with `nonce`, `fingerprint` and `start`
+  for each start or restart, and lines with `announced`: the run may have taken all steps below it.
+- `examples-<process>.jsonl`, written by each process, has a line with `nonce`, `step` and
+  `examples`, the hash of what the process has read for this step.
 """
 
 from __future__ import annotations
@@ -11,110 +19,117 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from optax_lsdp.training._hosts import agreed_text
+from optax_lsdp.training._files import cannot_write
+from optax_lsdp.training._multihost import broadcast_text
 
-_MOST_AHEAD = 64
-FIRST = "first"  # the nonce of a run to which nothing has happened
-
-
-def no_room(folder: Path, error: BaseException) -> OSError:
-    """Return what to say if something cannot be written."""
-    return OSError(
-        f"`folder` must have room for journal and checkpoints, got {error} in {str(folder)!r}; the "
-        "run goes on from the last checkpoint, once there is room."
-    )
+_MOST_AHEAD = 64  # steps that one line announces
+FIRST_NONCE = "first"  # of a run that has never restarted: a function of its key reproduces it
 
 
 class Journal:
-    """What was announced, in a `folder`: by the first process, for all of them.
+    """The journal in a folder. The first process writes it, and all processes follow it.
 
-    A hundredth of all `steps` is announced together, and waits for the disk. Which examples a step
-    has read is written by each process for itself.
-
-    Attributes:
-        nonce: of the circumstances that hold now.
+    One line announces a hundredth of all `steps` at once, and waits for the disk.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
-        self.nonce = ""
-        self._circumstances: dict[str, str] = {}
-        self._eras: dict[str, range] = {}  # steps that may have been seen under each nonce
-        self._digests: dict[int, str] = {}  # of steps that were taken before, and may be again
-        self._shared = _Lines(folder / "journal.jsonl", is_mine=jax.process_index() == 0)
+        self._fingerprint: dict[str, str] = {}
+        self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
+        self._digests: dict[int, str] = {}  # step → hash of its examples, if it may be repeated
+        self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
-        for line in json.loads(agreed_text(json.dumps(self._shared.read()))):
+        for line in json.loads(broadcast_text(json.dumps(self._shared.read()))):
             if "nonce" in line:
-                self.nonce, self._circumstances = line["nonce"], line.get("circumstances", {})
-                self._eras[self.nonce] = range(line["start"], line["start"])
+                self._seen[line["nonce"]] = range(line["start"], line["start"])
+                self._fingerprint = line.get("fingerprint", {})
             else:
-                self._eras[self.nonce] = range(self._eras[self.nonce].start, line["announced"])
+                start = self._seen[self.nonce].start
+                self._seen[self.nonce] = range(start, line["announced"])
         for line in self._own.read():
             if line["nonce"] == self.nonce:
                 self._digests[line["step"]] = line["examples"]
 
     @property
-    def era(self) -> int:
-        """How often circumstances have changed."""
-        return len(self._eras)
+    def nonce(self) -> str:
+        """The nonce of the last start or restart; empty before the first."""
+        return next(reversed(self._seen), "")
+
+    @property
+    def starts(self) -> int:
+        """How often the run has started or restarted with a nonce of its own."""
+        return len(self._seen)
 
     @property
     def has_steps(self) -> bool:
-        """Tell whether any step was announced."""
-        return any(map(len, self._eras.values()))
+        """Whether any step was announced."""
+        return any(map(len, self._seen.values()))
 
-    def changed(self, circumstances: dict[str, str]) -> list[str]:
-        """Return the names of circumstances that are not those of the last lines."""
-        before = self._circumstances
-        return [n for n in before | circumstances if before.get(n) != circumstances.get(n)]
+    def first_step(self, nonce: str) -> int:
+        """Return the step at which the run started or restarted with this nonce."""
+        return self._seen_with(nonce).start
 
-    def renew(self, circumstances: dict[str, str], step: int) -> None:
-        """Begin with other circumstances, from a step on."""
-        # What is seen first is a function of the key; whatever follows is one of nothing known.
-        self.nonce = agreed_text(secrets.token_hex(8)) if self.has_steps else FIRST
-        self._circumstances = circumstances
-        self._eras[self.nonce], self._digests = range(step, step), {}
-        line = {"nonce": self.nonce, "circumstances": circumstances, "start": step}
-        self._shared.write(line, safe=True)
+    def changed(self, fingerprint: dict[str, str]) -> list[str]:
+        """Return the names of the hashes that differ from those of the last start."""
+        before = self._fingerprint
+        return [n for n in before | fingerprint if before.get(n) != fingerprint.get(n)]
+
+    def restart(self, fingerprint: dict[str, str], step: int) -> None:
+        """Draw a new nonce, for a run that starts or restarts at `step`."""
+        # Before any step, nothing was seen, and the key alone decides on the noise. Later nonces
+        # must be unpredictable.
+        nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
+        self._seen[nonce], self._digests = range(step, step), {}
+        self._fingerprint = fingerprint
+        line = {"nonce": nonce, "fingerprint": fingerprint, "start": step}
+        self._shared.write(line, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Tell whether this step was taken on other examples before."""
+        """Return whether this step was taken before, with this nonce, on other examples."""
         return self._digests.get(step, digest) != digest
 
-    def record(self, step: int, digest: str, *, safe: bool) -> None:
-        """Announce a step, before its result can be seen.
+    def record(self, step: int, digest: str, *, sync: bool) -> None:
+        """Announce a step. This must happen before its result can be seen.
 
         Args:
-            step: its number.
+            step: the number of the step, from 0.
             digest: a hash of the examples that this process has read for it.
-            safe: whether to wait until that is on the disk, since nothing else tells it.
+            sync: whether to wait until the digest is on the disk. That is needed if the
+                fingerprint does not cover all examples.
         """
-        era = self._eras[self.nonce]
-        if step >= era.stop:
-            self._eras[self.nonce] = range(era.start, step + self._ahead)
-            self._shared.write({"announced": step + self._ahead}, safe=True)
-        if self._digests.pop(step, None) is None:  # which no later step will ask for
-            self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, safe=safe)
+        seen = self._seen[self.nonce]
+        if step >= seen.stop:
+            self._seen[self.nonce] = range(seen.start, step + self._ahead)
+            self._shared.write({"announced": step + self._ahead}, sync=True)
+        if self._digests.pop(step, None) is None:  # otherwise the line is there already
+            self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
     def seen_since(self, step: int, nonce: str) -> list[range]:
-        """Return all steps that may have been seen and are not in a checkpoint of that nonce.
+        """Return the steps that may have been seen since a checkpoint, one range per nonce.
 
-        First those that follow the checkpoint, then those of each of the later nonces.
+        The first range has the steps that follow the checkpoint of this `step` and `nonce`. The
+        others have the steps of later nonces.
         """
-        if nonce not in self._eras:
+        first = self._seen_with(nonce)
+        nonces = list(self._seen)
+        later = nonces[nonces.index(nonce) + 1 :]
+        return [range(step, first.stop), *(self._seen[one] for one in later)]
+
+    def _seen_with(self, nonce: str) -> range:
+        if nonce not in self._seen:
             raise ValueError(
-                f"`folder` must hold the journal of its checkpoints, got another in {self.folder}: "
-                "what they have spent is not known; start again in an empty folder."
+                f"`folder` must hold the journal that belongs to its checkpoints, got another one "
+                f"in {str(self.folder)!r}, so that the privacy spent is unknown; start again in an "
+                "empty folder."
             )
-        nonces = list(self._eras)
-        first, *later = (self._eras[one] for one in nonces[nonces.index(nonce) :])
-        return [range(step, first.stop), *later]
+        return self._seen[nonce]
 
     def close(self) -> None:
         """Close the files."""
@@ -123,41 +138,41 @@ class Journal:
 
 
 class _Lines:
-    """A file of JSON objects, one a line; it is left as it is unless it is `is_mine`."""
+    """A file with one JSON object per line. Unless `writable`, it is neither written nor read."""
 
-    def __init__(self, path: Path, *, is_mine: bool = True) -> None:
-        self.path, self.is_mine = path, is_mine
-        self._file: Any = None
+    def __init__(self, path: Path, *, writable: bool = True) -> None:
+        self._path, self._writable = path, writable
+        self._file: FileIO | None = None  # opened by the first line
 
-    def write(self, line: dict[str, Any], *, safe: bool) -> None:
-        """Add a line; one that is to be safe waits for the disk."""
-        if not self.is_mine:
+    def write(self, line: dict[str, object], *, sync: bool) -> None:
+        """Append a line; with `sync`, wait until it is on the disk."""
+        if not self._writable:
             return
         try:
             if self._file is None:
-                self._file = self.path.open("ab", buffering=0)
+                self._file = self._path.open("ab", buffering=0)
             text = (json.dumps(line) + "\n").encode()
             if self._file.write(text) < len(text):
-                raise OSError("the line was cut")
-            if safe:
+                raise OSError("only a part of the line was written")
+            if sync:
                 os.fsync(self._file.fileno())
         except OSError as error:
-            raise no_room(self.path.parent, error) from error
+            raise cannot_write(self._path.parent, error) from error
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines; one that was not written to its end is removed."""
-        if not (self.is_mine and self.path.exists()):
+        """Return all lines; remove the last one if a crash has cut it."""
+        if not (self._writable and self._path.exists()):
             return []
-        *whole, last = self.path.read_bytes().split(b"\n")
+        *whole, last = self._path.read_bytes().split(b"\n")
         lines = [self._parse(text, number) for number, text in enumerate(whole, 1)]
-        if last:  # killed while it was written, before the step
-            with self.path.open("rb+") as file:
+        if last:  # the process was killed while it wrote this line, so before the step
+            with self._path.open("rb+") as file:
                 try:
                     lines.append(self._parse(last, len(whole) + 1))
                     file.seek(0, os.SEEK_END)
                     file.write(b"\n")
                 except ValueError:
-                    file.truncate(self.path.stat().st_size - len(last))
+                    file.truncate(self._path.stat().st_size - len(last))
         return lines
 
     def _parse(self, text: bytes, number: int) -> dict[str, Any]:
@@ -165,10 +180,10 @@ class _Lines:
             line = json.loads(text)
             if not isinstance(line, dict):
                 raise ValueError("not an object")
-        except ValueError as error:  # of JSON or Unicode
+        except ValueError as error:  # from JSON or Unicode
             raise ValueError(
-                f"`folder` must hold a whole journal, got {text[:40]!r} in line {number} of "
-                f"{self.path}; start again in an empty folder."
+                f"`folder` must hold an intact journal, got {text[:40]!r} in line {number} of "
+                f"{self._path}; start again in an empty folder."
             ) from error
         return line
 

@@ -240,10 +240,11 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "the last microbatch of a step counted twice": Mutation(
         "a step of fit on neighbouring data",
         rewrite(
-            f"{TRAINING}._step:make_steps",
-            "add(state.params, sums, chunk)",
-            "add(state.params, add(state.params, sums, chunk)[0], chunk)",
-            f"{TRAINING}._run",
+            f"{TRAINING}._step:make_step",
+            "add_microbatch(state.params, sums, microbatch)",
+            "add_microbatch(state.params, add_microbatch(state.params, sums, microbatch)[0], "
+            "microbatch)",
+            f"{TRAINING}._fit",
         ),
     ),
     "a constant nonce": Mutation(RUNS, (_drawn_as(lambda size: "00" * size),)),
@@ -256,7 +257,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "a resumed run that reuses noise on other data": Mutation(
         RUNS,
         (
-            replace(f"{TRAINING}._run:circumstances", lambda *args, **options: {}),
+            replace(f"{TRAINING}._fit:compute_fingerprint", lambda *args, **options: {}),
             replace(f"{TRAINING}._journal:Journal.differs", lambda *args, **options: False),
         ),
     ),

@@ -16,35 +16,36 @@ def stop(report):
 
 
 def main(port, rank, folder):
-    """Train with the other process, and write down which examples this one has read."""
+    """Train with the other process; write the examples that this process has read."""
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
-    from optax_lsdp import training  # after the processes have met
-    from tests.training.problem import fit, make_data
-    from tests.training.test_faults import Faulty, raising
-    from tests.training.test_fit import Source
+    from optax_lsdp import training  # after the processes are connected
+    from tests.training.problem import Source, fit, make_data
+    from tests.training.test_resume import Faulty, raising
 
     source = Source(make_data())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     done = fit(data=source, mesh=mesh, folder=folder / "run", save_every=20)
     training.export_params(folder / "model.npz", done.params)
-    secret = fit(data=make_data(), mesh=mesh, key=None, folder=folder / "secret", save_every=20)
-    local = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(secret.params)]
-    np.savez(folder / f"secret-{rank}.npz", *local)
-    # A run of one process goes on in two, which need not have journals of their own.
+    # Two processes restart a run of one process, and the second has no journal yet.
     before = json.loads((folder / "before.json").read_text())
-    after = fit(mesh=mesh, folder=folder / "single")
+    after = fit(mesh=mesh, folder=folder / "single", callbacks=[stop])
     assert after.steps + before["counted"] - before["steps"] == after.ledger.steps
-    # What only one of them can read stops both, and both can go on.
+    # An example that one process cannot read stops both, and the run can be resumed. Both
+    # processes share its fresh key.
+    options = {"mesh": mesh, "folder": folder / "faulty", "key": None}
     try:
-        fit(data=Faulty(make_data(), raising), mesh=mesh, folder=folder / "faulty")
-        raise AssertionError("the fault was not noticed")
+        fit(data=Faulty(make_data(), raising), **options)
+        raise AssertionError("the broken example was not noticed")
     except (training.DataError, RuntimeError) as error:
         (folder / f"error-{rank}.txt").write_text(str(error))
-    # So does a callback of one of them, without an error.
-    options = {"data": Source(make_data()), "mesh": mesh, "folder": folder / "faulty"}
+    # A callback of one process stops both, without an error.
+    options["data"] = Source(make_data())
     assert fit(**options, callbacks=[stop] * rank).stopped == "callback"
-    assert fit(**options).stopped == "done"
-    read = sorted(set(source.read[1:]))  # the first one is looked at for its shape
+    done = fit(**options)
+    assert done.stopped == "done"
+    local = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(done.params)]
+    np.savez(folder / f"fresh-key-{rank}.npz", *local)
+    read = sorted(set(source.read[1:]))  # the first one was read for its shape
     (folder / f"read-{rank}.json").write_text(json.dumps(read))
 
 

@@ -1,4 +1,4 @@
-"""A callback ends a run without losing it; what is printed is short, and holds no secret."""
+"""Callbacks, warnings and printed results: what a run tells its user, without secrets."""
 
 import jax
 import jax.numpy as jnp
@@ -8,42 +8,41 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp import training
-from optax_lsdp.training import _run
+from optax_lsdp.training import _fit
 from tests.cases import slow
 from tests.training.problem import (
     PLAN,
     SHORT,
-    assert_as_if_alone,
+    assert_ends_as_uninterrupted,
     bits,
     fit,
     loss,
     make_data,
     make_params,
     make_plan,
+    raise_at,
 )
 
 
-def stop_at(step, told=None):
-    def callback(report):
-        if told is not None:
-            told.append(report.step)
-        if report.step == step:
-            raise training.StopTraining
-
-    return callback
+def stop_at(step):
+    return raise_at(step, training.StopTraining)
 
 
-def test_a_callback_ends_a_run_that_is_kept_and_can_go_on(tmp_path):
-    told, others = [], []
-    callbacks = [stop_at(3, told), lambda report: others.append(report.step)]
+def test_a_callback_ends_a_run_which_is_saved_and_can_be_resumed(tmp_path):
+    first, last = [], []
+    callbacks = [
+        lambda report: first.append(report.step),
+        stop_at(3),
+        lambda report: last.append(report.step),
+    ]
     stopped = fit(SHORT, folder=tmp_path, callbacks=callbacks)
     assert (stopped.stopped, stopped.steps, stopped.ledger.steps) == ("callback", 3, 3)
-    assert told == others == [1, 2, 3]  # all are told of the step at which one stops
+    assert first == last == [1, 2, 3]  # all get the report of the step at which one stops
     assert SHORT.spent(stopped.ledger) < SHORT.epsilon
-    assert_as_if_alone(tmp_path, plan=SHORT)
+    assert_ends_as_uninterrupted(tmp_path, SHORT)
 
 
-def test_a_run_that_is_stopped_is_the_run_so_far():
+def test_a_stopped_run_returns_the_parameters_and_average_so_far():
     stopped = fit(SHORT, callbacks=[stop_at(3)], average="polyak")
     seen = []
     fit(
@@ -54,25 +53,25 @@ def test_a_run_that_is_stopped_is_the_run_so_far():
     assert bits((stopped.params, stopped.average)) == seen[2]
 
 
-def test_a_stop_at_the_last_step_is_the_end_and_what_is_returned_is_no_stop():
+def test_a_stop_at_the_last_step_is_no_stop_and_neither_is_a_returned_value():
     assert fit(SHORT, callbacks=[lambda report: True, stop_at(5)]).stopped == "done"
 
 
-def test_one_process_that_stops_stops_all(monkeypatch):
-    """Another process has stopped: this one learns of it, and says so too."""
+def test_a_stop_in_one_process_stops_all(monkeypatch):
+    """Another process stops after three steps, and this one follows."""
     asked = []
 
-    def holds_anywhere(flag):
+    def any_process(flag):
         asked.append(flag)
         return flag or len(asked) > 3
 
-    monkeypatch.setattr(_run, "holds_anywhere", holds_anywhere)
+    monkeypatch.setattr(_fit, "any_process", any_process)
     done = fit(SHORT)
     assert (done.stopped, done.steps) == ("callback", 3)
 
 
-def test_automatic_clipping_is_a_choice_of_fit(tmp_path):
-    """Gradients far below the clip norm are scaled up to it, and not passed as they are."""
+def test_fit_offers_automatic_clipping(tmp_path):
+    """Automatic clipping scales gradients up to the clip norm that are far below it."""
     plan = make_plan(
         steps=2,
         noise_multiplier=1e-4,
@@ -99,13 +98,13 @@ def test_automatic_clipping_is_a_choice_of_fit(tmp_path):
     assert not (tmp_path / "never").exists()
 
 
-def test_another_clip_style_is_another_program(tmp_path):
+def test_another_clip_style_changes_the_fingerprint(tmp_path):
     fit(SHORT, folder=tmp_path, callbacks=[stop_at(2)])
     with pytest.warns(UserWarning, match="made with other code or settings"):
         fit(SHORT, folder=tmp_path, clip_style="automatic")
 
 
-def test_what_a_run_returns_prints_in_short():
+def test_results_and_reports_have_a_short_repr():
     reports = []
     done = fit(SHORT, callbacks=[lambda report: reports.append(repr(report))], average=0.9)
     for text in (repr(done), str(done), reports[-1]):
@@ -132,7 +131,7 @@ def secrets():
 
 
 @pytest.mark.parametrize("held", ["noise", "optimizer", "grid", "sampler", "run"])
-def test_no_key_is_printed(held):
+def test_no_repr_shows_a_key(held):
     thing = secrets()[held]
     shown = repr(thing) + str(thing) + f"{thing}"
     for leaf in jax.tree.leaves(thing):
@@ -152,14 +151,14 @@ def wrong_labels():
 
 
 @pytest.mark.parametrize("size", [None, *slow(16)])
-def test_a_loss_that_is_not_finite_is_told_once(size):
+def test_a_loss_that_is_not_finite_gives_one_warning(size):
     with pytest.warns(UserWarning, match="NaN or infinity in the batch of step 1;") as caught:
         done = fit(SHORT, wrong_labels(), microbatch_size=size)
     assert done.stopped == "done" and len(caught) == 1
     assert "depends on private data: release no log" in str(caught[0].message)
 
 
-def test_a_loss_that_becomes_infinite_is_told_at_a_checkpoint_or_the_end():
+def test_a_loss_that_becomes_infinite_gives_a_warning_at_a_checkpoint_or_the_end():
     def later(params, example):
         return loss(params, example) + jnp.where(params["bias"][0] == 0, 0, jnp.inf)
 

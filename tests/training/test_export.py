@@ -1,4 +1,4 @@
-"""What may be released is written whole, and nothing else."""
+"""Exported files hold the parameters, and nothing that must not be released."""
 
 import io
 import zipfile
@@ -11,7 +11,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp import training
-from tests.training.problem import fit
+from tests.training.problem import reference
 
 
 def exported(tmp_path, params):
@@ -21,18 +21,18 @@ def exported(tmp_path, params):
 
 
 def test_parameters_are_written_under_their_paths(tmp_path):
-    done = fit()
+    done = reference()
     found = exported(tmp_path, done.params)
     assert sorted(found) == ["bias", "kernel"]
     np.testing.assert_array_equal(found["kernel"], done.params["kernel"])
 
 
 @pytest.mark.parametrize("name", ["file", "allow_pickle", "a b"])
-def test_any_name_will_do(name, tmp_path):
+def test_names_that_numpy_uses_itself_are_accepted(name, tmp_path):
     assert exported(tmp_path, {name: np.ones(3, np.float32)})[name].shape == (3,)
 
 
-def test_half_precision_can_be_read_again(tmp_path):
+def test_half_precision_is_written_as_float32(tmp_path):
     found = exported(tmp_path, {"w": jnp.full(3, 1.5, jnp.bfloat16)})
     assert found["w"].dtype == np.float32 and found["w"][0] == 1.5
 
@@ -44,16 +44,19 @@ def test_half_precision_can_be_read_again(tmp_path):
         ({"key": jax.random.key_data(jax.random.key(7))}, "no key, got uint32"),
         ({"rate": 0.1}, "no key, got float at 'rate'"),
         ({"w": lsdp.Clipped(jnp.ones(1), 1.0)}, "got a clipped sum at 'w', which has no noise"),
-        ({"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)}, "different names, got two of 'a/b'"),
+        (
+            {"a": {"b": jnp.ones(1)}, "a/b": jnp.ones(1)},
+            "a different name for each array, got 'a/b' twice",
+        ),
     ],
 )
-def test_what_is_no_parameter_is_refused(params, message, tmp_path):
+def test_anything_but_parameters_is_refused(params, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         exported(tmp_path, params)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_is_read_again(tmp_path):
+def test_load_returns_what_export_has_written(tmp_path):
     params = {"a": [jnp.arange(3.0), jnp.ones((2, 2), jnp.bfloat16)], "b": jnp.float32(4)}
     training.export_params(tmp_path / "model", params)
     found = training.load_params(tmp_path / "model", jax.eval_shape(lambda: params))
@@ -64,9 +67,9 @@ def test_what_is_written_is_read_again(tmp_path):
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        ({"w": jnp.ones(4)}, r"got \(4,\) at 'w' where it has \(3,\)"),
-        ({"w": jnp.ones(3), "v": jnp.ones(3)}, r"got \(3,\) at 'v' where it has nothing"),
-        ({}, r"got nothing at 'w' where it has \(3,\)"),
+        ({"w": jnp.ones(4)}, r"got \(4,\) at 'w', where the file has \(3,\)"),
+        ({"w": jnp.ones(3), "v": jnp.ones(3)}, r"got \(3,\) at 'v', where the file has nothing"),
+        ({}, r"got nothing at 'w', where the file has \(3,\)"),
     ],
 )
 def test_another_model_is_refused(like, message, tmp_path):
@@ -88,11 +91,13 @@ def as_npy(array, **options):
 
 
 PRIVATE = {
-    "what each example gave": lsdp.PerExample(jnp.ones(3), jnp.ones(3)),
-    "aux of each example": lsdp.PerExample(jnp.ones(3), {"w": jnp.ones(3)}, jnp.ones((3, 2))),
+    "per-example results": lsdp.PerExample(jnp.ones(3), jnp.ones(3)),
+    "auxiliary values of each example": lsdp.PerExample(
+        jnp.ones(3), {"w": jnp.ones(3)}, jnp.ones((3, 2))
+    ),
     "a clipped sum": lsdp.Clipped(jnp.ones(3), 1.0),
     "a sum on a grid": lsdp.discrete.OnGrid(jnp.ones(3, jnp.int32), 0.1, 10, 1),
-    "a report": training.Report(jnp.ones(()), jnp.ones(2), (), jnp.ones(()), jnp.ones(())),
+    "a report": training.StepReport(jnp.ones(()), jnp.ones(2), (), jnp.ones(()), jnp.ones(())),
     "an optimizer's state": lsdp.add_gaussian_noise(stddev=1.0, key=jax.random.key(0)).init(
         jnp.ones(2)
     ),
@@ -102,7 +107,7 @@ PRIVATE = {
 
 @pytest.mark.parametrize("where", ["alone", "in a dict", "in a tuple"])
 @pytest.mark.parametrize("kind", PRIVATE)
-def test_nothing_private_is_written_wherever_it_is(kind, where, tmp_path):
+def test_nothing_private_is_written_wherever_it_is_in_the_tree(kind, where, tmp_path):
     params = {
         "alone": PRIVATE[kind],
         "in a dict": {"a": jnp.ones(2), "b": {"c": PRIVATE[kind]}},
@@ -118,14 +123,14 @@ NAMES += ("a\nb", "a\0b", "\x7f", "\u202e", "\ud800", "a.npy", "x" * 2000)
 
 
 @pytest.mark.parametrize("name", NAMES, ids=repr)
-def test_a_name_that_could_be_taken_for_another_place_is_refused(name, tmp_path):
+def test_a_name_that_could_be_read_as_a_path_elsewhere_is_refused(name, tmp_path):
     with pytest.raises(ValueError, match=r"^`params` must have names"):
         exported(tmp_path, {name: jnp.ones(1), "w": jnp.ones(1)})
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", ["mlp/~/linear_0", "kernel:0", "W", "größe", "...", "a.npz", "-"])
-def test_names_that_models_have_are_written(name, tmp_path):
+def test_usual_names_of_models_are_written(name, tmp_path):
     params = {name: jnp.arange(2.0), "w": jnp.ones(2)}
     training.export_params(tmp_path / "model", params)
     chex.assert_trees_all_equal(training.load_params(tmp_path / "model", params), params)

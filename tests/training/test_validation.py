@@ -1,4 +1,4 @@
-"""What a new user gives to fit by mistake gets one sentence, which names the leaf."""
+"""Mistakes of new users get one sentence that names the leaf and the remedy."""
 
 import warnings
 
@@ -11,9 +11,9 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import optax_lsdp as lsdp
-from tests.training.problem import bits, fit, loss, make_data, make_params, make_plan
+from tests.training.problem import SHORT, bits, fit, loss, make_data, make_params
 
-DATA, SHORT = make_data(), make_plan(steps=5)
+DATA = make_data()
 OBJECTS = DATA["x"].astype(object)
 
 
@@ -30,7 +30,7 @@ def with_entry(entry):
 
 
 class Loader:
-    """Batches, as of torch.utils.data.DataLoader."""
+    """Batches, such as torch.utils.data.DataLoader."""
 
     dataset = DATA
 
@@ -42,7 +42,7 @@ class Loader:
 
 
 class Stream:
-    """A dataset of tf.data."""
+    """A dataset such as those of tf.data."""
 
     def __len__(self):
         return 400
@@ -53,7 +53,7 @@ class Stream:
 
 
 class OnDevice:
-    """A tensor that NumPy cannot see."""
+    """A tensor that NumPy cannot read."""
 
     def __array__(self, *args, **kwargs):
         raise TypeError("can't convert cuda:0 device type tensor to numpy.\nUse Tensor.cpu()")
@@ -66,27 +66,33 @@ def ragged():
 
 
 WRONG_DATA = {
-    "numbers and bools": ({"a": with_bools()}, r"at 'a'; it holds bool, float.*to_numpy\(np.float"),
-    "text in a column": ({"a": with_entry("x")}, "at 'a'; it holds float, str: encode text"),
-    "a hole in a column": ({"a": with_entry(None)}, "at 'a'; it holds NoneType, float: .* fill in"),
-    "rows of lengths": ({"a": ragged()}, "at 'a'; its rows have several lengths: pad them"),
+    "numbers and bools": (
+        {"a": with_bools()},
+        r"at 'a'; it holds bool, float.*`df.to_numpy\(np.float32\)`",
+    ),
+    "text in a column": ({"a": with_entry("x")}, "at 'a'; it holds float, str; encode text"),
+    "a hole in a column": ({"a": with_entry(None)}, "at 'a'; it holds NoneType, float; .* fill in"),
+    "rows of lengths": ({"a": ragged()}, "at 'a'; its rows differ in length; pad them"),
     "text": ((DATA["x"], np.array(["a"] * 400)), "got <U1 at '1'; encode text"),
-    "a masked array": ({"x": np.ma.array(DATA["x"])}, "got a masked one at 'x'"),
-    "a number": ({**DATA, "z": np.float32(1)}, "leading axis of examples at 'z', got single"),
-    "lengths": ({**DATA, "z": np.ones(3)}, "one length, got 400 at 'x', 400 at 'y', 3 at 'z'"),
+    "a masked array": ({"x": np.ma.array(DATA["x"])}, "got a masked array at 'x'"),
+    "a number": ({**DATA, "z": np.float32(1)}, "leading axis of examples at 'z', got a single"),
+    "lengths": (
+        {**DATA, "z": np.ones(3)},
+        "equal length, got lengths 400 at 'x', 400 at 'y', 3 at 'z'",
+    ),
     "infinity": ({**DATA, "z": np.full(400, np.inf)}, "NaN or infinity in example 0 at 'z'"),
-    "beyond 32 bits": ({**DATA, "z": np.full(400, 2**40)}, "beyond it in example 0 at 'z'"),
+    "beyond 32 bits": ({**DATA, "z": np.full(400, 2**40)}, "outside of it in example 0 at 'z'"),
     "lists": ([{"x": [1.0, 2.0]}] * 400, "got a list of numbers at 'x'"),
     "an infinite source": (
         [{"x": np.full(16, np.nan, np.float32), "y": np.int32(0)}] * 400,
         r"NaN or infinity in example \d+ at 'x'",
     ),
-    "a loader": (Loader(), "got Loader; a loader makes batches of its own.*give its `dataset`"),
+    "a loader": (Loader(), "got Loader; a loader forms batches itself.*pass its `dataset`"),
     "a stream": (Stream(), r"got Stream; read it into arrays, such as np\.stack"),
-    "a generator": ((x for x in DATA["x"]), "got generator; what is read once cannot be sampled"),
+    "a generator": ((x for x in DATA["x"]), "got generator; an iterator cannot be sampled"),
     "a tensor elsewhere": (
         {"x": OnDevice()},
-        "got OnDevice at 'x', of which NumPy makes none: can",
+        "got OnDevice at 'x', which NumPy cannot convert: can",
     ),
 }
 
@@ -105,7 +111,7 @@ def state_of_training():
 
 
 class Dropping(nnx.Module):
-    """A module whose counter is no parameter."""
+    """A module with a counter, which is no parameter."""
 
     def __init__(self):
         self.linear, self.drop = (
@@ -117,7 +123,7 @@ class Dropping(nnx.Module):
 WRONG_PARAMS = {
     "a TrainState": (
         state_of_training,
-        r"got TrainState, a state of training; pass its `\.params`",
+        r"got TrainState, a training state; pass its `\.params`",
     ),
     "an NNX module": (Dropping, "got Rng.* at 'drop/rngs/.*nnx.split"),
 }
@@ -139,7 +145,7 @@ GREEDY = {
 
 
 @pytest.mark.parametrize("kind", GREEDY)
-def test_an_optimizer_that_asks_for_the_loss_is_refused(kind):
+def test_an_optimizer_that_needs_the_loss_is_refused(kind):
     make, names = GREEDY[kind]
     message = f"`optimizer` must need gradients alone, got one that asks for {names} as well, .*"
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message) as caught:
@@ -163,13 +169,13 @@ def test_an_optimizer_that_asks_for_the_loss_is_refused(kind):
         nnx.Optimizer(nnx.Linear(1, 1, rngs=nnx.Rngs(0)), optax.sgd(0.1), wrt=nnx.Param),
     ],
 )
-def test_what_is_no_optimizer_is_refused(optimizer):
+def test_an_argument_that_is_no_optimizer_is_refused(optimizer):
     with pytest.raises(TypeError, match=r"`optimizer` must be an Optax optimizer, such as"):
         fit(SHORT, optimizer=optimizer)
 
 
 def test_wide_labels_train_on_a_mesh_as_without_one():
-    """scikit-learn's labels are int64, which JAX would warn of."""
+    """Labels of scikit-learn are int64, for which JAX would warn."""
     wide = {"x": DATA["x"].astype(np.float64), "y": DATA["y"].astype(np.int64)}
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Data, optimizers and options of any kind are used as meant, or refused in one sentence."""
+"""Arguments of `fit` of any kind are used as meant, or refused in one sentence."""
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,15 @@ from tests.cases import slow
 from tests.training.problem import (
     PLAN,
     SHORT,
-    assert_as_if_alone,
+    assert_ends_as_uninterrupted,
     bits,
     fit,
     loss,
     make_data,
     make_params,
     make_plan,
+    raise_at,
+    reference,
 )
 
 DATA = make_data()
@@ -27,7 +29,7 @@ ALL = jnp.asarray(DATA["x"])
 
 def test_a_list_of_examples_is_a_source():
     rows = [{"x": x, "y": y} for x, y in zip(DATA["x"], DATA["y"], strict=True)]
-    assert bits(fit(SHORT, rows).params) == bits(fit(SHORT).params)
+    assert bits(fit(SHORT, rows).params) == bits(reference(SHORT).params)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -44,7 +46,7 @@ def test_half_precision_data_are_read(dtype, tmp_path):
 
 
 class Table:
-    """Of which an index is a column, as of pandas' tables."""
+    """A table such as those of pandas, whose index is a column."""
 
     def __init__(self, rows):
         self.to_numpy = lambda: rows
@@ -59,26 +61,35 @@ class Table:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"x": np.zeros((0, 3))}, "`data` must hold examples, got none"),
-        ([], "`data` must hold examples, got none"),
+        ({"x": np.zeros((0, 3))}, "`data` must hold at least one example, got none"),
+        ([], "`data` must hold at least one example, got none"),
         (iter([1, 2]), "`data` must be arrays .* got list_iterator"),
         (7, "`data` must be arrays .* got int"),
         (np.array(["a"] * 400), "`data` must hold numbers, got <U1"),
-        ([DATA["x"], DATA["y"]], "must have 400 examples, as planned, got 2; dicts and tuples"),
-        ({"x": np.float32(3)}, "`data` must hold arrays .*, got single numbers"),
-        ((DATA["x"], DATA["y"].tolist()), "or a list of them; np.asarray makes an array"),
-        (DATA["x"].tolist(), "got a list of numbers; np.asarray makes an array"),
+        (
+            [DATA["x"], DATA["y"]],
+            "must have 400 examples, as planned, got 2; put arrays into a dict",
+        ),
+        ({"x": np.float32(3)}, "`data` must hold arrays .*, got a single number"),
+        ((DATA["x"], DATA["y"].tolist()), "or a list of numbers; convert lists with np.asarray"),
+        (DATA["x"].tolist(), "got a list of numbers; convert it with np.asarray"),
         ([(row.tolist(), 1) for row in DATA["x"]], "got a list of numbers"),
-        (Table(DATA["x"]), r"got Table; its to_numpy\(\) is an array"),
+        (Table(DATA["x"]), r"got Table; pass an array, such as `df.to_numpy\(np.float32\)`"),
         ("data.npz", "got str; read the file first"),
         ((DATA["x"], np.array([1] * 400, dtype=object)), "must hold numbers, got object"),
-        ((np.ma.array(DATA["x"], mask=DATA["x"] > 2), DATA["y"]), "got a masked one"),
-        ((DATA["x"], jax.random.split(jax.random.key(0), 400)), "got random keys; `fit` makes one"),
-        ({**DATA, "y": DATA["y"].astype(np.int64) + 2**40}, "within int32, .* in example 0"),
+        ((np.ma.array(DATA["x"], mask=DATA["x"] > 2), DATA["y"]), "got a masked array"),
+        (
+            (DATA["x"], jax.random.split(jax.random.key(0), 400)),
+            "got random keys; .* and `fit` makes a key",
+        ),
+        (
+            {**DATA, "y": DATA["y"].astype(np.int64) + 2**40},
+            "within the range of int32, .* in example 0",
+        ),
         ({**DATA, "x": DATA["x"].astype(np.float64) * 1e300}, "finite as float32, .* example 0"),
     ],
 )
-def test_what_holds_no_examples_is_refused(data, message):
+def test_data_without_examples_are_refused(data, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fit(SHORT, data)
 
@@ -101,18 +112,18 @@ def test_what_holds_no_examples_is_refused(data, message):
         ({"params": {"w": jnp.zeros(3), "name": "relu"}}, "`params` .* at 'name'"),
         ({"params": {}}, "`params` must hold at least one array"),
         ({"params": {"w": jnp.full(3, jnp.nan)}}, "`params` must hold arrays of finite numbers"),
-        ({"params": {"params": 1.0, "batch_stats": 1.0}}, "got 'batch_stats' among it"),
+        ({"params": {"params": 1.0, "batch_stats": 1.0}}, "got 'batch_stats', to which noise"),
         ({"loss_fn": lambda params, x, y, z: 0.0}, "got a function of params, x, y, z"),
         ({"loss_fn": lambda p, e: jnp.mean((ALL - e["x"]) ** 2)}, "closes over an array of all"),
     ],
 )
-def test_odd_options_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fit(SHORT, **options)
 
 
 def counted():
-    """An optimizer whose state is a Python number and a NumPy array."""
+    """Return an optimizer whose state is a Python number and a NumPy array."""
 
     def update(updates, state, params=None):
         return jax.tree.map(lambda g: -0.1 * g, updates), {**state, "count": state["count"] + 1}
@@ -132,19 +143,16 @@ def counted():
     ],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
-def test_states_of_any_kind_are_kept(optimizer, tmp_path):
+def test_optimizer_states_of_any_kind_are_restored(optimizer, tmp_path):
     plan = make_plan(steps=6)
 
-    def stop(report):
-        if report.step == 3:
-            raise KeyboardInterrupt
-
+    stop = raise_at(3, KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
         fit(plan, folder=tmp_path, optimizer=optimizer, callbacks=[stop], save_every=2)
-    assert_as_if_alone(tmp_path, plan=plan, optimizer=optimizer)
+    assert_ends_as_uninterrupted(tmp_path, plan, optimizer=optimizer)
 
 
-def test_an_average_of_half_precision_does_not_stand_still():
+def test_an_average_of_half_precision_parameters_moves():
     params = jax.tree.map(lambda x: (x + 2).astype(jnp.bfloat16), make_params())
 
     def steady(params, example):
@@ -161,30 +169,23 @@ def test_an_average_of_half_precision_does_not_stand_still():
     np.testing.assert_allclose(done.average["bias"], np.mean(seen, axis=0), rtol=1e-3)
 
 
-def test_shuffled_runs_take_all_their_steps():
-    plan = make_plan(steps=25, noise_multiplier=4.0, sampling="shuffled", neighbouring="zero_out")
-    done = fit(plan)
-    assert (done.stopped, done.steps) == ("done", 25)
-    assert plan.spent(done.ledger) == pytest.approx(plan.epsilon)
-
-
 def test_a_loss_may_close_over_a_key():
     key = jax.random.key(3)
 
     def noisy(params, example):
         return loss(params, example) * jax.random.uniform(key)
 
-    assert fit(loss_fn=noisy).stopped == "done"
+    assert fit(SHORT, loss_fn=noisy).stopped == "done"
 
 
-def test_what_is_private_already_is_refused():
+def test_an_optimizer_that_is_private_already_is_refused():
     with pytest.raises(ValueError, match="give a plan or `fit` an ordinary optimizer"):
         fit(optimizer=PLAN.optimizer(optax.sgd(0.1), jax.random.key(0)))
     with pytest.raises(TypeError, match="`plan` must be a PrivacyPlan, got dict"):
         training.fit({}, loss, {}, {}, optimizer=optax.sgd(0.1))
 
 
-def test_a_keyed_loss_has_views_too():
+def test_views_work_with_a_loss_that_takes_a_key():
     def keyed(params, example, key):
         return loss(params, example) + 0 * jax.random.normal(key, ())
 
@@ -192,14 +193,14 @@ def test_a_keyed_loss_has_views_too():
     assert float(viewed(make_params(), jax.tree.map(lambda x: x[0], DATA), jax.random.key(0))) > 0
 
 
-def test_the_bar_ends_with_what_was_spent(capsys):
+def test_the_progress_bar_ends_with_the_epsilon_spent(capsys):
     done = fit(progress=True)
     shown = capsys.readouterr().err.split("\r")[-1]
     assert f"ε = {lsdp.accounting.show_epsilon(PLAN.spent(done.ledger))}" in shown
     assert "60/60" in shown and "loss" not in shown
 
 
-def test_only_a_few_chunks_are_in_memory():
+def test_only_a_few_microbatches_are_in_memory():
     plan = make_plan(expected_batch_size=320, steps=3)
     data = {"x": np.ones((400, 64), np.float32), "y": np.zeros(400, np.int32)}
     most = []
@@ -218,10 +219,10 @@ def test_only_a_few_chunks_are_in_memory():
         microbatch_size=8,
         callbacks=[lambda report: most.append(live())],
     )
-    assert max(most) <= 5 * 8 * 64 * 4  # under way, waiting to be used, and being read
+    assert max(most) <= 5 * 8 * 64 * 4  # in flight, waiting to be used, and being read
 
 
-def test_a_key_by_name_is_given_wherever_it_stands():
+def test_a_loss_gets_its_key_by_position_or_by_name():
     def by_place(params, example, random):
         return loss(params, example) * jax.random.uniform(random)
 
@@ -240,7 +241,7 @@ def test_a_key_by_name_is_given_wherever_it_stands():
     assert bits(fit(SHORT, loss_fn=by_default).params) == bits(fit(SHORT, loss_fn=by_name).params)
 
 
-def test_labels_are_no_third_argument():
+def test_labels_are_not_a_third_argument():
     with pytest.raises(TypeError) as caught:
         fit(SHORT, (DATA["x"], DATA["y"]), loss_fn=lambda params, x, y: params["bias"] @ x)
     assert any("third argument of `loss_fn` is a key" in note for note in caught.value.__notes__)
@@ -252,23 +253,34 @@ def test_an_example_may_keep_its_batch_axis():
         return jax.vmap(loss, (None, 0))(params, batch).mean()
 
     kept = fit(SHORT, loss_fn=training.keep_batch_axis(of_batches))
-    np.testing.assert_allclose(kept.params["kernel"], fit(SHORT).params["kernel"], atol=1e-6)
+    np.testing.assert_allclose(kept.params["kernel"], reference(SHORT).params["kernel"], atol=1e-6)
 
 
-def test_fit_is_not_traced():
+def test_fit_inside_of_jit_is_refused():
     with pytest.raises(TypeError, match="`fit` must be called outside of jit"):
         jax.jit(lambda data: fit(SHORT, data).params)(DATA)
 
 
-def test_a_beginning_that_is_not_used_is_told(tmp_path):
+def test_changed_initial_values_of_a_resumed_run_give_a_warning(tmp_path):
     def resume(rate=0.1, **options):
         optimizer = optax.inject_hyperparams(optax.sgd)(rate)
         return fit(SHORT, folder=tmp_path, optimizer=optimizer, **options)
 
     done = resume()
-    resume()  # without a word
-    with pytest.warns(UserWarning, match="`params` should be as when"):
+    resume()  # without a warning
+    with pytest.warns(UserWarning, match="`params` should be the same as when"):
         other = resume(params={"kernel": jnp.ones((16, 2)), "bias": jnp.zeros(2)})
     with pytest.warns(UserWarning, match="`optimizer`, whose state holds its hyper-parameters"):
         resume(0.5)
     assert bits(other.params) == bits(done.params)
+
+
+def test_sizes_and_intervals_are_checked():
+    with pytest.raises(ValueError, match="`data` must have 400 examples"):
+        fit(data=make_data(300))
+    with pytest.raises(ValueError, match="`data` must hold arrays of equal length"):
+        fit(data={"x": np.zeros((400, 2)), "y": np.zeros(3)})
+    with pytest.raises(ValueError, match="`save_every` must be a whole number"):
+        fit(save_every=0)
+    with pytest.raises(ValueError, match="`microbatch_size` must be a whole number"):
+        fit(microbatch_size=0)

@@ -1,0 +1,298 @@
+"""The folder of a run, and the format of its checkpoints.
+
+A run's folder holds:
+
+- `plan.json`: the `PrivacyPlan`; a run with another plan is refused.
+- `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
+- `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
+- `<name>.json`: the manifest of that checkpoint, written last. A checkpoint without a manifest was
+  never completed. A manifest or a file whose hash does not match is damaged, and the checkpoint
+  before it is used.
+- `lock-<process>`: locked while a run uses the folder.
+
+A name has two numbers: how often the run had started or restarted, and the step. So names sort by
+the time of saving. Only the last two checkpoints are kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import orbax.checkpoint as ocp
+
+from optax_lsdp._keys import is_key
+from optax_lsdp._trees import path_name
+from optax_lsdp._types import PyTree
+from optax_lsdp.accounting import Ledger
+from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training._files import cannot_write, lock, make_private_folder, write_atomically
+from optax_lsdp.training._journal import Journal
+from optax_lsdp.training._multihost import any_process, barrier
+from optax_lsdp.training._step import State
+from optax_lsdp.training._validation import warn_caller
+
+FORMAT = 1  # the version of the manifest and of all files that it describes
+_KEPT = 2  # checkpoints; the older one serves if the newer one cannot be read
+_MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
+
+
+class Checkpoint(NamedTuple):
+    """Everything a run needs to resume. It holds the noise key and is as secret as the data.
+
+    Attributes:
+        state: parameters, optimizer state, average and key.
+        step: how many steps were taken.
+        ledger: the privacy spent, including steps that count twice.
+        nonce: the nonce of the run's last start or restart.
+        initial: hashes of the initial parameters and optimizer state.
+    """
+
+    state: State
+    step: int
+    ledger: Ledger
+    nonce: str
+    initial: dict[str, str]
+
+
+class RunFolder:
+    """The folder of one run at a time: its plan, journal and checkpoints.
+
+    Attributes:
+        path: where it is, without symbolic links.
+        journal: the run's journal.
+    """
+
+    def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
+        if not (isinstance(path, str | Path) and str(path)):
+            raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
+        self._plan = plan
+        try:
+            self.path = make_private_folder(Path(path))
+        except OSError as error:
+            raise ValueError(
+                f"`folder` must be a folder or a place for one, got {str(path)!r}, where none can "
+                f"be made ({error.strerror}); choose another place."
+            ) from error
+        self._lock = lock(self.path / f"lock-{jax.process_index()}")
+        try:
+            self._check_plan()
+            self.journal = Journal(self.path, plan.steps)
+            with _quiet_orbax():
+                self._checkpointer = ocp.StandardCheckpointer()
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def _check_plan(self) -> None:
+        """Write the plan into a new folder; raise if the folder belongs to another plan."""
+        path = self.path / "plan.json"
+        if path.exists():
+            try:
+                same = PrivacyPlan.from_json(path.read_text()) == self._plan
+            except ValueError as error:
+                raise ValueError(
+                    f"`folder` must hold its plan in plan.json, got {str(path)!r}: {error}"
+                ) from error
+            if not same:
+                raise ValueError(
+                    f"`plan` must be the plan of the run in {str(self.path)!r}, got another one; "
+                    "read the old plan with PrivacyPlan.from_json, or choose another folder."
+                )
+            return
+        if self._manifests() or (self.path / "journal.jsonl").exists():
+            raise ValueError(
+                f"`folder` must hold plan.json, got {str(self.path)!r} with a run but without its "
+                "plan, so that the privacy spent is unknown; choose another folder."
+            )
+        barrier("plan")
+        if jax.process_index() == 0:
+            write_atomically(path, self._plan.to_json())
+
+    def _manifests(self) -> list[Path]:
+        """Return the manifests of all checkpoints, the newest last."""
+        return sorted(path for path in self.path.iterdir() if _MANIFEST.fullmatch(path.name))
+
+    def _arrays_of(self, name: str) -> Path:
+        return self.path / "checkpoints" / name
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write a checkpoint, unless it is there already. It counts once its manifest exists."""
+        name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
+        target = self._arrays_of(name)
+        if (self.path / f"{name}.json").exists():
+            return
+        if jax.process_index() == 0 and target.exists():  # a crash has left it incomplete
+            shutil.rmtree(target)
+        barrier("clean")
+        try:
+            with _quiet_orbax():
+                self._checkpointer.save(target, _without_keys(checkpoint.state))
+                self._checkpointer.wait_until_finished()
+            if jax.process_index() == 0:
+                self._write_manifest(target, checkpoint)
+        except Exception as error:  # Orbax raises errors of many types
+            raise cannot_write(self.path, error) from error
+        barrier("saved")
+
+    def _write_manifest(self, target: Path, checkpoint: Checkpoint) -> None:
+        manifest = {
+            "format": FORMAT,
+            "plan": self._plan.digest,
+            "step": checkpoint.step,
+            "nonce": checkpoint.nonce,
+            "initial": checkpoint.initial,
+            "ledger": json.loads(checkpoint.ledger.to_json()),
+            "arrays": _describe(checkpoint.state),
+            "files": _hash_files(target),
+        }
+        manifest["digest"] = _hash_json(manifest)
+        write_atomically(self.path / f"{target.name}.json", json.dumps(manifest))
+        for old in self._manifests()[:-_KEPT]:
+            old.unlink()
+        kept = {path.stem for path in self._manifests()}
+        for folder in target.parent.iterdir():  # the others hold keys and serve nobody
+            if folder.name not in kept:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    def restore(self, template: State) -> Checkpoint | None:
+        """Return the last intact checkpoint, placed like the template; None if there are none.
+
+        Raises:
+            ValueError: if there are checkpoints and none is intact, if the last one has another
+                format, or if its arrays are not like those of the template.
+        """
+        damaged: list[Path] = []
+        for path in reversed(self._manifests()):
+            manifest = self._read_manifest(path)
+            if any_process(not manifest):
+                damaged.append(path)
+                continue
+            state = self._read_state(path.stem, manifest["arrays"], template)
+            if jax.process_index() == 0:
+                for one in damaged:
+                    one.rename(one.with_suffix(".damaged"))
+            return Checkpoint(
+                state,
+                manifest["step"],
+                Ledger.from_json(json.dumps(manifest["ledger"])),
+                manifest["nonce"],
+                manifest["initial"],
+            )
+        if damaged:
+            raise ValueError(
+                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; choose "
+                "another folder, and add the privacy that this run has spent."
+            )
+        return None
+
+    def _read_manifest(self, path: Path) -> dict[str, Any]:
+        """Return a manifest; if its checkpoint is damaged, warn and return an empty one."""
+        try:
+            manifest = json.loads(path.read_text())
+            version = manifest.get("format")
+            damage = self._find_damage(path.stem, manifest) if version == FORMAT else ""
+        except Exception as error:  # whatever is wrong, the checkpoint before it may be intact
+            manifest, version, damage = {}, FORMAT, str(error)[:200]
+        if version != FORMAT:
+            raise ValueError(
+                f"`folder` must hold checkpoints of format {FORMAT}, got format {version} in "
+                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or choose "
+                "another folder."
+            )
+        if damage:
+            warn_caller(
+                f"checkpoint {path.stem} in {str(self.path)!r} is damaged ({damage}); the "
+                "checkpoint before it is used."
+            )
+            return {}
+        return manifest
+
+    def _find_damage(self, name: str, manifest: dict[str, Any]) -> str:
+        """Return what is wrong with a checkpoint, or an empty text."""
+        if manifest.pop("digest", None) != _hash_json(manifest):
+            return "its manifest was changed"
+        if _hash_files(self._arrays_of(name)) != manifest["files"]:
+            return "its files were changed"
+        return "" if manifest["plan"] == self._plan.digest else "it belongs to another plan"
+
+    def _read_state(self, name: str, stored: dict[str, str], template: State) -> State:
+        """Read the arrays of a checkpoint; raise if they are not like those of the template."""
+        wanted = _describe(template)
+        for place in sorted(wanted | stored):
+            if wanted.get(place) != stored.get(place):
+                raise ValueError(
+                    f"`folder` must hold parameters and optimizer state like those of this run, "
+                    f"got {stored.get(place, 'nothing')} at {place!r} in {str(self.path)!r} instead"
+                    f" of {wanted.get(place, 'nothing')}; resume with the same model, optimizer "
+                    "and average, or choose another folder."
+                )
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            _without_keys(template),
+        )
+        with _quiet_orbax():
+            found = self._checkpointer.restore(self._arrays_of(name), like)
+        return jax.tree.map(_with_key_of, found, template)
+
+    def close(self) -> None:
+        """Close the files and unlock the folder."""
+        self.journal.close()
+        with _quiet_orbax():
+            self._checkpointer.close()
+        self._lock.close()
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Drop Orbax's log messages below errors; those of other packages pass."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
+def _without_keys(state: State) -> PyTree:
+    """Return a state with integers in place of typed keys, which Orbax cannot store."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
+
+
+def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
+    """Return a stored array, as a typed key if the template is one."""
+    if is_key(template):
+        return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(template))
+    return stored
+
+
+def _describe(state: State) -> dict[str, str]:
+    """Return the dtype and shape of each array, by its path."""
+    return {
+        path_name(place): f"{x.dtype}{list(x.shape)}"
+        for place, x in jax.tree.leaves_with_path(state)
+    }
+
+
+def _hash_files(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.blake2b(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def _hash_json(manifest: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

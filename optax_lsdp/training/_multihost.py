@@ -1,0 +1,99 @@
+"""Agreement between the processes of a run, and the placement of arrays on their devices.
+
+A run may span several processes, each with devices of its own. Everything that decides which step
+comes next must be equal in all of them: the functions here broadcast, gather and compare values.
+With one process they return at once.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from optax_lsdp._keys import fresh_key, is_key
+
+
+class Placement:
+    """Where the arrays of a run are placed: on one device, or on all devices of a mesh.
+
+    Attributes:
+        mesh: the mesh, or None.
+        devices: how many devices share a batch.
+        split: the sharding of an array whose rows are split over all devices; None without a mesh.
+        replicated: the sharding of an array that every device holds whole; None without a mesh.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self.mesh = mesh
+        self.devices = 1 if mesh is None else mesh.size
+        self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
+        self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
+
+    def replicate(self, x: jax.Array) -> jax.Array:
+        """Put the same array on all devices, including those of other processes."""
+        if self.replicated is None:
+            return x
+        if is_key(x):
+            data = self.replicate(jax.random.key_data(x))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+        values = np.asarray(x)
+        return jax.make_array_from_callback(values.shape, self.replicated, values.__getitem__)
+
+    def keep_or_replicate(self, x: jax.Array) -> jax.Array:
+        """Return an array unchanged if it is on the mesh already; otherwise replicate it."""
+        return x if getattr(x.sharding, "mesh", None) == self.mesh else self.replicate(x)
+
+
+def broadcast_text(text: str) -> str:
+    """Return the text of the first process in every process."""
+    if jax.process_count() == 1:
+        return text
+    sent = np.frombuffer(text.encode(), np.uint8)
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
+    buffer = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)
+    return bytes(np.asarray(multihost_utils.broadcast_one_to_all(buffer))).decode()
+
+
+def gather_text(text: str) -> str:
+    """Return the texts of all processes, joined. All must have the same length."""
+    if jax.process_count() == 1:
+        return text
+    sent = np.frombuffer(text.encode(), np.uint8)
+    return bytes(np.asarray(multihost_utils.process_allgather(sent)).ravel()).decode()
+
+
+def broadcast_fresh_key() -> jax.Array:
+    """Return a fresh key, the same in every process."""
+    key = fresh_key()
+    if jax.process_count() == 1:
+        return key
+    data = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(key)))
+    return jax.random.wrap_key_data(jnp.asarray(np.asarray(data)))
+
+
+def any_process(flag: bool) -> bool:
+    """Return whether `flag` is true in any process."""
+    if jax.process_count() == 1:
+        return flag
+    return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
+
+
+def raise_everywhere(error: BaseException | None) -> None:
+    """Raise in all processes if any process has an error.
+
+    A process without an error of its own raises a RuntimeError. Without any error, return.
+    """
+    if not any_process(error is not None):
+        return
+    if error is None:
+        raise RuntimeError("another process has failed; read the error that it printed.")
+    raise error
+
+
+def barrier(name: str) -> None:
+    """Wait until all processes have reached this call."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
