@@ -38,7 +38,7 @@ def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
     }
     zeros = {name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}
     specs = {name: spec for name, (_, spec) in leaves.items()}
-    link = add_gaussian_noise(_SCALE, key=key, axis_name="shards")
+    link = add_gaussian_noise(_SCALE, key=key, shard_specs=specs)
 
     def update(zeros: Any, step: jax.Array) -> Any:
         return link.update(zeros, link.init(zeros)._replace(step=step))[0]

@@ -10,7 +10,7 @@ import numpy as np
 
 from optax_lsdp.auditing._noise import audit_noise
 from optax_lsdp.auditing._report import ClaimsReport, StatisticsReport
-from optax_lsdp.discrete import add_discrete_gaussian_noise, grid_grad
+from optax_lsdp.discrete import add_discrete_gaussian_noise, quantized_grad
 
 _CLIP_NORM, _RESOLUTION, _NOISE = 0.5, 2**10, 2.0
 _FACTORS = (1e-3, 0.02, 1.0, -30.0, 1e6, 1e20, np.nan, np.inf, 0.0)
@@ -31,7 +31,7 @@ def audit_grid(key: jax.Array) -> ClaimsReport:
     def loss(params: Any, example: Any) -> jax.Array:  # whose gradient is the example
         return jnp.sum(jnp.stack([jnp.vdot(params[name], example[name]) for name in shapes]))
 
-    gradient = jax.jit(grid_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION))
+    gradient = jax.jit(quantized_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION))
     places = np.arange(len(_FACTORS))
     wrong = dict.fromkeys(("within its sensitivity", "the clipped gradient", "a sum of cells"), "")
     total = np.zeros(sum(len(x[0]) for x in batch.values()), np.int64)
@@ -61,12 +61,12 @@ def audit_grid_noise(key: jax.Array) -> StatisticsReport:
     def loss(params: Any, example: jax.Array) -> jax.Array:
         return sum(jnp.sum(x) for x in jax.tree.leaves(params)) * example
 
-    gradient = grid_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION)
+    gradient = quantized_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION)
     nobody = jax.jit(gradient)(params, jnp.ones(1), jnp.zeros(1, bool))
     link = add_discrete_gaussian_noise(_NOISE, key=key)
     update = jax.jit(link.update)
     noises, state = [], link.init(params)
-    cell = nobody["a"].cell
+    cell = nobody["a"].quantum
     for _ in range(_STEPS):
         noise, state = update(nobody, state)
         # Whole numbers, which may repeat themselves.

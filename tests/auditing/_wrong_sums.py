@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from optax_lsdp import _isolation, _mesh, _trees
 from optax_lsdp.clipping import _factors, _grad, _microbatch, _transform, _vmap
 from optax_lsdp.clipping.bookkeeping import _conv, _engine, _grams, _norms, _plan, _sites
-from optax_lsdp.discrete import _grid
+from optax_lsdp.discrete import _quantized
 
 Squares = _grams.Squares
 
@@ -287,7 +287,7 @@ WRONG_SUMS = {
         ("dense",),
     ),
     "a grid whose norms ignore the third leaf": (
-        wrapped(_grid, "row_norms", _first_two_leaves),
+        wrapped(_quantized, "row_norms", _first_two_leaves),
         GRID,
         (),
     ),

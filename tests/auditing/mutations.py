@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 from optax_lsdp import _keys, noise, optimizers
-from optax_lsdp.discrete import _transform as discrete
+from optax_lsdp.discrete import _quantized as discrete
 from optax_lsdp.planning import PrivacyPlan, _accounts, _guards, _plan, _spending
 from optax_lsdp.sampling import PoissonSampler, UnamplifiedShuffle, _samplers, _subsets
 from optax_lsdp.smoothing import ring_beta
@@ -172,7 +172,9 @@ OTHERS = {
     "large leaves whose halves share noise": (wrapped(noise, "_normal", _first_half_twice), LARGE),
     "the same noise on all devices": (
         wrapped(
-            noise, "_draw", lambda draw, keys, leaves, axes, step: draw(keys, leaves, (), step)
+            noise,
+            "_draw",
+            lambda draw, keys, leaves, axes, step: draw(keys, leaves, [()] * len(axes), step),
         ),
         SPREAD,
     ),
