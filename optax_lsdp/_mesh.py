@@ -124,11 +124,13 @@ class Shard(NamedTuple):
         named: the mesh axes that `spec` names, in the order of the mesh.
         varying: the mesh axes over which the leaf's shards differ; None where JAX does not track
             them (check_vma=False, pmap).
+        is_split: whether several devices may hold parts of the leaf, under `jit` too.
     """
 
     spec: jax.P
-    named: tuple[str, ...] = ()
-    varying: frozenset[str] | None = frozenset()
+    named: tuple[str, ...]
+    varying: frozenset[str] | None
+    is_split: bool
 
 
 def check_shard_specs(specs: PyTree) -> None:
@@ -159,22 +161,21 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
             "under jit need no specs."
         )
     if not axes:
-        return [Shard(spec) for spec in chosen]
+        return [Shard(jax.P(), (), frozenset(), _may_be_split(leaf)) for leaf in leaves]
     tracked = are_shards_tracked()
     return [
         Shard(
             spec,
             tuple(axis for axis in axes if any(axis in axis_names(entry) for entry in spec)),
             _varying(leaf) if tracked else None,
+            any(spec),
         )
         for spec, leaf in zip(chosen, leaves, strict=True)
     ]
 
 
-def may_be_split(leaf: jax.Array, spec: jax.P) -> bool:
-    """Tell whether a leaf is, or may be, spread over several devices."""
-    if manual_axes():
-        return any(spec)
+def _may_be_split(leaf: jax.Array) -> bool:
+    """Tell whether a leaf outside `shard_map` is, or may be, spread over several devices."""
     stated = jax.typeof(leaf).sharding
     if stated.mesh.explicit_axes:
         return any(stated.spec)

@@ -38,7 +38,7 @@ from optax_lsdp._mesh import (
     varying_axes,
     with_automatic_axes,
 )
-from optax_lsdp._trees import leaf_addresses, path_name, wide_dtype
+from optax_lsdp._trees import leaf_addresses, path_name, widen
 from optax_lsdp._types import PyTree
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
@@ -135,7 +135,8 @@ def add_gaussian_noise(
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
         paths, structure = unmarked_leaves("add_gaussian_noise", updates)
-        leaves = [leaf for _, leaf in paths]
+        wide = [widen(leaf) for _, leaf in paths]
+        addresses = leaf_addresses(updates)
         if jax.tree.structure(params) == structure:
             _check_sum(paths, jax.tree.leaves(params))
         scale = stddev
@@ -143,21 +144,24 @@ def add_gaussian_noise(
             scale = stddev(state.step)
             _check_stddev(scale)
         next_state = AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
-        if not leaves:
+        if not wide:
             return updates, next_state
+        shards = read_shards(shard_specs, wide)
         step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
-        keys = fold_in_texts(step_key, leaf_addresses(updates))
-        shards = read_shards(shard_specs, leaves)
+        keys = fold_in_texts(step_key, addresses)
         _check_shards(paths, shards, step_key)
 
         def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
-            wide = jnp.asarray(scale, noise.dtype)
-            is_good = (wide >= jnp.finfo(wide.dtype).tiny) & (state.step < _LAST_STEP)
-            scaled = jnp.where(is_good, wide * noise, jnp.nan)
-            return (leaf.astype(noise.dtype) + scaled).astype(leaf.dtype)
+            stddev = jnp.asarray(scale, noise.dtype)
+            is_good = (stddev >= jnp.finfo(stddev.dtype).tiny) & (state.step < _LAST_STEP)
+            return leaf + jnp.where(is_good, stddev * noise, jnp.nan)
 
-        noises = _draw(keys, leaves, [_split_axes(shard) for shard in shards], state.step)
-        return jax.tree.unflatten(structure, map(add_noise, leaves, noises)), next_state
+        noises = _draw(keys, wide, [_split_axes(shard) for shard in shards], state.step)
+        noisy = [
+            add_noise(leaf, noise).astype(narrow.dtype)
+            for leaf, noise, (_, narrow) in zip(wide, noises, paths, strict=True)
+        ]
+        return jax.tree.unflatten(structure, noisy), next_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -173,36 +177,34 @@ def _draw(
     axes: Sequence[tuple[str, ...]],
     step: jax.Array,
 ) -> list[jax.Array]:
-    """Return standard Gaussian noise for each leaf.
+    """Return standard Gaussian noise for each leaf, which is float32 or float64.
 
     Small leaves of similar size share one draw, which compiles to fewer kernels. Each of `axes`
     holds the mesh axes whose index is folded into the leaf's key.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
-    dtypes = [wide_dtype(leaf) for leaf in leaves]
     draws_together = is_threefry(keys)
     for index, leaf in enumerate(leaves):
         room = 1 << max(leaf.size - 1, 0).bit_length()
         is_small = draws_together and leaf.size <= _SMALL
-        group = (room, dtypes[index]) if is_small else (index,)
+        group = (room, leaf.dtype) if is_small else (index,)
         groups.setdefault((axes[index], group), []).append(index)
     noises = dict[int, jax.Array]()
     for members in groups.values():
         first = leaves[members[0]]
-        dtype = dtypes[members[0]]
         chosen = keys[np.asarray(members)]
         for axis in axes[members[0]]:
             chosen = jax.vmap(jax.random.fold_in, (0, None))(chosen, jax.lax.axis_index(axis))
         if len(members) == 1:
             if first.ndim == 1 and first.size % 2 and first.size > _SMALL and draws_together:
                 # XLA's CPU backend does not vectorize loops over an odd number of entries.
-                noises[members[0]] = _normal_once(chosen, first.size + 1, dtype, step)[0, :-1]
+                noises[members[0]] = _normal_once(chosen, first.size + 1, first.dtype, step)[0, :-1]
                 continue
-            draw = partial(_normal, shape=first.shape, dtype=dtype)
+            draw = partial(_normal, shape=first.shape, dtype=first.dtype)
             noises[members[0]] = with_automatic_axes(draw, stated_sharding(first))(chosen[0])
             continue
         room = max(leaves[index].size for index in members)
-        rows = _normal_once(chosen, room, dtype, step)
+        rows = _normal_once(chosen, room, first.dtype, step)
         for row, index in enumerate(members):
             cut = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
             noises[index] = cut.reshape(leaves[index].shape)

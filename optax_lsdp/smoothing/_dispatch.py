@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax.experimental.shard_alike import shard_alike
 from jax.sharding import AxisType, auto_axes
 
-from optax_lsdp._mesh import may_be_split
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
 from optax_lsdp.smoothing._operator import Operator
@@ -58,7 +57,7 @@ def smooth_leaves(
                 operator,
                 smoothing,
                 dtype=wide_dtype(leaf.array),
-                is_split=may_be_split(leaf.array, leaf.spec),
+                is_split=leaf.is_split,
             )
             members.setdefault(name, []).append(index)
     results = dict[int, jax.Array]()
@@ -88,7 +87,7 @@ def _method_of_tree(
         operator,
         smoothing,
         dtype=wide_dtype(*(leaf.array for leaf in leaves)),
-        is_split=any(may_be_split(leaf.array, leaf.spec) for leaf in leaves),
+        is_split=any(leaf.is_split for leaf in leaves),
     )
 
 
@@ -146,7 +145,7 @@ def _obstacle(
 
 def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
     """Raise if `shard_map` splits neighbours, which only "halo" can smooth."""
-    for _, arrangement, spec in leaves:
+    for _, arrangement, spec, _ in leaves:
         split = {axis for axis, entry in enumerate(spec) if entry is not None}
         neighbours = set(arrangement.order[len(arrangement.order) - arrangement.trailing :])
         if split and (arrangement.reshapes or split & neighbours):

@@ -98,11 +98,13 @@ class Leaf(NamedTuple):
         array: the leaf or the shard.
         arrangement: that of the whole leaf.
         spec: how `shard_map` splits the leaf.
+        is_split: whether several devices may hold parts of the leaf, under `jit` too.
     """
 
     array: jax.Array
     arrangement: Arrangement
     spec: jax.P
+    is_split: bool
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
@@ -126,7 +128,7 @@ def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> L
     for axis, entry in enumerate(spec):
         shape[axis] *= axis_size(axis_names(entry))
     arrangement = _choose(layout, path, tuple(shape))
-    return None if arrangement is None else Leaf(array, arrangement, spec)
+    return None if arrangement is None else Leaf(array, arrangement, spec, shard.is_split)
 
 
 def check_layout(layout: object) -> None:

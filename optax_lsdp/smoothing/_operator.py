@@ -28,11 +28,6 @@ class Operator(NamedTuple):
     order: int = 1
 
 
-def is_zero(smoothing: jax.Array) -> jax.Array:
-    """Tell whether σ is zero, or too small for its dtype to distinguish it from zero."""
-    return jnp.abs(smoothing) < jnp.finfo(smoothing.dtype).tiny
-
-
 def energies(waves: jax.Array, size: int) -> jax.Array:
     """Return 4 sin²(πk/d), the eigenvalue of −L for the wave k on a ring of d entries.
 

@@ -20,7 +20,6 @@ from optax_lsdp.smoothing._operator import (
     LARGEST_SMOOTHING,
     Boundary,
     Operator,
-    is_zero,
 )
 
 
@@ -152,7 +151,8 @@ def _unless_zero_or_invalid(
 ) -> jax.Array:
     """Return `smoothed`; but the leaf itself if σ is zero, and NaN if σ is out of range."""
     now = jnp.asarray(smoothing, wide_dtype(leaf))
-    chosen = jnp.where(is_zero(now), leaf, smoothed)
+    is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # or too small to distinguish from zero
+    chosen = jnp.where(is_zero, leaf, smoothed)
     if isinstance(smoothing, float):
         return chosen
     return jnp.where((now >= 0) & (now <= LARGEST_SMOOTHING), chosen, jnp.nan)

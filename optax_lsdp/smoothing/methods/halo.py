@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -58,6 +58,7 @@ class Segments(NamedTuple):
         outer: segments of a row on this device, along each axis that crosses segments.
         names: the mesh axes that split each of these axes, then those that split the segments.
         length: the number of entries of a segment.
+        total: the number of segments of a row, on all devices.
         columns: if the segments are stored as columns, the shape of all columns; otherwise None.
         order: the order of the axes of `columns` in which segments follow one another.
     """
@@ -66,13 +67,9 @@ class Segments(NamedTuple):
     outer: tuple[int, ...]
     names: tuple[tuple[str, ...], ...]
     length: int
-    columns: tuple[int, ...] | None = None
-    order: tuple[int, ...] = ()
-
-    @property
-    def total(self) -> int:
-        """Return the number of segments of a row, on all devices."""
-        return math.prod(self.outer) * math.prod(map(axis_size, self.names))
+    total: int
+    columns: tuple[int, ...] | None
+    order: tuple[int, ...]
 
     def sort(self, values: jax.Array) -> jax.Array:
         """Put one number per segment from the order of storage into that of neighbours."""
@@ -127,7 +124,7 @@ def smooth_recursive(
     leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
 ) -> list[jax.Array]:
     """Return the smoothed leaves, each of which this device or `shard_map` holds."""
-    arrays, arrangements, specs = zip(*leaves, strict=True)
+    arrays, arrangements, specs, _ = zip(*leaves, strict=True)
     return _smooth_segments(arrays, smoothing, specs, Task(arrangements, scope, operator.boundary))
 
 
@@ -157,7 +154,7 @@ def _smooth_segments(
     """Return the smoothed arrays, which are split over manual mesh axes as `specs` say."""
     arrangements, scope, boundary = task
     wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
-    kernels = {dtype: make_kernel(smoothing, dtype) for dtype in wide}
+    kernel_of = cache(partial(make_kernel, smoothing))  # a function of the dtype
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, (arrangement, spec) in enumerate(zip(arrangements, specs, strict=True)):
         size = arrangement.grid[0]
@@ -170,12 +167,12 @@ def _smooth_segments(
         dtype = wide[members[0]]
         parts = [(arrays[i].astype(dtype), arrangements[i]) for i in members]
         if len(members) == 1:
-            packs.append(_one_leaf(members[0], *parts[0], specs[members[0]], kernels[dtype]))
+            packs.append(_one_leaf(members[0], *parts[0], specs[members[0]], kernel_of(dtype)))
         else:
             vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in parts]
             sizes = [x.size for x in vectors]
             values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-            rows = prepare_rows(values, sizes, kernels[dtype], upright=False, copied=False)
+            rows = prepare_rows(values, sizes, kernel_of(dtype), upright=False, copied=False)
             packs.append(Pack(members, None, rows))
 
     if scope == "tree":
@@ -263,24 +260,34 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     """Return how the rows of a leaf, or of a shard, are cut into segments."""
     shape = arrangement.shape_of(array)
     local = tuple(shape[axis] for axis in arrangement.order)
-    entries = [*spec, *[None] * (len(local) - len(spec))] if any(spec) else [None] * len(local)
-    names = [axis_names(entries[axis]) for axis in arrangement.order]
+    names: list[tuple[str, ...]] = [()] * len(local)
+    if any(spec):
+        entries = [*spec, *[None] * (len(local) - len(spec))]
+        names = [axis_names(entries[axis]) for axis in arrangement.order]
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
     # Where the axes that vary fastest among neighbours are stored first, segments are columns.
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
-    length = math.prod(local[top:])
-    is_column = 0 < top < end and _COLUMN <= length <= array.size // _COLUMN
+    height = math.prod(local[top:])
+    is_column = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
+    columns: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
     if is_column and top == (cut if split_axes else top):
-        tall = end - top  # how many axes make up a column
-        order = tuple(axis - tall for axis in arrangement.order[:top])
-        rest = (*names[first:top], names[top])
-        rows, outer = math.prod(local[:first]), local[first:top]
-        return Segments(rows, outer, rest, length, shape[tall:], order)
-    rest = (*names[first:cut], names[cut] if cut < end else ())
-    return Segments(math.prod(local[:first]), local[first:cut], rest, math.prod(local[cut:]))
+        cut, tall = top, end - top  # `tall` axes make up a column
+        columns, order = shape[tall:], tuple(axis - tall for axis in arrangement.order[:top])
+    outer = local[first:cut]
+    split = (*names[first:cut], names[cut] if cut < end else ())
+    return Segments(
+        rows=math.prod(local[:first]),
+        outer=outer,
+        names=split,
+        length=math.prod(local[cut:]),
+        total=math.prod(outer) * math.prod(axis_size(names) for names in split if names),
+        columns=columns,
+        order=order,
+    )
 
 
 @lru_cache(maxsize=256)

@@ -24,8 +24,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lsdp.smoothing._operator import is_zero
-
 _WIDTH, _SHORT_WIDTH = 64, 32  # entries per block, and where the kernel is short
 _CHUNK = 2**19  # so many entries stay in a CPU's cache while they are filtered
 _LONG = (
@@ -61,11 +59,10 @@ class Kernel(NamedTuple):
 def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
     """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    In this form neither loses digits where ρ is close to 1. Where σ is zero, the kernel of σ = 1
-    stands in, and the caller ignores the result.
+    In this form neither loses digits where ρ is close to 1. Where σ is zero, the smallest positive
+    σ stands in, and `laplacian_smooth` ignores the result.
     """
-    positive = jnp.asarray(smoothing, dtype)
-    positive = jnp.where(is_zero(positive), jnp.ones_like(positive), positive)
+    positive = jnp.maximum(jnp.asarray(smoothing, dtype), jnp.finfo(dtype).tiny)
     rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
     reach = math.inf
     if isinstance(smoothing, float):
