@@ -14,7 +14,7 @@ from typing import NamedTuple, NoReturn, TypeGuard
 import jax
 import optax
 
-from optax_lsdp._trees import path_name
+from optax_lsdp._trees import check_floating, path_name
 from optax_lsdp._types import ClipNorm
 
 
@@ -127,3 +127,16 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
 
 def _describe(path: str, clip_norm: ClipNorm) -> str:
     return f"{clip_norm!r}" + (f" for the group {path}" if path else "")
+
+
+def unmarked_leaves(
+    link: str, updates: optax.Updates
+) -> tuple[list[tuple[jax.tree_util.KeyPath, jax.Array]], jax.tree_util.PyTreeDef]:
+    """Return the leaves of `updates` with their paths, and the structure of the tree.
+
+    Raise if a leaf is a marked sum, which `clip_per_example` must unwrap before `link`, or if it is
+    no real floating-point array.
+    """
+    check_unmarked(link, updates)
+    check_floating("updates", updates)
+    return jax.tree.flatten_with_path(updates)

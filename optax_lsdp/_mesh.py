@@ -8,7 +8,7 @@ except under `check_vma=False` and in `pmap`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from jax.custom_batching import custom_vmap
@@ -121,3 +121,75 @@ def all_under_vmap(condition: jax.Array) -> jax.Array:
 def _reduce_mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple[jax.Array, bool]:
     del size
     return all_under_vmap(condition.all(axis=0) if mapped[0] else condition), False
+
+
+class Shard(NamedTuple):
+    """How the surrounding `shard_map` splits one leaf.
+
+    Attributes:
+        spec: the leaf's PartitionSpec. It names nothing outside `shard_map`.
+        named: the mesh axes that `spec` names, in the order of the mesh.
+        varying: the mesh axes over which the leaf's shards differ; None where JAX does not track
+            them (check_vma=False, pmap).
+        is_split: whether several devices may hold parts of the leaf, under `jit` too.
+    """
+
+    spec: jax.P
+    named: tuple[str, ...]
+    varying: frozenset[str] | None
+    is_split: bool
+
+
+def check_shard_specs(specs: PyTree) -> None:
+    """Raise unless `specs` is None, a PartitionSpec or a tree of PartitionSpecs."""
+    for spec in jax.tree.leaves(specs, is_leaf=_is_spec):
+        if not _is_spec(spec):
+            raise TypeError(
+                "`shard_specs` must be None, a PartitionSpec or a tree of PartitionSpecs, got "
+                f"{spec!r}; write jax.P('data') for leaves that the axis 'data' splits."
+            )
+
+
+def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
+    """Return how `shard_map` splits each leaf, where `specs` is the argument `shard_specs`."""
+    if specs is None or _is_spec(specs):
+        chosen = [jax.P() if specs is None else specs] * len(leaves)
+    else:
+        chosen = jax.tree.leaves(specs, is_leaf=_is_spec)
+    if len(chosen) != len(leaves):
+        raise ValueError(
+            "`shard_specs` must be a PartitionSpec, or a tree of them like `updates`, "
+            f"got {len(chosen)} of them for {len(leaves)} arrays."
+        )
+    axes = manual_axes()
+    if not axes and specs is not None:
+        raise ValueError(
+            f"`shard_specs` must be None outside shard_map, got {specs}; arrays that are sharded "
+            "under jit need no specs."
+        )
+    if not axes:
+        return [Shard(jax.P(), (), frozenset(), _may_be_split(leaf)) for leaf in leaves]
+    tracked = are_shards_tracked()
+    return [
+        Shard(
+            spec,
+            tuple(axis for axis in axes if any(axis in axis_names(entry) for entry in spec)),
+            _varying(leaf) if tracked else None,
+            any(spec),
+        )
+        for spec, leaf in zip(chosen, leaves, strict=True)
+    ]
+
+
+def _may_be_split(leaf: jax.Array) -> bool:
+    """Tell whether a leaf outside `shard_map` is, or may be, spread over several devices."""
+    stated = jax.typeof(leaf).sharding
+    if stated.mesh.explicit_axes:
+        return any(stated.spec)
+    if jax.sharding.get_abstract_mesh().explicit_axes:
+        return False  # before jax 0.10, an array on one device does not state the mesh
+    return jax.device_count() > 1
+
+
+def _is_spec(node: object) -> bool:
+    return isinstance(node, jax.P)

@@ -1,17 +1,25 @@
-"""Gaussian noise: a clipped sum goes in, a noisy sum comes out."""
+"""Add Gaussian noise to a clipped sum.
+
+`add_gaussian_noise` is an Optax transform. It derives a key for each step and each leaf, and
+`_normal` turns the random bits of that key into Gaussian numbers. A new noise distribution, or
+noise that is correlated between steps, belongs in this file: as a transform of its own, with a
+state that holds its key. Exact discrete noise is in `optax_lsdp.discrete`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_positive, frozen_number
-from optax_lsdp._clipped import check_unmarked
+from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._keys import (
     check_key,
     fold_in_text,
@@ -21,22 +29,25 @@ from optax_lsdp._keys import (
     random_words,
 )
 from optax_lsdp._mesh import (
+    Shard,
     all_under_vmap,
-    are_shards_tracked,
-    axis_names,
+    check_shard_specs,
     explicit_spec,
     manual_axes,
+    read_shards,
     varying_axes,
     with_automatic_axes,
 )
-from optax_lsdp._trees import check_floating, leaf_addresses, path_name, wide_dtype, zip_leaves
+from optax_lsdp._trees import leaf_addresses, path_name, widen
+from optax_lsdp._types import PyTree
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
 
-_LAST_STEP = 2**31 - 1  # at which the step stops counting, and noise would repeat
-_SMALL = 2**13  # entries of a leaf that draws together with others
-# Of −Φ⁻¹(p) in log(−log p) − _CENTRE, highest power first; tests/test_noise.py fits them again.
+_LAST_STEP = 2**31 - 1  # the step stops counting here, and the noise would repeat
+_SMALL = 2**13  # leaves with more entries than this draw their noise alone
+# Coefficients of a polynomial for −Φ⁻¹(p) in log(−log p) − _CENTRE, highest power first.
+# tests/test_keys.py fits them again.
 _CENTRE = 1.7283144504315484
 _COEFFICIENTS = (
     3.91766352e-07,
@@ -52,12 +63,12 @@ _COEFFICIENTS = (
 
 
 class AddGaussianNoiseState(NamedTuple):
-    """The run's key, which is a secret, and how many steps have been noised with it."""
+    """The key of the noise, which is a secret, and the number of steps that used it."""
 
     key: jax.Array
     step: jax.Array
 
-    def __repr__(self) -> str:  # whoever has the key can subtract the noise, and states are logged
+    def __repr__(self) -> str:  # states are logged, and whoever has the key can subtract the noise
         return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
 
 
@@ -65,47 +76,51 @@ def add_gaussian_noise(
     stddev: optax.ScalarOrSchedule,
     *,
     key: jax.Array,
-    axis_name: str | tuple[str, ...] = (),
+    shard_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
-    Put it right after `clip_per_example`: nothing may touch the sum between the two. The noise
-    of a leaf is a function of the key, the step and the leaf's path alone, up to rounding, so that
-    a resumed run draws what it would have drawn, on any mesh. It is drawn and added in float32 at
-    least, with tails to 9.1 standard deviations (`jax.random.normal` in float32 ends at 5.4).
+    Put this transform right after `clip_per_example`: nothing may change the sum between the two.
+    The noise of a leaf depends only on the key, the step and the leaf's path, up to rounding.
+    A resumed run therefore draws the same noise as an uninterrupted run, on any mesh. The noise is
+    drawn and added in float32 or float64. It reaches 9.1 standard deviations, where
+    `jax.random.normal` in float32 ends at 5.4.
 
     Args:
-        stddev: the noise multiplier times `sensitivity(clip_norm)`; a number, or a function
-            of the step. A scheduled or injected value that is not positive turns the result into
-            NaN rather than release a sum without noise.
-        key: one typed key, such as `fresh_key()`, used for nothing else. It is kept in the
-            state, which is therefore as secret as the data. One key is good for one `init`: two
-            runs with the same key draw the same noise, and the difference of their results
-            betrays the examples in which they differ. Under `jax.vmap`, map over keys.
-            JAX's default generator, Threefry, is a cipher, fit for noise that must not be guessed,
-            and its bits are the same on any mesh. "rbg" is meant for devices that have a
-            generator of their own, and slower on CPUs; its bits depend on the device and the
-            compiler, so that a run cannot be resumed elsewhere to the bit, and nobody vouches for
-            its strength.
-        axis_name: inside `shard_map`, the mesh axes over which leaves are split, so that each
-            shard draws its own noise. A leaf must be summed over all other axes first.
+        stddev: the noise multiplier times `sensitivity(clip_norm)`; a number or a schedule. If a
+            scheduled or injected value is not positive, the result is NaN: the sum is never
+            released without noise.
+        key: one typed key, such as `fresh_key()`, used for nothing else. The state stores the key,
+            so the state is as secret as the data. Use each key for one `init` only: two runs
+            with the same key draw the same noise, and the difference of their results
+            reveals the examples in which they differ. Under `jax.vmap`, map over keys.
+            JAX's default generator, Threefry, is a cipher: its output cannot be guessed, and is the
+            same on any mesh. The generator "rbg" is meant for devices with a hardware generator
+            and is slower on CPUs. Its bits depend on the device and the compiler, so a run that
+            resumes elsewhere may draw other noise, and its cryptographic strength is unknown.
+        shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not, one
+            `PartitionSpec` for all leaves, or a tree of them like `updates`. Each shard draws noise
+            of its own along the axes that its leaf's spec names, and the updates must be summed
+            over all other axes before. Where JAX tracks which axes a leaf varies over
+            (check_vma=True), axes along which the leaf is replicated are ignored. So one spec also
+            serves scalars and biases, and may have more entries than they have dimensions.
 
     Raises:
-        ValueError: inside `shard_map`, if the shards would all draw the same noise.
+        ValueError: inside `shard_map`, if several shards would draw the same noise although their
+            values may differ.
 
     >>> tx = add_gaussian_noise(2.0, key=jax.random.key(0))
     >>> noise, _ = tx.update(jnp.zeros(100_000), tx.init(None))
     >>> print(round(float(noise.std()), 1))
     2.0
     """
-    remedy = "leave the link out for a chain without privacy"
+    remedy = "for a chain without privacy, leave `add_gaussian_noise` out"
     check_positive("stddev", stddev, remedy, schedule=True)
     stddev = frozen_number(stddev)
-    _check_precision(stddev)
+    if not callable(stddev):
+        _check_stddev(stddev)
     check_key("key", key)
-    if not isinstance(axis_name, str | tuple | list):
-        raise TypeError(f"`axis_name` must be a mesh axis or a tuple of them, got {axis_name!r}.")
-    axes = axis_names(axis_name)
+    check_shard_specs(shard_specs)
 
     def init(params: optax.Params) -> AddGaussianNoiseState:
         del params
@@ -116,90 +131,97 @@ def add_gaussian_noise(
         updates: optax.Updates,
         state: AddGaussianNoiseState,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
-        check_unmarked("add_gaussian_noise", updates)
-        check_floating("updates", updates)
-        _check_sum(updates, params)
-        scale = stddev(state.step) if callable(stddev) else stddev
-        _check_precision(scale)
-        if jnp.shape(scale):
-            raise ValueError(f"`stddev` must give one number, got an array of {jnp.shape(scale)}.")
+        paths, structure = unmarked_leaves("add_gaussian_noise", updates)
+        wide = [widen(leaf) for _, leaf in paths]
+        addresses = leaf_addresses(updates)
+        if jax.tree.structure(params) == structure:
+            _check_sum(paths, jax.tree.leaves(params))
+        scale = stddev
+        if callable(stddev):
+            scale = stddev(state.step)
+            _check_stddev(scale)
+        next_state = AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
+        if not wide:
+            return updates, next_state
+        shards = read_shards(shard_specs, wide)
         step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
-        paths, structure = jax.tree.flatten_with_path(updates)
-        leaves = [leaf for _, leaf in paths]
-        for path, leaf in paths:
-            _check_shards(path, leaf, step_key, axes)
-        if not leaves:
-            return updates, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
-        keys = fold_in_texts(step_key, leaf_addresses(updates))
+        keys = fold_in_texts(step_key, addresses)
+        _check_shards(paths, shards, step_key)
 
         def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
-            wide = jnp.asarray(scale, noise.dtype)
-            is_good = (wide >= jnp.finfo(wide.dtype).tiny) & (state.step < _LAST_STEP)
-            scaled = jnp.where(is_good, wide * noise, jnp.nan)
-            return (leaf.astype(noise.dtype) + scaled).astype(leaf.dtype)
+            stddev = jnp.asarray(scale, noise.dtype)
+            is_good = (stddev >= jnp.finfo(stddev.dtype).tiny) & (state.step < _LAST_STEP)
+            return leaf + jnp.where(is_good, stddev * noise, jnp.nan)
 
-        noises = _draw(keys, leaves, axes, state.step)
-        noisy = jax.tree.unflatten(structure, map(add_noise, leaves, noises))
-        return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
+        noises = _draw(keys, wide, [_split_axes(shard) for shard in shards], state.step)
+        noisy = [
+            add_noise(leaf, noise).astype(narrow.dtype)
+            for leaf, noise, (_, narrow) in zip(wide, noises, paths, strict=True)
+        ]
+        return jax.tree.unflatten(structure, noisy), next_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def is_noise_state(x: Any) -> bool:
-    """Tell the noise's part of an optimizer's state from all others."""
-    return isinstance(x, AddGaussianNoiseState)
+def is_noise_state(node: object) -> bool:
+    """Tell whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
+    return isinstance(node, AddGaussianNoiseState)
 
 
 def _draw(
-    keys: jax.Array, leaves: list[jax.Array], axes: tuple[str, ...], step: jax.Array
+    keys: jax.Array,
+    leaves: Sequence[jax.Array],
+    axes: Sequence[tuple[str, ...]],
+    step: jax.Array,
 ) -> list[jax.Array]:
-    """Return unit noise for each leaf; small leaves draw theirs together."""
-    groups: dict[Any, list[int]] = {}
-    tracked = are_shards_tracked()
+    """Return standard Gaussian noise for each leaf, which is float32 or float64.
+
+    Small leaves of similar size share one draw, which compiles to fewer kernels. Each of `axes`
+    holds the mesh axes whose index is folded into the leaf's key.
+    """
+    groups: dict[tuple[object, ...], list[int]] = {}
+    draws_together = is_threefry(keys)
     for index, leaf in enumerate(leaves):
         room = 1 << max(leaf.size - 1, 0).bit_length()
-        folded = tuple(axis for axis in axes if not tracked or axis in varying_axes(leaf))
-        alone = leaf.size > _SMALL or not is_threefry(keys)
-        own = (index,) if alone else (room, wide_dtype(leaf))
-        groups.setdefault((folded, own), []).append(index)
+        is_small = draws_together and leaf.size <= _SMALL
+        group = (room, leaf.dtype) if is_small else (index,)
+        groups.setdefault((axes[index], group), []).append(index)
     noises = dict[int, jax.Array]()
-    for (folded, _), members in groups.items():
+    for members in groups.values():
+        first = leaves[members[0]]
         chosen = keys[np.asarray(members)]
-        for axis in folded:
+        for axis in axes[members[0]]:
             chosen = jax.vmap(jax.random.fold_in, (0, None))(chosen, jax.lax.axis_index(axis))
         if len(members) == 1:
-            leaf = leaves[members[0]]
-            if leaf.ndim == 1 and leaf.size % 2 and leaf.size > _SMALL and is_threefry(keys):
-                # XLA's CPU backend vectorizes no loop over an odd number of entries.
-                rows = _normal_once(chosen, leaf.size + 1, wide_dtype(leaf), step)
-                noises[members[0]] = rows[0, :-1]
+            if first.ndim == 1 and first.size % 2 and first.size > _SMALL and draws_together:
+                # XLA's CPU backend does not vectorize loops over an odd number of entries.
+                noises[members[0]] = _normal_once(chosen, first.size + 1, first.dtype, step)[0, :-1]
                 continue
-            draw = partial(_normal, shape=leaf.shape, dtype=wide_dtype(leaf))
-            sharding = explicit_spec(leaf)
-            noises[members[0]] = with_automatic_axes(draw, sharding)(chosen[0])
+            draw = partial(_normal, shape=first.shape, dtype=first.dtype)
+            noises[members[0]] = with_automatic_axes(draw, explicit_spec(first))(chosen[0])
             continue
         room = max(leaves[index].size for index in members)
-        rows = _normal_once(chosen, room, wide_dtype(leaves[members[0]]), step)
+        rows = _normal_once(chosen, room, first.dtype, step)
         for row, index in enumerate(members):
             cut = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
             noises[index] = cut.reshape(leaves[index].shape)
     return [noises[index] for index in range(len(leaves))]
 
 
-def _normal_once(keys: jax.Array, room: int, dtype: Any, step: jax.Array) -> jax.Array:
-    """Return a row of unit noise for each key, or NaN if the step is corrupt.
+def _normal_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
+    """Return a row of standard Gaussian noise for each key, or NaN if the step is negative.
 
-    What is drawn under a condition is drawn once, where XLA would otherwise draw it in each of the
-    kernels that cut a leaf's noise out of it.
+    The condition makes XLA draw the rows once. Without it, XLA would draw them again in every
+    kernel that slices a leaf's noise from them.
     """
     draw = partial(_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
-def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """Return ±Φ⁻¹(p) for p = (k + ½)·2⁻⁶⁴ with a random sign and a random k of 63 bits."""
     high, low = random_words(keys, shape)
     unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
@@ -209,9 +231,9 @@ def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 
 
 def _quantile(p: jax.Array) -> jax.Array:
-    """Return Φ⁻¹(p) for p in [2⁻⁶⁵, ½], as precise as its dtype.
+    """Return Φ⁻¹(p) for p in [2⁻⁶⁵, ½], to the precision of its dtype.
 
-    −Φ⁻¹ is so smooth a function of log(−log p) that a polynomial of degree 8 is within 2e-8 of it.
+    In float32, −Φ⁻¹ is a polynomial of degree 8 in log(−log p), whose error is below 2e-8.
     """
     if p.dtype == jnp.float64:
         return jax.scipy.special.ndtri(p)
@@ -222,46 +244,52 @@ def _quantile(p: jax.Array) -> jax.Array:
     return -total
 
 
-def _check_sum(updates: Any, params: Any) -> None:
-    """Raise if gradients are still stacked, one for each example, as far as `params` tells."""
-    structure: Any = jax.tree.structure(updates)
-    if structure != jax.tree.structure(params):
-        return
-    for name, leaf, param in zip_leaves(updates, params):
+def _check_sum(
+    paths: Sequence[tuple[jax.tree_util.KeyPath, jax.Array]], params: Sequence[jax.Array]
+) -> None:
+    """Raise if a leaf's shape shows that per-example gradients are still stacked."""
+    for (path, leaf), param in zip(paths, params, strict=True):
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must be a sum of clipped gradients, got shape {leaf.shape} for a "
-                f"parameter of {jnp.shape(param)} at {name!r}; put `clip_per_example` before "
-                "`add_gaussian_noise`."
+                f"parameter of shape {jnp.shape(param)} at {path_name(path)!r}; put "
+                "`clip_per_example` before `add_gaussian_noise`."
             )
 
 
-def _check_precision(stddev: Any) -> None:
-    """Raise if the noise that the accountant counts on was rounded to half precision."""
+def _check_stddev(stddev: ArrayLike) -> None:
+    """Raise unless `stddev` is one number that was not rounded to half precision."""
+    if jnp.shape(stddev):
+        raise ValueError(f"`stddev` must give one number, got an array of {jnp.shape(stddev)}.")
     dtype = getattr(stddev, "dtype", jnp.dtype("float32"))
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise ValueError(
-            f"`stddev` must be float32 at least, got {dtype}; with optax.inject_hyperparams, "
+            f"`stddev` must be float32 or float64, got {dtype}; with optax.inject_hyperparams, "
             "pass hyperparam_dtype=jnp.float32."
         )
 
 
+def _split_axes(shard: Shard) -> tuple[str, ...]:
+    """Return the mesh axes along which the shards of a leaf draw noise of their own."""
+    return tuple(axis for axis in shard.named if shard.varying is None or axis in shard.varying)
+
+
 def _check_shards(
-    path: tuple[Any, ...], leaf: jax.Array, key: jax.Array, axes: tuple[str, ...]
+    paths: Sequence[tuple[jax.tree_util.KeyPath, jax.Array]],
+    shards: Sequence[Shard],
+    key: jax.Array,
 ) -> None:
-    """Raise if `leaf` may differ between the shards of a mesh axis and its noise does not."""
-    if not manual_axes():
-        return
-    tracked = are_shards_tracked()
-    repeated = varying_axes(leaf) - varying_axes(key) - set(axes)
-    if not tracked:
-        repeated = set(manual_axes()) - set(axes)
-    if repeated:
-        reason = "varies" if tracked else "may vary, which check_vma=False and pmap do not tell"
-        remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
-        raise ValueError(
-            "`updates` must be the same on all shards inside shard_map, got "
-            f"{path_name(path)!r}, which {reason}, over {', '.join(sorted(repeated))}: every shard "
-            f"would draw the same noise; {remedy}, call `update` outside, or name "
-            "as `axis_name` the axes over which a summed gradient is split."
-        )
+    """Raise if a leaf may differ between the shards of a mesh axis while its noise does not."""
+    for (path, _), shard in zip(paths, shards, strict=True):
+        tracked = shard.varying is not None
+        may_vary = set(manual_axes()) if shard.varying is None else shard.varying
+        repeated = may_vary - set(shard.named) - (varying_axes(key) if may_vary else set())
+        if repeated:
+            reason = "varies" if tracked else "may vary (check_vma=False and pmap do not tell)"
+            remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
+            raise ValueError(
+                f"`updates` must be equal on all shards inside shard_map, got "
+                f"{path_name(path)!r}, which {reason} over {', '.join(sorted(repeated))}: every "
+                f"shard would draw the same noise; {remedy}, call `update` outside shard_map, or "
+                "name in `shard_specs` the mesh axes that split a summed gradient."
+            )

@@ -1,14 +1,16 @@
-"""Private optimizers: chains of clipping, noise and smoothing in front of an optimizer."""
+"""Chain clipping, noise and smoothing in front of any Optax optimizer."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_non_negative, check_positive, frozen_number, is_number
+from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import clip_per_example, sensitivity
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
@@ -19,40 +21,48 @@ Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
 def privatize(
     optimizer: optax.GradientTransformation,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 0.0,
     key: jax.Array,
+    shard_specs: PyTree = None,
+    replicated_axes: str | Sequence[str] = (),
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
-    u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b is what `optimizer` is fed with. Updates
-    are the marked sum of `clipped_grad`, or stacked per-example gradients (then `update` needs
-    `params`, and `mask=` if the batch is padded). It must be the first link of a chain; momentum,
-    weight decay and the like belong into `optimizer`, behind the noise.
+    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. The updates are
+    either the marked sum of `clipped_grad`, or stacked per-example gradients; with the latter,
+    `update` needs `params`, and `mask=` if the batch is padded. The result must be the first
+    transform of a chain. Momentum and weight decay belong in `optimizer`, after the noise.
 
-    Not with `optax.MultiSteps` or `optax.apply_if_finite`, which cannot carry a marked
-    sum: for large batches use `microbatch_size` of `clipped_grad`, or add the marked sums of
-    disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Not several times under one
-    `optax.partition`: each would clip by itself, and the joint sensitivity would be √k·C. Use one
-    `privatize(optax.partition(...), ...)`, with a prefix tree of clip norms if need be.
+    Do not wrap it in `optax.MultiSteps` or `optax.apply_if_finite`, which cannot carry a marked
+    sum. For large batches, use `microbatch_size` of `clipped_grad`, or add the marked sums of
+    disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Do not use it several times
+    under one `optax.partition`: each use would clip by itself, and the joint sensitivity would be
+    √k·C. Use one `privatize(optax.partition(...), ...)`, if need be with a prefix tree of clip
+    norms.
 
     Args:
         optimizer: any Optax optimizer, such as `optax.adamw(1e-3)`.
-        clip_norm: C, as in `clip_per_example`, and the same as in `clipped_grad`.
-        noise_multiplier: z > 0, the noise on the clipped *sum* in units of its `sensitivity`; a
-            number or a function of the step. This is what the accountant asks for; it must be
-            told of each value of a function, as a `PrivacyPlan` does for its `Piecewise`.
-        expected_batch_size: b, by which the noisy sum is divided: a public number (the sampling
-            rate times the size of the dataset), never the number of examples that came.
-        smoothing: σ ≥ 0, a number or a function of the step; or a `laplacian_smooth(...)`
-            transform, for another layout or scope. It costs no privacy and buys none.
+        clip_norm: C; see `clip_per_example`. It must be the same as in `clipped_grad`.
+        noise_multiplier: z > 0, the standard deviation of the noise on the clipped *sum*, in units
+            of the sum's `sensitivity`; a number or a schedule. This is the number that the
+            accountant computes. The accountant must know every value of a schedule;
+            `PrivacyPlan` does this for its `Piecewise`.
+        expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
+            rate times the size of the dataset. Never pass the actual number of examples in a batch.
+        smoothing: σ ≥ 0, a number or a schedule; or a `laplacian_smooth(...)` transform, for
+            another layout or scope. Smoothing costs no privacy and buys none.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
+        shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
+            `add_gaussian_noise` and `laplacian_smooth`, both of which receive it. A `smoothing`
+            that is a transform has its own.
+        replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
 
-    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
-    which keeps the key out of the hyper-parameters that people log, and for half-precision
-    parameters `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
+    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`.
+    This keeps the key out of the hyperparameters, which people log. For parameters in half
+    precision, also pass `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
 
     >>> import numpy as np
     >>> tx = privatize(
@@ -67,7 +77,7 @@ def privatize(
     >>> print(np.asarray(updates).round(3))  # −(0.6, 1.3) / 2
     [-0.3  -0.65]
     """
-    remedy = "for training without privacy, use the optimizer itself"
+    remedy = "for training without privacy, use the optimizer without `privatize`"
     if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
         raise TypeError(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
@@ -76,25 +86,25 @@ def privatize(
     noise_multiplier = frozen_number(noise_multiplier)
     if not is_number(expected_batch_size):
         raise TypeError(
-            "`expected_batch_size` must be a plain number, which is public, got "
-            f"{expected_batch_size!r}; never the number of examples that came, "
-            "and static for optax.inject_hyperparams."
+            f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; it is "
+            "public, never the number of examples in a batch, and static for "
+            "optax.inject_hyperparams."
         )
     check_positive("expected_batch_size", expected_batch_size)
     return optax.chain(
-        clip_per_example(clip_norm),
-        add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key),
+        clip_per_example(clip_norm, replicated_axes=replicated_axes),
+        add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key, shard_specs=shard_specs),
         optax.scale(1 / expected_batch_size),
-        _smoothing_link(smoothing),
+        _smoothing_transform(smoothing, shard_specs),
         optax.stateless(_cast_like),
-        _by_gradients_alone(optimizer),
+        _with_clear_errors(optimizer),
     )
 
 
 def dp_sgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     momentum: float | None = None,
@@ -102,7 +112,7 @@ def dp_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-SGD: `privatize(optax.sgd(learning_rate, momentum), ...)`, without smoothing.
 
-    The arguments are those of `privatize` and of `optax.sgd`.
+    For the arguments, see `privatize` and `optax.sgd`.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy.
@@ -125,7 +135,7 @@ def dp_sgd(
 def dp_lssgd(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 1.0,
@@ -134,7 +144,7 @@ def dp_lssgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSSGD: `privatize(optax.sgd(learning_rate, momentum), smoothing=σ, ...)`.
 
-    The arguments are those of `privatize` and of `optax.sgd`; here σ is 1 by default.
+    For the arguments, see `privatize` and `optax.sgd`. Here σ is 1 by default.
 
     References:
         Wang et al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in
@@ -158,14 +168,14 @@ def dp_lssgd(
 def dp_adam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-Adam: `privatize(optax.adam(learning_rate), ...)`, without smoothing.
 
-    The arguments are those of `privatize`.
+    For the arguments, see `privatize`.
 
     >>> tx = dp_adam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
@@ -184,7 +194,7 @@ def dp_adam(
 def dp_lsadam(
     learning_rate: optax.ScalarOrSchedule,
     *,
-    clip_norm: Any,
+    clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 1.0,
@@ -192,7 +202,7 @@ def dp_lsadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    The arguments are those of `privatize`; here σ is 1 by default.
+    For the arguments, see `privatize`. Here σ is 1 by default.
 
     >>> tx = dp_lsadam(
     ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
@@ -210,59 +220,66 @@ def dp_lsadam(
 
 
 def steps_taken(state: optax.OptState) -> jax.Array:
-    """Return how often the noise of `privatize`, the first in a state, was added."""
+    """Return how many steps the noise of `privatize` has counted in an optimizer's state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
 
 
-def _stddev(noise_multiplier: optax.ScalarOrSchedule, clip_norm: Any) -> optax.ScalarOrSchedule:
+def _stddev(
+    noise_multiplier: optax.ScalarOrSchedule, clip_norm: ClipNorm
+) -> optax.ScalarOrSchedule:
     """Return z times the sensitivity, as a schedule if either of them is one."""
     total = sensitivity(clip_norm)
     if not (callable(noise_multiplier) or callable(total)):
         return noise_multiplier * total
 
-    def stddev(step: Any) -> Any:
+    def stddev(step: jax.Array) -> jax.Array | float:
         multiplier = noise_multiplier(step) if callable(noise_multiplier) else noise_multiplier
         return multiplier * (total(step) if callable(total) else total)
 
     return stddev
 
 
-def _smoothing_link(smoothing: Smoothing) -> optax.GradientTransformation:
-    """Return the smoothing transform, or nothing where σ is the number 0."""
+def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:
+    """Return the transform that smooths, which is the identity if σ is the number 0."""
     if isinstance(smoothing, optax.GradientTransformation):
         return smoothing
     check_non_negative("smoothing", smoothing, schedule=True)
-    return (
-        optax.identity() if is_number(smoothing) and smoothing == 0 else laplacian_smooth(smoothing)
-    )
+    if is_number(smoothing) and smoothing == 0:
+        return optax.identity()
+    return laplacian_smooth(smoothing, shard_specs=shard_specs)
 
 
-def _by_gradients_alone(
+def _with_clear_errors(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap an optimizer so that it raises a clear error if it needs the loss, as L-BFGS does."""
+    """Let an optimizer that needs more than gradients, such as L-BFGS, raise a clear error."""
     inner = optax.with_extra_args_support(optimizer)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as error:
             _, is_missing, names = str(error).partition("required keyword-only argument")
             if not is_missing:
-                error.add_note("This is an error of `optimizer`: look at its own arguments.")
+                error.add_note("`optimizer` raised this error; check its arguments.")
                 raise
             raise TypeError(
-                "`optimizer` must need gradients alone, got one that asks for "
-                f"{names.lstrip('s:').strip()} as well, which would be released without noise; "
-                "take one such as optax.sgd or optax.adam, without a line search."
+                "`optimizer` must need gradients only, got one that also needs "
+                f"{names.lstrip('s:').strip()}, which would be released without noise; use one "
+                "without a line search, such as optax.sgd or optax.adam."
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Give the updates the dtypes of `params`, if known: sums are wider than half precision."""
+    """Cast the updates to the dtypes of `params`, if known: clipped sums are float32 or wider."""
     if params is None:
         return updates
     return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params)

@@ -14,7 +14,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 import optax_lsdp as lsdp
 from optax_lsdp._keys import fold_in_texts
 from optax_lsdp._trees import leaf_addresses
-from optax_lsdp.discrete import add_discrete_gaussian_noise, grid_grad
+from optax_lsdp.discrete import add_discrete_gaussian_noise, quantized_grad
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -88,7 +88,7 @@ def test_no_two_leaves_draw_the_same_noise(name):
     link = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
     noise = jax.tree.leaves(link.update(tree, link.init(tree))[0])
     assert len(np.unique(np.stack(noise))) == np.stack(noise).size
-    grad = grid_grad(
+    grad = quantized_grad(
         lambda p, x: sum(jnp.vdot(x, y) for y in jax.tree.leaves(p)), clip_norm=1.0, resolution=100
     )
     exact = add_discrete_gaussian_noise(9.0, key=jax.random.key(0))

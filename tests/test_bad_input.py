@@ -56,7 +56,7 @@ CASES = {
     "learning rate NaN": (lambda: lsdp.dp_sgd(np.nan, **GOOD), "`learning_rate` .* got nan"),
     "learning rate negative": (lambda: lsdp.dp_adam(-0.1, **GOOD), "`learning_rate` .* got -0.1"),
     "noise negative": (lambda: privatize(noise_multiplier=-1.0), "`noise_multiplier` .* got -1.0"),
-    "noise zero": (lambda: privatize(noise_multiplier=0), "got 0; .* use the optimizer itself"),
+    "noise zero": (lambda: privatize(noise_multiplier=0), "got 0; .* use the optimizer without"),
     "noise NaN": (lambda: privatize(noise_multiplier=np.nan), "`noise_multiplier` .* got nan"),
     "noise None": (lambda: privatize(noise_multiplier=None), "must be a number or .* got None"),
     "noise zero, an array": (
@@ -70,12 +70,12 @@ CASES = {
     ),
     "batch size that came": (
         lambda: jax.jit(lambda n: privatize(expected_batch_size=n).init(PARAMS))(5.0),
-        "`expected_batch_size` must be a plain number.*; never the number of examples that came",
+        "`expected_batch_size` must be a plain number.*, never the number of examples in a batch",
     ),
     "no optimizer": (lambda: lsdp.privatize(0.1, **GOOD), "`optimizer` .* got 0.1"),
     "stddev zero": (
         lambda: lsdp.add_gaussian_noise(0.0, key=KEY),
-        "`stddev` .* leave the link out",
+        "`stddev` .* leave `add_gaussian_noise` out",
     ),
     "batch size zero": (lambda: privatize(expected_batch_size=0), "`expected_batch_size` .* got 0"),
     "smoothing negative": (lambda: privatize(smoothing=-0.1), "`smoothing` .* got -0.1"),
@@ -255,15 +255,15 @@ CASES = {
     ),
     "an order that is too high": (
         lambda: smooth(1.0, method="halo", order=2),
-        "`method` .* got 'halo', which has order 1 alone, not 2",
+        "`method` .* got 'halo', which supports order 1 only, not 2",
     ),
     "a matrix that is too large": (
         lambda: smooth(1.0, jnp.ones(5000), method="matrix"),
-        "`method` .* got 'matrix', which takes at most 300 entries an axis, not 5000",
+        "`method` .* got 'matrix', which takes at most 300 entries per axis, not 5000",
     ),
-    "shards of another tree": (
-        lambda: smooth(1.0, shards={"a": jax.P(), "b": jax.P()}),
-        "`shards` must be a PartitionSpec, .* got 2 of them for 1 arrays",
+    "specs of another tree": (
+        lambda: smooth(1.0, shard_specs={"a": jax.P(), "b": jax.P()}),
+        "`shard_specs` must be a PartitionSpec, .* got 2 of them for 1 arrays",
     ),
     "a grid in one ring": (
         lambda: lsdp.laplacian_smooth(

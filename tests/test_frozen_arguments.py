@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.discrete import grid_grad
+from optax_lsdp.discrete import quantized_grad
 
 PARAMS = {"w": jnp.zeros(3), "b": jnp.zeros(2)}
 KEY = jax.random.key(0)
@@ -61,9 +61,9 @@ def by_scheduled_optimizer(number):
     return lambda: tx.update(STACKED, tx.init(PARAMS), PARAMS)[0]
 
 
-def by_grid(number):
-    grad = grid_grad(loss, clip_norm=number, resolution=10)
-    return lambda: [leaf.cell for leaf in grad(PARAMS, jnp.ones(1)).values()]
+def by_quantized(number):
+    grad = quantized_grad(loss, clip_norm=number, resolution=10)
+    return lambda: [leaf.quantum for leaf in grad(PARAMS, jnp.ones(1)).values()]
 
 
 def by_plan(number):
@@ -72,7 +72,7 @@ def by_plan(number):
     return lambda: [plan.noise_multiplier, plan.epsilon]
 
 
-@pytest.mark.parametrize("make", [by_noise, by_scheduled_optimizer, by_grid, by_plan])
+@pytest.mark.parametrize("make", [by_noise, by_scheduled_optimizer, by_quantized, by_plan])
 def test_an_array_of_one_number_is_copied(make):
     number = np.array(2.0)
     release = make(number)

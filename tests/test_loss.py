@@ -37,8 +37,8 @@ def by_clipped_grad(loss, params, batch):
     return jax.eval_shape(lsdp.clipped_grad(loss, clip_norm=1.0), params, batch)
 
 
-def by_grid(loss, params, batch):
-    return jax.eval_shape(lsdp.discrete.grid_grad(loss, clip_norm=1.0), params, batch)
+def by_quantized(loss, params, batch):
+    return jax.eval_shape(lsdp.discrete.quantized_grad(loss, clip_norm=1.0), params, batch)
 
 
 def by_explain(loss, params, batch):
@@ -56,7 +56,7 @@ def by_check(loss, params, batch):
 USES = {
     "fit": by_fit,
     "clipped_grad": by_clipped_grad,
-    "grid_grad": by_grid,
+    "quantized_grad": by_quantized,
     "explain_clipping": by_explain,
     "check_model": by_check,
 }

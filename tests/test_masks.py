@@ -78,7 +78,7 @@ def test_a_mask_by_another_name_is_refused(make):
 
 def test_a_mask_beside_a_sum_on_a_grid_comes_too_late():
     params, tx = jnp.zeros(2), discrete.add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
-    total = discrete.grid_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((3, 2)))
+    total = discrete.quantized_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((3, 2)))
     with pytest.raises(TypeError, match="`mask` must not hold a value for each example"):
         tx.update(total, tx.init(params), params, mask=jnp.ones(3, bool))
 

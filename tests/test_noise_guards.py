@@ -23,12 +23,12 @@ def test_a_schedule_gives_one_number():
     tx = lsdp.add_gaussian_noise(lambda step: jnp.ones(3), key=jax.random.key(0))
     with pytest.raises(ValueError, match="`stddev` must give one number"):
         tx.update(jnp.zeros(3), tx.init(None))
-    with pytest.raises(TypeError, match="`axis_name` must be a mesh axis"):
-        lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), axis_name=5)
+    with pytest.raises(TypeError, match="`shard_specs` must be None, a PartitionSpec"):
+        lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), shard_specs=5)
 
 
 def test_named_axes_are_folded_in_where_jax_does_not_track_them():
-    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), axis_name="a")
+    tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), shard_specs=jax.P("a"))
     state = tx.init(None)
     mapped = jax.shard_map(
         lambda x: tx.update(x, state)[0],

@@ -1,5 +1,10 @@
 """The private optimizers: one step in NumPy, and everything that Optax users do with them."""
 
+import functools
+import itertools
+import sys
+from pathlib import Path
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,6 +22,7 @@ PARAMS = {
     "Conv_0": {"kernel": jnp.ones((2, 2, 1, 3))},
 }
 PRIVATE = dict(clip_norm=C, noise_multiplier=Z, expected_batch_size=B, key=KEY)
+PACKAGE = str(Path(lsdp.__file__).parent)
 OPTIMIZERS = {
     "dp_sgd": lsdp.dp_sgd(LR, momentum=0.9, **PRIVATE),
     "dp_lssgd": lsdp.dp_lssgd(LR, momentum=0.9, **PRIVATE),
@@ -34,7 +40,6 @@ def _strict_promotion():
         yield
 
 
-every_optimizer = pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 both_kinds = pytest.mark.parametrize("kind", ["stacked", "marked"])
 
 
@@ -60,20 +65,20 @@ def updates_of(kind, params=PARAMS, seed=0):
     return rows if kind == "stacked" else clipped(params, rows)
 
 
-def noise_of(step, params=PARAMS, stddev=Z * C):
-    """Return the noise that the key draws at a step."""
-    tx = lsdp.add_gaussian_noise(stddev, key=KEY)
-    state = tx.init(params)._replace(step=jnp.int32(step))
-    return tx.update(jax.tree.map(lambda x: jnp.zeros(x.shape), params), state)[0]
+@functools.cache
+def first_update(kind, optimizer=lsdp.dp_lssgd, **options):
+    """Return the compiled first update of an optimizer with learning rate LR."""
+    tx = optimizer(LR, **PRIVATE, **options)
+    return jax.jit(tx.update)(updates_of(kind), tx.init(PARAMS), PARAMS)[0]
 
 
 @both_kinds
 def test_one_step_of_dp_lssgd_is_this_much_numpy(kind):
-    tx = lsdp.dp_lssgd(LR, smoothing=2.0, **PRIVATE)
-    updates, _ = jax.jit(tx.update)(updates_of(kind), tx.init(PARAMS), PARAMS)
-
+    updates = first_update(kind, smoothing=2.0)
     rows = {path: np.asarray(x, np.float64) for path, x in jax.tree.leaves_with_path(stacked())}
-    noises = dict(jax.tree.leaves_with_path(noise_of(0)))
+    noise = lsdp.add_gaussian_noise(Z * C, key=KEY)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), PARAMS)
+    noises = dict(jax.tree.leaves_with_path(jax.jit(noise.update)(zeros, noise.init(PARAMS))[0]))
     squares = sum((x.reshape(N, -1) ** 2).sum(axis=1) for x in rows.values())
     factors = np.minimum(1, C / np.sqrt(squares))
     for path, got in jax.tree.leaves_with_path(updates):
@@ -94,12 +99,8 @@ def test_one_step_of_dp_lssgd_is_this_much_numpy(kind):
     ids=["stacked", "marked", "scheduled"],
 )
 def test_without_smoothing_dp_lssgd_is_dp_sgd_to_the_bit(kind, zero):
-    plain = lsdp.dp_sgd(LR, **PRIVATE)
-    smoothed = lsdp.dp_lssgd(LR, smoothing=zero, **PRIVATE)
-    grads = updates_of(kind)
-    expected, _ = jax.jit(plain.update)(grads, plain.init(PARAMS), PARAMS)
-    got, _ = jax.jit(smoothed.update)(grads, smoothed.init(PARAMS), PARAMS)
-    chex.assert_trees_all_equal(got, expected)
+    expected = first_update(kind, lsdp.dp_sgd)
+    chex.assert_trees_all_equal(first_update(kind, smoothing=zero), expected)
 
 
 @pytest.mark.parametrize(
@@ -153,54 +154,55 @@ def test_a_marked_sum_of_another_step_still_obeys_the_clip_norm_of_this_one():
     assert float(optax.tree.norm(total)) <= 1.0 * (1 + 1e-6)
 
 
-@every_optimizer
 @both_kinds
-def test_a_second_step_does_not_recompile(tx, kind):
+def test_a_second_step_does_not_recompile(kind):
     traces = []
 
     @jax.jit
-    def step(params, state, grads):
+    def step(params, states, grads):
         traces.append(None)
-        updates, state = tx.update(grads, state, params, an_argument_of_the_future=1)
-        return optax.apply_updates(params, updates), state
+        for name, tx in OPTIMIZERS.items():
+            updates, states[name] = tx.update(
+                grads, states[name], params[name], an_argument_of_the_future=1
+            )
+            params[name] = optax.apply_updates(params[name], updates)
+        return params, states
 
-    params, state = PARAMS, tx.init(PARAMS)
+    params = dict.fromkeys(OPTIMIZERS, PARAMS)
+    states = {name: tx.init(PARAMS) for name, tx in OPTIMIZERS.items()}
     for seed in range(3):
-        params, state = step(params, state, updates_of(kind, seed=seed))
+        params, states = step(params, states, updates_of(kind, seed=seed))
     assert len(traces) == 1
 
 
 @both_kinds
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes_are_stable(kind, dtype):
-    tx = OPTIMIZERS["dp_lsadam"]  # every link there is
+    tx = OPTIMIZERS["dp_lsadam"]  # has every transform there is
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
         state = tx.init(params)
-        grads = updates_of(kind, params)
-        updates, after = jax.jit(tx.update)(grads, state, params)
+        grads = jax.eval_shape(lambda: updates_of(kind, params))
+        updates, after = jax.eval_shape(tx.update, grads, state, params)
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
         chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-@every_optimizer
-def test_shardings_are_stable(tx):
+def test_shardings_are_stable():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     sharded = jax.NamedSharding(mesh, jax.P("x"))
     params = {"kernel": jnp.ones((16, 3)), "bias": jnp.ones(8)}
     params = jax.tree.map(lambda x: jax.device_put(x, sharded), params)
-    state = jax.jit(tx.init)(params)
+    states = jax.jit(lambda params: {k: tx.init(params) for k, tx in OPTIMIZERS.items()})(params)
     grads = clipped(params, stacked(params))
 
     @jax.jit
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return updates, optax.apply_updates(params, updates), state
+    def step(params, states):
+        updates = {k: tx.update(grads, states[k], params)[0] for k, tx in OPTIMIZERS.items()}
+        return updates, {k: optax.apply_updates(params, updates[k]) for k in updates}
 
-    updates, moved, _ = step(params, state)
-    for tree in (updates, moved):
-        for leaf in jax.tree.leaves(tree):
-            assert leaf.sharding.is_equivalent_to(sharded, leaf.ndim)
+    for leaf in jax.tree.leaves(step(params, states)):
+        assert leaf.sharding.is_equivalent_to(sharded, leaf.ndim)
 
 
 @both_kinds
@@ -208,13 +210,14 @@ def test_chain_and_masked_carry_both_kinds(kind):
     mask = {"Dense_0": True, "Conv_0": False}
     tx = optax.chain(optax.masked(lsdp.dp_lssgd(LR, **PRIVATE), mask), optax.scale(0.5))
     grads, state = updates_of(kind), tx.init(PARAMS)
-    updates, _ = tx.update(grads, state, PARAMS)
+    updates, _ = jax.jit(tx.update)(grads, state, PARAMS)
     alone = lsdp.dp_lssgd(LR, **PRIVATE)
     trained = {"Dense_0": PARAMS["Dense_0"]}
-    expected, _ = alone.update({"Dense_0": grads["Dense_0"]}, alone.init(trained), trained)
+    part = {"Dense_0": grads["Dense_0"]}
+    expected, _ = jax.jit(alone.update)(part, alone.init(trained), trained)
     halved = jax.tree.map(lambda x: 0.5 * x, expected["Dense_0"])
     chex.assert_trees_all_close(updates["Dense_0"], halved, atol=1e-7)
-    if kind == "marked":  # what was masked out got no noise, and cannot be applied by accident
+    if kind == "marked":  # the masked leaves have no noise, and cannot be applied by accident
         with pytest.raises(TypeError):
             optax.apply_updates(PARAMS, updates)
 
@@ -224,10 +227,8 @@ def test_inject_hyperparams_keeps_the_clip_norm_static_and_traces_the_rest(kind)
     factory = optax.inject_hyperparams(lsdp.dp_lssgd, static_args=STATIC)
     tx = factory(LR, **PRIVATE, smoothing=2.0)
     assert "key" not in tx.init(PARAMS).hyperparams
-    plain = lsdp.dp_lssgd(LR, **PRIVATE, smoothing=2.0)
-    grads = updates_of(kind)
-    expected, _ = plain.update(grads, plain.init(PARAMS), PARAMS)
-    update = jax.jit(tx.update)
+    expected = first_update(kind, smoothing=2.0)
+    grads, update = updates_of(kind), jax.jit(tx.update)
     got, state = update(grads, tx.init(PARAMS), PARAMS)
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     state.hyperparams["noise_multiplier"] = jnp.float32(0)  # releases nothing
@@ -246,7 +247,7 @@ def test_injected_noise_is_not_rounded_to_half_precision():
     factory(LR, **PRIVATE).init(half)
 
 
-@every_optimizer
+@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=list(OPTIMIZERS))
 def test_map_params_finds_the_parameters_in_the_state(tx):
     state = tx.init(PARAMS)
     mapped = optax.tree.map_params(tx, lambda x: x + 1, state)
@@ -279,14 +280,70 @@ def test_wrappers_that_cannot_carry_per_example_gradients_fail(wrap, kind):
             optax.apply_updates(PARAMS, updates)
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_privatize_passes_shard_specs_to_noise_and_smoothing(check_vma):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    zeros, spec = {"kernel": jnp.zeros((16, 3)), "bias": jnp.zeros(8)}, jax.P("x")
+    one_row = {"kernel": jnp.zeros((1, 16, 3)), "bias": jnp.zeros((1, 8))}
+    rows = {"kernel": jax.P(None, "x"), "bias": jax.P(None, "x")}
+    tx, noise = (
+        lsdp.privatize(
+            optax.identity(), **PRIVATE, smoothing=smoothing, shard_specs=spec, replicated_axes="x"
+        )
+        for smoothing in (2.0, 0.0)
+    )
+
+    def step(tx, params, grads):
+        return tx.update(grads, tx.init(params), params)[0]
+
+    def on_shards(tx):
+        return jax.shard_map(
+            functools.partial(step, tx),
+            mesh=mesh,
+            in_specs=(spec, rows),
+            out_specs=spec,
+            check_vma=check_vma,
+        )
+
+    got, drawn = jax.jit(lambda *args: (on_shards(tx)(*args), on_shards(noise)(*args)))(
+        zeros, one_row
+    )
+    for leaf in drawn.values():
+        assert len(np.unique(leaf)) == leaf.size  # each shard draws noise of its own
+    whole = lsdp.laplacian_smooth(2.0)
+    chex.assert_trees_all_close(got, whole.update(drawn, whole.init(None))[0], atol=1e-6)
+    with pytest.raises(ValueError, match="every shard would draw the same noise"):
+        on_shards(lsdp.privatize(optax.identity(), **PRIVATE, replicated_axes="x"))(zeros, one_row)
+
+
+def test_an_update_reads_as_a_straight_path_through_the_package():
+    """A reader who follows one update, each function once, changes file at most so many times."""
+    tx = lsdp.dp_lssgd(LR, smoothing=2.0, **PRIVATE)
+    grads, state = updates_of("marked"), tx.init(PARAMS)
+    called = {}
+
+    def record(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name[0] != "<":
+            called.setdefault((code.co_filename, code.co_qualname))
+
+    sys.setprofile(record)
+    try:
+        jax.eval_shape(tx.update, grads, state, PARAMS)
+    finally:
+        sys.setprofile(None)
+    files = [file for file, _ in called]
+    changes = sum(one != other for one, other in itertools.pairwise(files))
+    assert changes <= 35
+
+
 def test_one_privatize_around_a_partition_is_one_mechanism():
     inner = optax.partition(
         {"fast": optax.sgd(1.0), "slow": optax.sgd(0.1)}, {"Dense_0": "fast", "Conv_0": "slow"}
     )
     tx = lsdp.privatize(inner, **PRIVATE)
-    updates, _ = tx.update(updates_of("marked"), tx.init(PARAMS), PARAMS)
-    plain = lsdp.dp_sgd(1.0, **PRIVATE)
-    expected, _ = plain.update(updates_of("marked"), plain.init(PARAMS), PARAMS)
+    updates, _ = jax.jit(tx.update)(updates_of("marked"), tx.init(PARAMS), PARAMS)
+    expected = jax.tree.map(lambda x: x / LR, first_update("marked", lsdp.dp_sgd))
     slow = jax.tree.map(lambda x: 0.1 * x, expected["Conv_0"])
     chex.assert_trees_all_close(
         updates, {"Dense_0": expected["Dense_0"], "Conv_0": slow}, atol=1e-7

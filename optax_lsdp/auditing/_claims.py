@@ -23,7 +23,7 @@ from optax_lsdp.auditing._clipping import Engine
 from optax_lsdp.auditing._report import ClaimsReport, check_claims, expect_refusal
 from optax_lsdp.auditing._training import fixed_surroundings, too_similar
 from optax_lsdp.clipping import clip_per_example, clipped_grad
-from optax_lsdp.discrete import grid_grad
+from optax_lsdp.discrete import quantized_grad
 from optax_lsdp.noise import add_gaussian_noise, fresh_key
 from optax_lsdp.optimizers import steps_taken
 from optax_lsdp.planning import PrivacyPlan
@@ -103,7 +103,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
     def loss(params: optax.Params, example: PyTree) -> jax.Array:  # its gradient is the example
         return jnp.sum(jnp.stack([jnp.vdot(params[name], example[name]) for name in shapes]))
 
-    gradient = jax.jit(grid_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION))
+    gradient = jax.jit(quantized_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION))
     indices = np.arange(len(_FACTORS))
 
     def quanta(mask: np.ndarray) -> np.ndarray:

@@ -68,7 +68,7 @@ def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
     }
     zeros = {name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}
     specs = {name: spec for name, (_, spec) in leaves.items()}
-    noise = add_gaussian_noise(_SCALE, key=key, axis_name="shards")
+    noise = add_gaussian_noise(_SCALE, key=key, shard_specs=specs)
 
     def update(zeros: optax.Updates, step: jax.Array) -> optax.Updates:
         return noise.update(zeros, noise.init(zeros)._replace(step=step))[0]

@@ -38,7 +38,7 @@ from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsRep
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
 from optax_lsdp.auditing._training import audit_one_step_of_fit, audit_resumed_runs
 from optax_lsdp.clipping import clipped_grad
-from optax_lsdp.discrete import add_discrete_gaussian_noise, grid_grad
+from optax_lsdp.discrete import add_discrete_gaussian_noise, quantized_grad
 from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.optimizers import privatize
 from optax_lsdp.planning import PrivacyPlan
@@ -120,7 +120,7 @@ def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
 def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
     """Compare discrete noise, in quanta, with a Gaussian of the same scale."""
     params, steps, resolution = _zeros(_QUANTIZED), 16, 2**10
-    gradient = grid_grad(_sum_of_leaves, clip_norm=_CLIP_NORM, resolution=resolution)
+    gradient = quantized_grad(_sum_of_leaves, clip_norm=_CLIP_NORM, resolution=resolution)
     marked = jax.eval_shape(gradient, params, jnp.zeros(2), jnp.zeros(2, bool))["a"]
     noise = add_discrete_gaussian_noise(_NOISE_MULTIPLIER, key=key)
 

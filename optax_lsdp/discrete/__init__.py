@@ -1,7 +1,12 @@
-"""Discrete noise: gradients on a grid go in, a sum with exact noise comes out, in whole numbers."""
+"""Exact discrete noise: quantized gradients, summed and noised in whole numbers."""
 
-from optax_lsdp.discrete._grid import OnGrid, grid_grad, sensitivity_in_cells
-from optax_lsdp.discrete._transform import AddDiscreteNoiseState, add_discrete_gaussian_noise
+from optax_lsdp.discrete._quantized import (
+    AddDiscreteNoiseState,
+    QuantizedSum,
+    add_discrete_gaussian_noise,
+    quantized_grad,
+    quantized_sensitivity,
+)
 
-__all__ = ["AddDiscreteNoiseState", "OnGrid", "add_discrete_gaussian_noise", "grid_grad"]
-__all__ += ["sensitivity_in_cells"]
+__all__ = ["AddDiscreteNoiseState", "QuantizedSum", "add_discrete_gaussian_noise"]
+__all__ += ["quantized_grad", "quantized_sensitivity"]

@@ -1,8 +1,8 @@
-"""Exact noise: a key and a whole scale s go in, whole numbers x with P[x] ∝ exp(−x²/2s²) come out.
+"""Draw integers x with exactly P[x] ∝ exp(−x²/2s²), for an integer scale s.
 
-Nothing but comparisons of whole numbers that are exactly uniform: no logarithm, no rounding, no
-tail that is cut off. Every product below stays under 2⁶⁴, as s is at most 2²⁰ and what would
-exceed it has a probability below exp(−1000).
+The sampler only compares uniform random integers. It uses no logarithm and no rounding, and cuts
+no tail off. Every product below stays under 2⁶⁴, because s is at most 2²⁰ and larger products have
+a probability below exp(−1000).
 
 References:
     Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy, Algorithms 1–3.
@@ -19,13 +19,13 @@ _LAST_WORD = np.uint64(2**64 - 1)
 
 
 class Stream:
-    """Random whole numbers: Threefry of 0, 1, 2, … under a key, as many as are asked for."""
+    """A stream of random integers: Threefry of 0, 1, 2, … under a key."""
 
     def __init__(self, key: np.ndarray) -> None:
         self.key, self.drawn = np.asarray(key, np.uint32).reshape(2, 1), 0
 
     def words(self, size: int) -> np.ndarray:
-        """Return the next words of 64 bits."""
+        """Return the next `size` words of 64 bits."""
         place = np.arange(self.drawn, self.drawn + size, dtype=np.uint64)
         self.drawn += size
         halves = (place >> np.uint64(32)).astype(np.uint32), place.astype(np.uint32)
@@ -33,7 +33,10 @@ class Stream:
         return high.astype(np.uint64) << np.uint64(32) | low.astype(np.uint64)
 
     def below(self, bounds: np.ndarray) -> np.ndarray:
-        """Return uniform numbers in [0, bound): the 2⁶⁴ mod bound last words are drawn again."""
+        """Return a uniform integer in [0, bound) for each bound.
+
+        The last 2⁶⁴ mod bound words would favour small results, so they are drawn again.
+        """
         excess = (np.uint64(0) - bounds) % bounds
         found = np.empty_like(bounds)
         missing = np.arange(len(bounds))
@@ -46,10 +49,10 @@ class Stream:
 
 
 def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
-    """Return independent draws of the discrete Gaussian, int64.
+    """Return `size` independent draws of the discrete Gaussian, int64.
 
-    A draw y of the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), is kept with probability
-    exp(−(|y| − s)²/2s²); the product of both is proportional to exp(−y²/2s²).
+    Draw y from the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), and keep it with probability
+    exp(−(|y| − s)²/2s²). The product of both is proportional to exp(−y²/2s²).
     """
     found = np.empty(size, np.int64)
     missing = np.arange(size)
@@ -64,7 +67,10 @@ def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
-    """Return draws with P[y] ∝ exp(−|y|/s): |y| = u + s·v, with a random sign; −0 is no draw."""
+    """Return draws with P[y] ∝ exp(−|y|/s): |y| = u + s·v with a random sign.
+
+    −0 is drawn again, so that 0 is not twice as likely.
+    """
     found = np.empty(size, np.int64)
     missing = np.arange(size)
     while missing.size:
@@ -80,37 +86,41 @@ def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _successes(stream: Stream, size: int) -> np.ndarray:
-    """Return how often in a row an event of probability 1/e happens."""
+    """Return how often an event of probability 1/e happens before it first fails."""
     counts = np.zeros(size, np.int64)
-    going = np.arange(size)
-    while going.size:
-        ones = np.ones(going.size, np.uint64)
-        going = going[_happens_soon(stream, ones, ones)]
-        counts[going] += 1
+    alive = np.arange(size)
+    while alive.size:
+        ones = np.ones(alive.size, np.uint64)
+        alive = alive[_happens_below_one(stream, ones, ones)]
+        counts[alive] += 1
     return counts
 
 
 def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return events of probability exp(−above/below): one of 1/e for each whole, and the rest."""
+    """Return events of probability exp(−above/below).
+
+    Write above/below as an integer k plus a rest. The event happens if k events of probability 1/e
+    and one of probability exp(−rest) all happen.
+    """
     whole, rest = np.divmod(above, below)
-    alive = _happens_soon(stream, rest, below)
+    alive = _happens_below_one(stream, rest, below)
     while (due := np.flatnonzero(alive & (whole > 0))).size:
         ones = np.ones(due.size, np.uint64)
-        alive[due] = _happens_soon(stream, ones, ones)
+        alive[due] = _happens_below_one(stream, ones, ones)
         whole[due] -= np.uint64(1)
     return alive
 
 
-def _happens_soon(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
+def _happens_below_one(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return events of probability exp(−p), p = above/below ≤ 1.
 
-    Of events with probabilities p/1, p/2, p/3, … the first that does not happen is the k-th with
-    k odd: Σ (−p)ᵏ/k! is its probability.
+    Try events of probabilities p/1, p/2, p/3, … until one fails. The number of the one that fails
+    is odd with probability Σ (−p)ᵏ/k! = exp(−p).
     """
     happened = np.empty(len(above), bool)
-    going, k = np.arange(len(above)), 1
-    while going.size:
-        goes_on = stream.below(below[going] * np.uint64(k)) < above[going]
-        happened[going[~goes_on]] = k % 2 == 1
-        going, k = going[goes_on], k + 1
+    undecided, k = np.arange(len(above)), 1
+    while undecided.size:
+        continues = stream.below(below[undecided] * np.uint64(k)) < above[undecided]
+        happened[undecided[~continues]] = k % 2 == 1
+        undecided, k = undecided[continues], k + 1
     return happened

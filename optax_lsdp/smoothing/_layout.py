@@ -1,28 +1,37 @@
-"""Layouts: a leaf's path and shape go in, the order or grid of its neighbours comes out."""
+"""Decide which entries of a leaf are neighbours.
+
+A layout says this for every leaf of a tree. For one leaf, an `Arrangement` turns the array into
+rows of neighbours and back.
+"""
+
+from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
 from optax_lsdp._checks import check_choice
+from optax_lsdp._mesh import Shard, axis_names, axis_size
 
 LAYOUTS = ("inputs", "stored")
+Scope = Literal["leaf", "tree"]
 
 
 @dataclass(frozen=True)
 class Grid:
     """Neighbours along several axes at once: smooth with I − σ Σₐ Lₐ over `axes`.
 
-    The remaining axes are independent: a `Grid` over the first axis of a Dense kernel is one
-    ring for each output unit. `Grid((0, 1))` is the window of a two-dimensional convolution.
+    The other axes are independent: a `Grid` over the first axis of a Dense kernel is one ring for
+    each output unit. `Grid((0, 1))` is the window of a two-dimensional convolution.
 
     Attributes:
         axes: the axes along which entries are neighbours.
-        shape: the leaf's shape is first seen as this one, of the same size, in row-major order;
-            None keeps it. A Dense kernel of 784 × 10 on 28 × 28 images is `(28, 28, 10)`.
+        shape: reshape the leaf to this shape first, in row-major order; None keeps the leaf's
+            shape. For a Dense kernel of 784 × 10 on images of 28 × 28 pixels, it is
+            `(28, 28, 10)`.
 
     >>> Grid(axes=(0, 1), shape=(28, 28, 10))
     Grid(axes=(0, 1), shape=(28, 28, 10))
@@ -43,15 +52,16 @@ Layout = (
 )
 
 
-class Walk(NamedTuple):
-    """How to lay a leaf out as rows of neighbours.
+class Arrangement(NamedTuple):
+    """How to arrange a leaf as rows of neighbours.
 
     Attributes:
-        shape: the leaf is seen as this shape first.
-        order: then its axes are put in this order.
-        trailing: so many of its last axes hold neighbours; the others count rows.
-        grid: the sizes along which entries are neighbours: of these axes, or their product.
-        reshapes: whether this shape is not the leaf's own.
+        shape: first reshape the leaf to this shape.
+        order: then transpose its axes into this order.
+        trailing: how many of the last axes then hold neighbours; the other axes count rows.
+        grid: the sizes along which entries are neighbours: one number, the size of a row, if the
+            trailing axes form one row; otherwise the size of each trailing axis.
+        reshapes: whether `shape` differs from the leaf's shape.
     """
 
     shape: tuple[int, ...]
@@ -60,44 +70,68 @@ class Walk(NamedTuple):
     grid: tuple[int, ...]
     reshapes: bool = False
 
-    def seen_shape(self, leaf: jax.Array) -> tuple[int, ...]:
-        """Return the shape as which a leaf, or a shard of it, is seen."""
-        return self.shape if leaf.size == math.prod(self.shape) else leaf.shape
+    def shape_of(self, array: jax.Array) -> tuple[int, ...]:
+        """Return `shape` for a whole leaf, and a shard's own shape for a shard."""
+        return self.shape if array.size == math.prod(self.shape) else array.shape
 
-    def transpose(self, leaf: jax.Array) -> jax.Array:
-        """Return the leaf, or a shard of it, with its neighbours last, axes as they are."""
-        return leaf.reshape(self.seen_shape(leaf)).transpose(self.order)
+    def transpose(self, array: jax.Array) -> jax.Array:
+        """Return a leaf, or a shard of it, with the axes that hold neighbours last."""
+        return array.reshape(self.shape_of(array)).transpose(self.order)
 
-    def lay(self, leaf: jax.Array) -> jax.Array:
-        """Return the leaf, or a shard of whole grids, as (…, *grid)."""
-        laid = self.transpose(leaf)
-        return laid.reshape(*laid.shape[: laid.ndim - self.trailing], *self.grid)
+    def arrange(self, array: jax.Array) -> jax.Array:
+        """Return a leaf, or a shard that contains whole grids, as (…, *grid)."""
+        transposed = self.transpose(array)
+        return transposed.reshape(*transposed.shape[: transposed.ndim - self.trailing], *self.grid)
 
-    def restore(self, laid: jax.Array, leaf: jax.Array) -> jax.Array:
-        """Undo `lay` or `transpose`, for such a leaf or shard."""
-        seen = self.seen_shape(leaf)
-        transposed = laid.reshape([seen[axis] for axis in self.order])
+    def restore(self, arranged: jax.Array, array: jax.Array) -> jax.Array:
+        """Undo `arrange` or `transpose`; `array` is the leaf or shard that was arranged."""
+        shape = self.shape_of(array)
+        transposed = arranged.reshape([shape[axis] for axis in self.order])
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return transposed.transpose(inverse).reshape(leaf.shape)
+        return transposed.transpose(inverse).reshape(array.shape)
 
 
-def choose_walk(layout: Any, path: str, shape: tuple[int, ...]) -> Walk | None:
-    """Return the walk over the leaf at `path`, or None to leave it as it is."""
-    path = path.removesuffix("/value")  # where NNX keeps the array of a variable
-    chosen = layout(path, shape) if callable(layout) else layout
-    if chosen is None:
+class Leaf(NamedTuple):
+    """A leaf to smooth, or this device's shard of it.
+
+    Attributes:
+        array: the leaf or the shard.
+        arrangement: that of the whole leaf.
+        spec: how `shard_map` splits the leaf.
+        is_split: whether several devices may hold parts of the leaf, under `jit` too.
+    """
+
+    array: jax.Array
+    arrangement: Arrangement
+    spec: jax.P
+    is_split: bool
+
+
+def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
+    """Return the leaf at `path` with its arrangement, or None if the layout leaves it unchanged."""
+    if not array.size:
         return None
-    if isinstance(chosen, Grid):
-        return _grid_walk(chosen, path, shape)
-    if not isinstance(chosen, str) or chosen not in LAYOUTS:
+    spec = shard.spec
+    if len(spec) > array.ndim:
         raise ValueError(
-            f"`layout` must give 'inputs', 'stored', a Grid or None, got {chosen!r} for {path!r}."
+            "`shard_specs` must have at most as many entries as an array has dimensions, got "
+            f"{spec} for the shape {array.shape} at {path!r}; pass a tree of PartitionSpecs."
         )
-    order = _inputs_order(path, len(shape)) if chosen == "inputs" else tuple(range(len(shape)))
-    return Walk(shape, order, len(shape), (math.prod(shape),))
+    unnamed = (shard.varying or frozenset()) - set(shard.named)
+    if unnamed:
+        raise ValueError(
+            "`updates` must be whole inside shard_map, got a shard over "
+            f"{', '.join(sorted(unnamed))} at {path!r}; sum it with jax.lax.psum, or name in "
+            "`shard_specs` the mesh axes that split it."
+        )
+    shape = list(array.shape)
+    for axis, entry in enumerate(spec):
+        shape[axis] *= axis_size(axis_names(entry))
+    arrangement = _choose(layout, path, tuple(shape))
+    return None if arrangement is None else Leaf(array, arrangement, spec, shard.is_split)
 
 
-def check_layout(layout: Any) -> None:
+def check_layout(layout: object) -> None:
     """Raise unless `layout` is a known name or a function."""
     if isinstance(layout, Grid):
         raise ValueError(
@@ -106,6 +140,22 @@ def check_layout(layout: Any) -> None:
         )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)
+
+
+def _choose(layout: Layout, path: str, shape: tuple[int, ...]) -> Arrangement | None:
+    """Return the arrangement that `layout` gives to a leaf, or None to leave it unchanged."""
+    path = path.removesuffix("/value")  # NNX stores a variable's array under this name
+    chosen = layout(path, shape) if callable(layout) else layout
+    if chosen is None:
+        return None
+    if isinstance(chosen, Grid):
+        return _arrange_grid(chosen, path, shape)
+    if not isinstance(chosen, str) or chosen not in LAYOUTS:
+        raise ValueError(
+            f"`layout` must give 'inputs', 'stored', a Grid or None, got {chosen!r} for {path!r}."
+        )
+    order = _inputs_order(path, len(shape)) if chosen == "inputs" else tuple(range(len(shape)))
+    return Arrangement(shape, order, len(shape), (math.prod(shape),))
 
 
 def _check_tuple(name: str, value: object, least: float) -> None:
@@ -117,8 +167,8 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     """Return the order of axes in which the inputs of each output unit follow one another.
 
-    Flax, Haiku and plain JAX store … × in × out, with space in front: out comes first, then in,
-    then space. Equinox and PyTorch name arrays `weight` or `weight_…` and store out × in already.
+    Flax, Haiku and plain JAX store space × in × out, so the order is out, in, space. Equinox and
+    PyTorch store out × in × space already, in arrays named `weight` or `weight_…`.
     """
     name = path.rpartition("/")[2]
     if rank < 2 or name == "weight" or name.startswith("weight_"):
@@ -126,7 +176,7 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     return (rank - 1, rank - 2, *range(rank - 2))
 
 
-def _grid_walk(grid: Grid, path: str, shape: tuple[int, ...]) -> Walk:
+def _arrange_grid(grid: Grid, path: str, shape: tuple[int, ...]) -> Arrangement:
     seen = shape if grid.shape is None else tuple(grid.shape)
     if math.prod(seen) != math.prod(shape):
         raise ValueError(
@@ -139,4 +189,4 @@ def _grid_walk(grid: Grid, path: str, shape: tuple[int, ...]) -> Walk:
         )
     others = tuple(axis for axis in range(len(seen)) if axis not in axes)
     sizes = tuple(seen[axis] for axis in axes)
-    return Walk(seen, (*others, *axes), len(axes), sizes, reshapes=seen != shape)
+    return Arrangement(seen, (*others, *axes), len(axes), sizes, reshapes=seen != shape)

@@ -1,38 +1,46 @@
-"""The operator A = I + (−1)ⁿ σ Lⁿ on a grid: sizes and boundary go in, its spectrum comes out."""
+"""Define the operator that smoothing inverts: A = I + (−1)ⁿ σ Lⁿ on a grid.
+
+L is the sum of the second differences along the axes of the grid. `inverse_spectrum` is the one
+place that states the eigenvalues of A⁻¹; the methods "fft" and "matrix" work from it alone. To add
+another smoothing operator, add a field to `Operator` and its eigenvalues to `inverse_spectrum`,
+then let `_dispatch` exclude the methods that do not know it. `_spectrum.py` has the same formulas
+without JAX.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
+LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
 
 
 class Operator(NamedTuple):
-    """What is inverted along the grid's axes, but for σ."""
+    """Everything that determines A except σ: what happens at the ends, and the order n."""
 
     boundary: Boundary = "periodic"
     order: int = 1
 
 
 def energies(waves: jax.Array, size: int) -> jax.Array:
-    """Return 4 sin²(πk/d), what −L makes of the wave k on a ring of d entries.
+    """Return 4 sin²(πk/d), the eigenvalue of −L for the wave k on a ring of d entries.
 
-    That is 2 − 2cos(2πk/d) without its cancellation, and obeys the matrix at sizes 1 and 2 too.
+    It equals 2 − 2cos(2πk/d) without cancellation, and holds for the sizes 1 and 2 too.
     """
-    folded = jnp.minimum(waves, size - waves)  # as π − x is x, and loses no digits
+    folded = jnp.minimum(waves, size - waves)  # sin(π − x) = sin(x), more precise for small x
     return 4 * jnp.sin(folded * jnp.asarray(math.pi / size, waves.dtype)) ** 2
 
 
 def inverse_spectrum(
-    energy: Sequence[jax.Array], smoothing: jax.Array | float, order: int, dtype: Any
+    energy: Sequence[jax.Array], smoothing: jax.Array | float, order: int, dtype: jnp.dtype
 ) -> jax.Array:
-    """Return 1/λ = 1/(1 + σ (Σₐ Eₐ)ⁿ) on the grid, from the energies along each of its axes."""
+    """Return 1/λ = 1/(1 + σ (Σₐ Eₐ)ⁿ) on the grid, from the energies Eₐ along each axis."""
     total = jnp.zeros([1] * len(energy), dtype)
     for axis, along in enumerate(energy):
         total += along.reshape([-1 if i == axis else 1 for i in range(len(energy))])

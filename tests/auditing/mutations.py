@@ -61,7 +61,7 @@ def _first_half_twice(normal, keys, shape, dtype):
 
 
 def _without_axes(draw, keys, leaves, axes, step):
-    return draw(keys, leaves, (), step)
+    return draw(keys, leaves, [()] * len(axes), step)
 
 
 def _paths_as_text(tree):
@@ -172,7 +172,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         "discrete noise",
         (
             wrap(
-                "optax_lsdp.discrete._transform:discrete_gaussian",
+                "optax_lsdp.discrete._quantized:discrete_gaussian",
                 lambda draw, stream, scale, size: draw(stream, round(0.9 * scale), size),
             ),
         ),

@@ -247,6 +247,6 @@ MUTATIONS_OF_CLIPPING = {
         (replace("optax_lsdp._isolation:_check_no_collective", lambda equation, axes: None),),
     ),
     "a quantized sum whose norms ignore the third leaf": Mutation(
-        "quantized sums", (wrap("optax_lsdp.discrete._grid:row_norms", _first_two_leaves),)
+        "quantized sums", (wrap("optax_lsdp.discrete._quantized:row_norms", _first_two_leaves),)
     ),
 }

@@ -85,7 +85,7 @@ def test_a_grid_is_smoothed_where_its_rows_lie(kind):
 
 
 def in_shards(leaf, spec, **options):
-    tx = lsdp.laplacian_smooth(2.0, shards=spec, **options)
+    tx = lsdp.laplacian_smooth(2.0, shard_specs=spec, **options)
     return jax.shard_map(
         lambda x: tx.update(x, STATE)[0],
         mesh=mesh(AxisType.Auto),
@@ -111,19 +111,19 @@ def test_whole_grids_are_smoothed_inside_shard_map():
     ],
 )
 def test_shards_that_a_method_cannot_smooth_are_refused(shape, spec, options):
-    with pytest.raises(ValueError, match="`shards` must leave whole what"):
+    with pytest.raises(ValueError, match="`shard_specs` must not split the axes"):
         in_shards(normal(*shape), spec, **options)
 
 
 def test_shards_are_for_shard_map_and_fit_the_rank():
-    with pytest.raises(ValueError, match="`shards` must be given inside shard_map alone"):
-        lsdp.laplacian_smooth(1.0, shards=P("a")).update(jnp.ones(8), STATE)
+    with pytest.raises(ValueError, match="`shard_specs` must be None outside shard_map"):
+        lsdp.laplacian_smooth(1.0, shard_specs=P("a")).update(jnp.ones(8), STATE)
 
     def run(tree):
-        return lsdp.laplacian_smooth(1.0, shards=P(None, "a")).update(tree, STATE)[0]
+        return lsdp.laplacian_smooth(1.0, shard_specs=P(None, "a")).update(tree, STATE)[0]
 
     specs = {"kernel": P(None, "a"), "bias": P()}
-    with pytest.raises(ValueError, match="`shards` must name at most as many axes"):
+    with pytest.raises(ValueError, match="`shard_specs` must have at most as many entries"):
         jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=(specs,), out_specs=specs)(
             {"kernel": normal(4, 8), "bias": normal(8)}
         )
@@ -140,10 +140,10 @@ def test_untracked_shards_must_be_explained():
         )
         return jax.jit(mapped)(x)
 
-    with pytest.raises(ValueError, match="`shards` must be given where JAX does not track"):
+    with pytest.raises(ValueError, match="`shard_specs` must be set where JAX does not track"):
         run(normal(64))
     expected, _ = lsdp.laplacian_smooth(1.0).update(normal(64), STATE)
-    np.testing.assert_allclose(run(normal(64), shards=P("a")), expected, atol=1e-6)
+    np.testing.assert_allclose(run(normal(64), shard_specs=P("a")), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("method", ["recursive", "fft", "matrix"])

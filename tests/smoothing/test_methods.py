@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.smoothing import _blocks, _leaves
-from optax_lsdp.smoothing._banded import reach
 from optax_lsdp.smoothing._operator import Operator
+from optax_lsdp.smoothing.methods import band_reach, halo, recursive
 from tests import oracles
 from tests.cases import FULL, slow
 
@@ -81,7 +80,7 @@ def test_long_vectors_with_a_traced_smoothing(method, boundary):
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_banded_vectors(smoothing, boundary):
     for size in (20, 100, 300, 1_000, 10_007, 100_000):
-        if size <= 2 * reach(smoothing, Operator(boundary), jnp.dtype("float32")):
+        if size <= 2 * band_reach(smoothing, Operator(boundary), jnp.dtype("float32")):
             continue
         v = vector(size, size)
         got = smooth(v, smoothing, method="banded", boundary=boundary)
@@ -183,8 +182,8 @@ def test_chunks_change_nothing(smoothing, scope, boundary, monkeypatch):
 
     expected = run()
     for name, value in {"_CHUNK": 128, "_PADDED": 256, "_LONG": 256}.items():
-        monkeypatch.setattr(_blocks, name, value)
-    monkeypatch.setattr(_leaves, "_SMALL", 0)
+        monkeypatch.setattr(recursive, name, value)
+    monkeypatch.setattr(halo, "_SMALL", 0)
     for got, whole in zip(*map(jax.tree.leaves, (run(), expected)), strict=True):
         np.testing.assert_allclose(got, whole, atol=1e-6)
 

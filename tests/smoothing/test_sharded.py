@@ -129,7 +129,7 @@ def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
 def test_inside_shard_map_shards_are_smoothed_as_parts_of_the_whole(name, scope, boundary):
     mesh, specs = make_mesh("Auto"), SPECS[name]
     kwargs = {"scope": scope, "boundary": boundary}
-    tx = lsdp.laplacian_smooth(50.0, shards=specs, **kwargs)
+    tx = lsdp.laplacian_smooth(50.0, shard_specs=specs, **kwargs)
     run = jax.shard_map(
         lambda x: tx.update(x, tx.init(None))[0], mesh=mesh, in_specs=(specs,), out_specs=specs
     )
@@ -180,7 +180,7 @@ def test_a_grid_of_another_shape_is_smoothed_on_any_mesh_but_not_by_halo(kind):
     split = jax.device_put(x, NamedSharding(make_mesh(kind), P("a", "b")))
     np.testing.assert_allclose(jax.jit(tx.update)(split, tx.init(None))[0], expected, atol=1e-6)
     halo = lsdp.laplacian_smooth(2.0, layout=layout, method="halo")
-    with pytest.raises(ValueError, match=r"'halo', which does not cover .* \(8, 8, 48\)"):
+    with pytest.raises(ValueError, match=r"'halo', which does not support .* \(8, 8, 48\)"):
         halo.update(split, halo.init(None))
 
 
@@ -231,7 +231,7 @@ def test_sixty_four_devices_move_no_more():
 
 def test_a_shard_that_is_not_explained_is_refused():
     mesh = make_mesh("Auto")
-    tx = lsdp.laplacian_smooth(1.0, shards=P("a"))
+    tx = lsdp.laplacian_smooth(1.0, shard_specs=P("a"))
     run = jax.shard_map(
         lambda x: tx.update(x, tx.init(None))[0],
         mesh=mesh,

@@ -96,7 +96,7 @@ PRIVATE = {
         jnp.ones(3), {"w": jnp.ones(3)}, jnp.ones((3, 2))
     ),
     "a clipped sum": lsdp.Clipped(jnp.ones(3), 1.0),
-    "a sum on a grid": lsdp.discrete.OnGrid(jnp.ones(3, jnp.int32), 0.1, 10, 1),
+    "a quantized sum": lsdp.discrete.QuantizedSum(jnp.ones(3, jnp.int32), 0.1, 10, 1),
     "a report": training.StepReport(jnp.ones(()), jnp.ones(2), (), jnp.ones(()), jnp.ones(())),
     "an optimizer's state": lsdp.add_gaussian_noise(stddev=1.0, key=jax.random.key(0)).init(
         jnp.ones(2)

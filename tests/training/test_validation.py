@@ -147,7 +147,7 @@ GREEDY = {
 @pytest.mark.parametrize("kind", GREEDY)
 def test_an_optimizer_that_needs_the_loss_is_refused(kind):
     make, names = GREEDY[kind]
-    message = f"`optimizer` must need gradients alone, got one that asks for {names} as well, .*"
+    message = f"`optimizer` must need gradients only, got one that also needs {names}, .*"
     with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=message) as caught:
         fit(SHORT, optimizer=make())
     assert caught.value.__cause__ is not None

@@ -10,8 +10,13 @@ import pytest
 
 from optax_lsdp import accounting
 from optax_lsdp.auditing import audit_noise, audit_sensitivity
-from optax_lsdp.discrete import OnGrid, add_discrete_gaussian_noise, grid_grad, sensitivity_in_cells
-from optax_lsdp.discrete._grid import has_at_most
+from optax_lsdp.discrete import (
+    QuantizedSum,
+    add_discrete_gaussian_noise,
+    quantized_grad,
+    quantized_sensitivity,
+)
+from optax_lsdp.discrete._quantized import has_norm_at_most
 from tests.cases import slow
 
 PARAMS = {"kernel": jax.random.normal(jax.random.key(1), (6, 4)), "bias": jnp.zeros(4)}
@@ -30,7 +35,7 @@ def cells(batch, mask=None, microbatch_size=1):
 @functools.cache
 def _compiled(microbatch_size):
     return jax.jit(
-        grid_grad(loss, clip_norm=0.5, resolution=RESOLUTION, microbatch_size=microbatch_size)
+        quantized_grad(loss, clip_norm=0.5, resolution=RESOLUTION, microbatch_size=microbatch_size)
     )
 
 
@@ -43,7 +48,7 @@ def test_the_sum_is_that_of_the_rounded_gradients():
     for name, leaf in rows.items():
         expected = np.rint(leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1)))
         assert abs(np.asarray(total[name].value) - expected.sum(0)).max() <= 1  # ties in float32
-        assert total[name].cell == 0.5 / RESOLUTION and total[name].together == 2
+        assert total[name].quantum == 0.5 / RESOLUTION and total[name].together == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,7 +72,7 @@ def test_whoever_is_masked_takes_just_its_own_cells_away(size):
 
 
 def test_one_example_moves_no_more_than_is_declared_not_even_by_rounding():
-    declared = sensitivity_in_cells(RESOLUTION, 28)
+    declared = quantized_sensitivity(RESOLUTION, 28)
 
     def release(batch, mask):
         return jax.tree.map(lambda x: x.astype(jnp.float32), cells(batch, mask))
@@ -80,11 +85,13 @@ def test_one_example_moves_no_more_than_is_declared_not_even_by_rounding():
 
 
 def test_an_example_with_too_many_cells_contributes_nothing(monkeypatch):
-    from optax_lsdp.discrete import _grid
+    from optax_lsdp.discrete import _quantized
 
-    halved = _grid.row_norms
-    monkeypatch.setattr(_grid, "row_norms", lambda rows: halved(rows) / 2)  # norms that are wrong
-    total = grid_grad(loss, clip_norm=1e-3)(PARAMS, BATCH[:3])
+    halved = _quantized.row_norms
+    monkeypatch.setattr(
+        _quantized, "row_norms", lambda rows: halved(rows) / 2
+    )  # norms that are wrong
+    total = quantized_grad(loss, clip_norm=1e-3)(PARAMS, BATCH[:3])
     assert not any(np.asarray(leaf.value).any() for leaf in total.values())
 
 
@@ -95,13 +102,13 @@ def test_squares_are_added_exactly(most):
     rows += [[most] + 8 * [0], [most, 1] + 7 * [0], 9 * [most], 9 * [0], [-most] + 8 * [0]]
     rows += [[2**31 - 1] + 8 * [0], 9 * [2**15], 9 * [2**16]]
     exact = [sum(int(x) ** 2 for x in row) <= most**2 for row in rows]
-    found = has_at_most(jnp.asarray(np.array(rows), jnp.int32), most)
+    found = has_norm_at_most(jnp.asarray(np.array(rows), jnp.int32), most)
     assert found.tolist() == exact and len(set(exact)) == 2
 
 
 def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
     total = {
-        name: OnGrid(jnp.zeros((40, 20), jnp.int32), 0.001, sensitivity=1000, together=2)
+        name: QuantizedSum(jnp.zeros((40, 20), jnp.int32), 0.001, sensitivity=1000, together=2)
         for name in ("one", "other")
     }
     link = add_discrete_gaussian_noise(2.0, key=jax.random.key(0))
@@ -119,12 +126,12 @@ def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
 def test_noise_is_never_less_than_its_multiplier_says():
     """One and a half cells are rounded up to two."""
     params = jnp.zeros(10_000)
-    nobody = grid_grad(jnp.vdot, clip_norm=1.0, resolution=1)(
+    nobody = quantized_grad(jnp.vdot, clip_norm=1.0, resolution=1)(
         params, params[None], jnp.zeros(1, bool)
     )
     link = add_discrete_gaussian_noise(1.5 / nobody.sensitivity, key=jax.random.key(0))
     noise, _ = link.update(nobody, link.init(params))
-    assert np.var(noise / nobody.cell) > 1.5**2
+    assert np.var(noise / nobody.quantum) > 1.5**2
 
 
 def test_it_trains():
@@ -135,7 +142,7 @@ def test_it_trains():
     def logistic(w, example):
         return jnp.logaddexp(0.0, (1 - 2 * example[1]) * jnp.vdot(w, example[0]))
 
-    gradient = grid_grad(logistic, clip_norm=1.0)
+    gradient = quantized_grad(logistic, clip_norm=1.0)
     tx = optax.chain(
         add_discrete_gaussian_noise(4.0, key=key), optax.scale(1 / 400), optax.sgd(2.0)
     )
@@ -154,7 +161,9 @@ def test_keys_are_examples_too():
         return jnp.vdot(w, jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0))
 
     batch = jnp.ones((5, 3)), jax.random.split(jax.random.key(0), 5)
-    total = grid_grad(noisy, clip_norm=10.0, resolution=100, microbatch_size=4)(jnp.zeros(3), batch)
+    total = quantized_grad(noisy, clip_norm=10.0, resolution=100, microbatch_size=4)(
+        jnp.zeros(3), batch
+    )
     kept = sum(jax.random.bernoulli(key, 0.5, (3,)).astype(jnp.int32) for key in batch[1])
     np.testing.assert_array_equal(total.value, 10 * kept)
 
@@ -176,11 +185,11 @@ def test_what_mixes_examples_or_shards_is_refused():
         return x - x.mean(axis=0), True
 
     with pytest.raises(ValueError, match="must keep each example to itself"):
-        grid_grad(lambda w, x: jnp.vdot(w, centred(x)), clip_norm=1.0)(jnp.zeros(6), BATCH)
+        quantized_grad(lambda w, x: jnp.vdot(w, centred(x)), clip_norm=1.0)(jnp.zeros(6), BATCH)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    gradient = grid_grad(jnp.vdot, clip_norm=1.0)
+    gradient = quantized_grad(jnp.vdot, clip_norm=1.0)
     split = jax.shard_map(gradient, mesh=mesh, in_specs=(jax.P(), jax.P("data")), out_specs=jax.P())
-    with pytest.raises(ValueError, match="`grid_grad` must be called outside shard_map"):
+    with pytest.raises(ValueError, match="`quantized_grad` must be called outside shard_map"):
         split(jnp.zeros(6), BATCH[:4])
     link = add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
     total = gradient(jnp.zeros(6), BATCH)
@@ -199,23 +208,27 @@ def test_what_cannot_be_exact_is_refused():
         optax.stateless(lambda updates, _: jax.tree.map(lambda x: 0.5 * jnp.float32(x), updates)),
         add_discrete_gaussian_noise(1.0, key=jax.random.key(0)),
     )
-    with pytest.raises(ValueError, match="`updates` must be in whole cells, got float32"):
+    with pytest.raises(ValueError, match="`updates` must be in whole quanta, got float32"):
         chain.update(cells(BATCH), chain.init(None))
     with pytest.raises(TypeError, match="`noise_multiplier` must be a number"):
         add_discrete_gaussian_noise(jnp.bfloat16(1.1), key=jax.random.key(0))
     with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
-        grid_grad(lambda w, x: jnp.vdot(w, x[0]), clip_norm=1.0)(jnp.zeros(6), (BATCH, BATCH[:2]))
+        quantized_grad(lambda w, x: jnp.vdot(w, x[0]), clip_norm=1.0)(
+            jnp.zeros(6), (BATCH, BATCH[:2])
+        )
     assert accounting.DiscreteGaussian(1.0, 1).delta(100.0) > 0
     assert accounting.DiscreteGaussian(1e-200, 1).epsilon(1e-5) == float("inf")
-    with pytest.raises(ValueError, match="`updates` must be the sum of `grid_grad`, got Array"):
+    with pytest.raises(
+        ValueError, match="`updates` must be the sum of `quantized_grad`, got Array"
+    ):
         link = add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
         link.update(jnp.zeros(3), link.init(None))
-    with pytest.raises(ValueError, match="`updates` must come from one call of `grid_grad`"):
+    with pytest.raises(ValueError, match="`updates` must come from one call of `quantized_grad`"):
         total = cells(BATCH)
         link.update({"bias": total["bias"]}, link.init(None))
-    with pytest.raises(ValueError, match="`resolution` must leave the sensitivity"):
-        grid_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
-    with pytest.raises(ValueError, match="`noise_multiplier` must leave the noise at"):
+    with pytest.raises(ValueError, match="`resolution` must keep the sensitivity"):
+        quantized_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
+    with pytest.raises(ValueError, match="`noise_multiplier` must keep the noise at"):
         add_discrete_gaussian_noise(1e4, key=jax.random.key(0)).update(total, link.init(None))
     with pytest.raises(ValueError, match="discrete noise on sampled batches is not analysed"):
         accounting.DiscreteGaussian(1.0, 10, sampling="poisson")
@@ -253,6 +266,6 @@ def test_its_guarantee_is_above_that_of_one_dimension(z, steps):
 
 def test_numpy_batches_and_masks_will_do():
     batch, mask = np.ones((5, 3), np.float32), np.arange(5) < 3
-    grad = grid_grad(jnp.vdot, clip_norm=1.0)
+    grad = quantized_grad(jnp.vdot, clip_norm=1.0)
     expected = grad(jnp.zeros(3), jnp.asarray(batch), jnp.asarray(mask))
     np.testing.assert_array_equal(grad(jnp.zeros(3), batch, mask).value, expected.value)

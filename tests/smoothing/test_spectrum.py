@@ -6,7 +6,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.smoothing import grid_beta, grid_gamma, ring_beta, ring_gamma
-from optax_lsdp.smoothing._kernel import line_kernel, ring_decay
+from optax_lsdp.smoothing._spectrum import line_kernel, ring_decay
 
 PAPER_GAMMA = {1: 0.447, 2: 0.333, 3: 0.277, 4: 0.243, 5: 0.218}  # its tables, at all three d
 PAPER_BETA = {1: 0.268, 2: 0.185, 3: 0.149, 4: 0.128, 5: 0.114}

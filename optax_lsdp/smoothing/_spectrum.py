@@ -1,20 +1,23 @@
-"""The kernel of (I − σL)⁻¹: σ goes in, decay and variance reduction come out.
+"""Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
 
-L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). The ring's
-formulas are written with operators alone, so that floats, NumPy arrays, complex numbers and traced
-values pass alike.
+L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing applies
+(I − σL)⁻¹, whose kernel on a long ring is gain·ρ^|k|. γ and β say how much of independent noise
+smoothing leaves. The formulas of the ring use arithmetic operators only, so they take floats,
+complex numbers, NumPy arrays and traced values.
 """
 
 from collections.abc import Sequence
 from itertools import product
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole
 
+_Number = TypeVar("_Number", float, complex, np.ndarray)
 
-def ring_decay(smoothing: Any) -> Any:
+
+def ring_decay(smoothing: _Number) -> _Number:
     """Return ρ = 2σ / (1 + 2σ + √(1 + 4σ)), the decay of (I − σL)⁻¹ per entry.
 
     >>> ring_decay(2.0)  # √9 = 3, hence 4 / 8
@@ -23,12 +26,11 @@ def ring_decay(smoothing: Any) -> Any:
     return 2 * smoothing / (1 + 2 * smoothing + (1 + 4 * smoothing) ** 0.5)
 
 
-def ring_gamma(smoothing: Any, size: int) -> Any:
+def ring_gamma(smoothing: _Number, size: int) -> _Number:
     """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹ for a ring of d = `size` entries.
 
-    It is Proposition 2 of the paper, with λₖ = 1 + 4σ sin²(πk/d).
-
-    γ = (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ), which tends to 1/r, not to 0, as d grows.
+    This is Proposition 2 of the paper, with λₖ = 1 + 4σ sin²(πk/d). The sum equals
+    γ = (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ). As d grows, γ tends to 1/r, not to 0.
 
     >>> round(ring_gamma(1.0, 1000), 3)
     0.447
@@ -37,12 +39,11 @@ def ring_gamma(smoothing: Any, size: int) -> Any:
     return (1 + tail) / ((1 - tail) * (1 + 4 * smoothing) ** 0.5)
 
 
-def ring_beta(smoothing: Any, size: int) -> Any:
-    """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise, as in `ring_gamma`.
+def ring_beta(smoothing: _Number, size: int) -> _Number:
+    """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
-    It is Proposition 3 of the paper.
-
-    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²), free of the printed form's 0/0 at σ = 0.
+    This is Proposition 3 of the paper, with λₖ as in `ring_gamma`. The sum equals
+    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²), which, unlike the printed form, is not 0/0 at σ = 0.
 
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
@@ -54,10 +55,10 @@ def ring_beta(smoothing: Any, size: int) -> Any:
 
 
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
-    """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an endless line, centre first.
+    """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an infinite line, centre first.
 
-    It is the mean over the roots r of 1 + σrⁿ = 0 of gain·ρ^k at σ = −1/r. It is cut off where the
-    magnitudes of what is left out, on both sides, add up to `error`.
+    The kernel is the mean, over the roots r of 1 + σrⁿ = 0, of gain·ρ^k at σ = −1/r. It is cut off
+    where the magnitudes of the omitted entries, on both sides, sum to at most `error`.
 
     >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
     array([0.33333333, 0.16666667, 0.08333333, 0.04166667])
@@ -66,7 +67,7 @@ def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
     decay = ring_decay(complex_smoothing)
     gain = 1 / (1 + 4 * complex_smoothing) ** 0.5
     slowest = np.abs(decay).max()
-    rest = 2 * np.abs(gain).max() / (1 - slowest)  # of all entries on both sides, at most
+    rest = 2 * np.abs(gain).max() / (1 - slowest)  # bounds the sum of all entries on both sides
     reach = max(0, int(np.ceil(np.log(error / rest) / np.log(slowest))) - 1)
     return (gain * decay ** np.arange(reach + 1)).mean(axis=0).real
 
@@ -86,7 +87,7 @@ def grid_gamma(
 ) -> float:
     """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
 
-    Ends that reflect have E = 4 sin²(πk/2d) instead. The arguments are those of `grid_beta`.
+    With reflecting ends, E = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
 
     >>> round(grid_gamma(1.0, (28, 28)), 3)
     0.254
@@ -103,14 +104,15 @@ def grid_beta(
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
+    λ is the spectrum that `grid_gamma` states. 1/λ is a sum of n partial fractions, one for each
+    root of λ, and each fraction is a ring with a complex σ. So the last axis has a closed form; the
+    function sums over the waves of the other axes.
+
     Args:
         smoothing: σ ≥ 0.
-        sizes: the length d of each axis that is smoothed along; one number is a ring.
-        boundary: as in `laplacian_smooth`.
-        order: as there.
-
-    The last axis is summed in closed form: 1/λ falls into n partial fractions, one for each root
-    of λ, and each of them is a ring with a complex σ. The other axes are summed wave by wave.
+        sizes: the length d of each axis along which entries are neighbours; one number is a ring.
+        boundary: see `laplacian_smooth`.
+        order: n; see `laplacian_smooth`.
 
     >>> round(grid_beta(1.0, (28, 28)), 3)
     0.09
@@ -121,10 +123,10 @@ def grid_beta(
 def _grid_means(
     smoothing: float, sizes: Sequence[int], boundary: str, order: int
 ) -> tuple[float, float]:
-    """Return γ and β.
+    """Return γ and β of a grid.
 
-    With r the roots of 1 + σrⁿ = 0, E the energy of the other axes, s that of the last, u = r − E,
-    1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
+    Let r be the roots of 1 + σrⁿ = 0, E the energy of the other axes, s that of the last axis and
+    u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
@@ -145,10 +147,11 @@ def _grid_means(
     return float(first.mean().real), float(second.mean().real)
 
 
-def _line_means(smoothing: Any, size: int, around: int) -> tuple[Any, Any]:
-    """Return γ and β of a ring; or of a line that reflects, half of a ring of twice the size.
+def _line_means(smoothing: np.ndarray, size: int, around: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return γ and β of a ring, or, if `around` is 2, of a line whose ends reflect.
 
-    Of that ring's waves 0 and d are there once, the others twice.
+    A line of d entries with reflecting ends is one half of a ring of 2d entries. The ring has the
+    waves 0 and d once and all others twice; the line has each wave once.
     """
     gamma, beta = (f(smoothing, around * size) for f in (ring_gamma, ring_beta))
     if around == 1:

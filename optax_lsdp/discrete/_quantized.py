@@ -1,0 +1,339 @@
+"""Clip and quantize gradients, sum them in whole numbers, and add exact noise.
+
+A quantum is the smallest step of a quantized gradient, and everything is counted in quanta, as
+integers. So the machine does what the proof says. Each example's squares are added exactly, and an
+example whose norm exceeds the sensitivity contributes nothing. Sums of integers have no rounding
+and do not depend on their order. If a sum leaves the range of 32 bits, it wraps around: that
+destroys its use, but not its privacy, because it is post-processing of the exact sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
+from optax_lsdp._isolation import trace_loss, warn_of_batch_norms
+from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, is_threefry
+from optax_lsdp._mesh import manual_axes
+from optax_lsdp._trees import (
+    check_floating,
+    check_not_empty,
+    check_not_per_example,
+    compute_once,
+    count_examples,
+    leaf_addresses,
+    path_name,
+    row_norms,
+)
+from optax_lsdp._types import PyTree
+from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
+
+_LARGEST_SENSITIVITY = 46_340  # quanta; two of its squares fit into 32 bits
+_LAST_STEP = 2**31 - 1  # the step stops counting here, and the noise would repeat
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["value"],
+    meta_fields=["quantum", "sensitivity", "together"],
+)
+@dataclass(frozen=True)
+class QuantizedSum:
+    """One leaf of a sum of quantized gradients, for `add_discrete_gaussian_noise`.
+
+    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples.
+
+    Attributes:
+        value: the sum in quanta, int32.
+        quantum: the size of one quantum.
+        sensitivity: the largest ℓ₂ norm, in quanta, that one example contributes to all leaves.
+        together: how many leaves share this sensitivity.
+    """
+
+    value: jax.Array
+    quantum: float
+    sensitivity: int
+    together: int
+
+
+def quantized_sensitivity(resolution: int, size: int) -> int:
+    """Return the largest ℓ₂ norm, in quanta, of one example's quantized gradient of `size` entries.
+
+    Clipping leaves at most `resolution` quanta. Rounding adds at most half a quantum per entry, so
+    √d/2 in all. One more quantum covers the rounding of float32. `quantized_grad` checks the total
+    for every example and does not rely on this bound.
+
+    >>> quantized_sensitivity(1000, size=400)
+    1011
+    """
+    return resolution + math.ceil(math.sqrt(size) / 2) + 1
+
+
+def quantized_grad(
+    loss_fn: Callable[[optax.Params, PyTree], jax.Array],
+    *,
+    clip_norm: float,
+    resolution: int = 2**14,
+    microbatch_size: int = 1,
+) -> Callable[..., optax.Updates]:
+    """Return `f(params, batch, mask=None)`, the sum of clipped and quantized gradients.
+
+    s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one example
+    changes s by at most `quantized_sensitivity`. This is a statement about integers, which the
+    function checks for every example. It forms the gradient of every example, so it takes the time
+    and memory of `engine="vmap"`.
+
+    Args:
+        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
+        clip_norm: C.
+        resolution: R, the number of quanta in C. Rounding adds √d/2 quanta to the sensitivity, so R
+            should be large compared with √d, where d is the number of parameters.
+        microbatch_size: how many gradients to compute at a time. By default the function computes
+            each one by itself, so its bits depend on its example alone. With more, they may also
+            depend on the example's place in the batch. Then the guarantee covers examples that
+            are masked (`neighbouring="zero_out"`), and not examples that are left out.
+
+    Returns:
+        f. `mask` is (n,), bool, False for padding. The result has the structure of `params`,
+        and each leaf is a `QuantizedSum`.
+
+    >>> import numpy as np
+    >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
+    >>> total = quantized_grad(jnp.vdot, clip_norm=1.0, resolution=100)(jnp.zeros(2), batch)
+    >>> print(total.value, total.quantum, total.sensitivity)
+    [ 60 130] 0.01 102
+    """
+    check_positive("clip_norm", clip_norm)
+    clip_norm = frozen_number(clip_norm)
+    check_whole("resolution", resolution)
+    check_whole("microbatch_size", microbatch_size)
+
+    def grad(params: optax.Params, batch: PyTree, mask: jax.Array | None = None) -> optax.Updates:
+        check_not_empty("params", params)
+        check_floating("params", params)
+        leaves = jax.tree.leaves(params)
+        most = quantized_sensitivity(resolution, sum(leaf.size for leaf in leaves))
+        if most > _LARGEST_SENSITIVITY:
+            raise ValueError(
+                f"`resolution` must keep the sensitivity, which is {most} quanta here, at "
+                f"{_LARGEST_SENSITIVITY} at most, got {resolution}; choose a smaller one."
+            )
+        _check_outside_shard_map("quantized_grad")
+        count = count_examples(batch)
+        batch = jax.tree.map(jnp.asarray, batch)
+        known = jnp.ones(count, bool) if mask is None else jnp.asarray(mask)
+        if known.shape != (count,) or known.dtype != bool:
+            raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
+        places = jnp.arange(-(-count // microbatch_size) * microbatch_size, dtype=jnp.int32)
+        places = places.reshape(-1, microbatch_size)
+
+        def one_gradient(example: PyTree) -> optax.Updates:
+            # Tracing checks that the loss cannot mix examples.
+            loss = trace_loss(lambda p, x: (call_or_explain(loss_fn, p, x), None), params, example)
+            warn_of_batch_norms(loss.closed)
+            return jax.grad(loss_fn)(params, example)
+
+        def add(sums: list[jax.Array], place: jax.Array) -> tuple[list[jax.Array], None]:
+            rows = jnp.minimum(place, count - 1)  # the last microbatch repeats the last example
+            stacked = jax.vmap(one_gradient)(jax.tree.map(lambda x: x[rows], batch))
+            counted = known[rows] & (place < count)
+            quanta = _quantize(jax.tree.leaves(stacked), counted, clip_norm, resolution, most)
+            added = [x.sum(axis=0, dtype=jnp.int32) for x in quanta]
+            return [total + x for total, x in zip(sums, added, strict=True)], None
+
+        zeros = [jnp.zeros(leaf.shape, jnp.int32) for leaf in leaves]
+        sums, _ = jax.lax.scan(add, zeros, places)
+        quantum = float(clip_norm) / resolution
+        marked = [QuantizedSum(total, quantum, most, len(leaves)) for total in sums]
+        return jax.tree.unflatten(jax.tree.structure(params), marked)
+
+    return grad
+
+
+def _quantize(
+    rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
+) -> list[jax.Array]:
+    """Return each example's quantized gradient, int32, and zeros for examples that do not count.
+
+    An example does not count if it is masked, if its gradient is not finite, or if its quantized
+    gradient has a norm above `most`.
+    """
+    rows = compute_once(rows)  # so that the norms are those of the very values that are rounded
+    norms = row_norms(rows)
+    factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
+    is_good = counted & jnp.isfinite(norms)
+
+    def along(x: jax.Array, row: jax.Array) -> jax.Array:
+        return x.reshape(-1, *[1] * (row.ndim - 1))
+
+    def round_row(row: jax.Array) -> jax.Array:
+        scaled = jnp.rint(row.astype(norms.dtype) * along(factors, row))
+        scaled = jnp.where(along(is_good, row), scaled, jnp.zeros_like(scaled))
+        # Without clipping, the cast of larger numbers would be undefined.
+        return jnp.clip(scaled, -most, most).astype(jnp.int32)
+
+    quanta = compute_once([round_row(row) for row in rows])  # the values checked are those summed
+    flat = jnp.concatenate([x.reshape(len(x), -1) for x in quanta], axis=1)
+    is_within = has_norm_at_most(flat, most)
+    return [jnp.where(along(is_within, x), x, jnp.zeros_like(x)) for x in quanta]
+
+
+def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
+    """Tell for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
+
+    Every square and every partial sum above most² is replaced by most² + 1, so a row that exceeds
+    the limit anywhere exceeds it in the end. At most as many terms are added at a time as fit into
+    32 bits.
+    """
+    limit = most**2
+    at_once = (2**32 - 1) // (limit + 1)
+    magnitudes = jnp.minimum(jnp.abs(quanta), most + 1).astype(jnp.uint32)
+    sums = jnp.minimum(magnitudes**2, jnp.uint32(limit + 1))
+    while (width := min(at_once, sums.shape[1])) > 1:
+        sums = jnp.pad(sums, ((0, 0), (0, -sums.shape[1] % width)))
+        sums = sums.reshape(len(sums), -1, width).sum(axis=2, dtype=jnp.uint32)
+        sums = jnp.minimum(sums, jnp.uint32(limit + 1))
+    return (sums <= limit).all(axis=1)
+
+
+class AddDiscreteNoiseState(NamedTuple):
+    """The key of the noise, which is a secret, and the number of steps that used it."""
+
+    key: jax.Array
+    step: jax.Array
+
+    def __repr__(self) -> str:  # states are logged, and whoever has the key can subtract the noise
+        return f"AddDiscreteNoiseState(key=<secret>, step={self.step!r})"
+
+
+def add_discrete_gaussian_noise(
+    noise_multiplier: float, *, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """Add exact discrete Gaussian noise to the sum of `quantized_grad`, and return it in float32.
+
+    Every entry gets an integer number x of quanta with P[x] ∝ exp(−x²/2s²), where s is at least z
+    times the sensitivity in quanta. All computation on secrets is exact integer arithmetic, so the
+    guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. It covers full
+    batches: every example in every step. NumPy draws the noise on the host, under `jit` too, which
+    is much slower than `add_gaussian_noise`. Inside `shard_map` the transform raises.
+
+    Args:
+        noise_multiplier: z, the noise in units of the sensitivity.
+        key: one typed key of JAX's default generator, such as `fresh_key()`, used for nothing else;
+            see `add_gaussian_noise`. Under `jax.vmap`, map over keys.
+
+    >>> gradient = quantized_grad(jnp.vdot, clip_norm=1.0, resolution=100)
+    >>> tx = optax.chain(
+    ...     add_discrete_gaussian_noise(2.0, key=jax.random.key(0)),
+    ...     optax.scale(1 / 50),  # the number of examples
+    ...     optax.sgd(0.1),
+    ... )
+    >>> params, batch = jnp.zeros(2), jnp.ones((50, 2))
+    >>> updates, _ = tx.update(gradient(params, batch), tx.init(params), params)
+    """
+    if not is_number(noise_multiplier):
+        raise TypeError(f"`noise_multiplier` must be a number, got {noise_multiplier!r}.")
+    check_positive("noise_multiplier", noise_multiplier)
+    check_key("key", key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}; make it with "
+            "`fresh_key()` under JAX's default generator."
+        )
+
+    def init(params: optax.Params) -> AddDiscreteNoiseState:
+        del params
+        # A copy: donating the optimizer's state must not delete the caller's key.
+        return AddDiscreteNoiseState(key=jnp.copy(key), step=jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: optax.Updates,
+        state: AddDiscreteNoiseState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, AddDiscreteNoiseState]:
+        del params
+        check_not_per_example(extra_args, None)  # this transform would ignore a mask
+        _check_outside_shard_map("add_discrete_gaussian_noise")
+        paths, structure = jax.tree.flatten_with_path(updates, is_leaf=_is_quantized)
+        check_not_empty("updates", updates)
+        _check_quantized(paths)
+        leaves = [leaf for _, leaf in paths]
+        scale = math.ceil(float(noise_multiplier) * leaves[0].sensitivity)
+        if scale > LARGEST_SCALE:
+            raise ValueError(
+                f"`noise_multiplier` must keep the noise at {LARGEST_SCALE} quanta at most, got "
+                f"{noise_multiplier} times {leaves[0].sensitivity}; choose a smaller `resolution`."
+            )
+        step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
+        keys = fold_in_texts(step_key, leaf_addresses(updates, _is_quantized))
+        in_quanta = [_add_noise(x.value, key, scale) for x, key in zip(leaves, keys, strict=True)]
+        is_fresh = state.step < _LAST_STEP
+        noisy = [
+            jnp.where(is_fresh, x.astype(jnp.float32) * jnp.float32(leaf.quantum), jnp.nan)
+            for x, leaf in zip(in_quanta, leaves, strict=True)
+        ]
+        step = optax.safe_increment(state.step)
+        return jax.tree.unflatten(structure, noisy), AddDiscreteNoiseState(state.key, step)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _is_quantized(node: object) -> bool:
+    return isinstance(node, QuantizedSum)
+
+
+def _check_quantized(
+    paths: Sequence[tuple[jax.tree_util.KeyPath, QuantizedSum | jax.Array]],
+) -> None:
+    """Raise unless all leaves come from one call of `quantized_grad`."""
+    first = paths[0][1]
+    for path, leaf in paths:
+        if not (isinstance(leaf, QuantizedSum) and isinstance(first, QuantizedSum)):
+            raise ValueError(
+                f"`updates` must be the sum of `quantized_grad`, got {type(leaf).__name__} at "
+                f"{path_name(path)!r}; exact noise needs integers."
+            )
+        if leaf.value.dtype != jnp.int32:
+            raise ValueError(
+                f"`updates` must be in whole quanta, got {leaf.value.dtype} at "
+                f"{path_name(path)!r}; make this transform the first of the chain."
+            )
+        is_alike = (leaf.quantum, leaf.sensitivity) == (first.quantum, first.sensitivity)
+        if not is_alike or leaf.together != len(paths):
+            raise ValueError(
+                f"`updates` must come from one call of `quantized_grad`, got {len(paths)} leaves "
+                f"of which {leaf.together} were clipped together, at {path_name(path)!r}; pass all "
+                "leaves of one sum."
+            )
+
+
+def _check_outside_shard_map(name: str) -> None:
+    """Raise inside `shard_map`, where a sum or its noise would be that of one shard."""
+    if manual_axes():
+        raise ValueError(
+            f"`{name}` must be called outside shard_map, got the axes "
+            f"{', '.join(sorted(map(str, manual_axes())))}; use arrays that are sharded under jit."
+        )
+
+
+def _add_noise(value: jax.Array, key: jax.Array, scale: int) -> jax.Array:
+    """Return a leaf with noise, in quanta, int32."""
+    like = jax.ShapeDtypeStruct(value.shape, jnp.int32)
+    draw = partial(_add_noise_on_host, scale=scale)
+    return jax.pure_callback(draw, like, value, jax.random.key_data(key), vmap_method="sequential")
+
+
+def _add_noise_on_host(value: jax.Array, key: jax.Array, *, scale: int) -> np.ndarray:
+    quanta = np.asarray(value)
+    noise = discrete_gaussian(Stream(np.asarray(key)), scale, quanta.size)
+    return (quanta.astype(np.int64) + noise.reshape(quanta.shape)).astype(np.int32)  # modulo 2³²

@@ -1,0 +1,246 @@
+"""Choose a method for each leaf, and run it.
+
+`_METHODS` is the table of methods. To add one, write a function with one of the two signatures
+below in `methods/`, add a line to the table, and say in `_obstacle` what it cannot do. The order in
+which "auto" tries methods, and the limits, come from `benchmarks/smoothing.py`, whose results say
+how far each choice is from the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.shard_alike import shard_alike
+from jax.sharding import AxisType, auto_axes
+
+from optax_lsdp._trees import wide_dtype
+from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
+from optax_lsdp.smoothing._operator import Operator
+from optax_lsdp.smoothing.methods import (
+    band_reach,
+    smooth_banded,
+    smooth_fft,
+    smooth_halo,
+    smooth_matrix,
+    smooth_recursive,
+)
+
+SmoothLeaves: TypeAlias = Callable[
+    [Sequence[Leaf], jax.Array | float, Operator, Scope], list[jax.Array]
+]
+SmoothArray: TypeAlias = Callable[[jax.Array, jax.Array | float, Operator, int], jax.Array]
+_LARGEST_FAST_MATRIX = 256  # entries per axis up to which matrix products beat the FFT
+_LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precise enough
+
+
+def smooth_leaves(
+    leaves: Sequence[Leaf],
+    smoothing: jax.Array | float,
+    operator: Operator,
+    scope: Scope,
+    method: str,
+) -> list[jax.Array]:
+    """Return the smoothed leaves: each by itself, or all in one ring if `scope` is "tree"."""
+    if scope == "tree":
+        members = {_method_of_tree(leaves, smoothing, operator, method): list(range(len(leaves)))}
+    else:
+        members = {}
+        for index, leaf in enumerate(leaves):
+            name = _choose_method(
+                method,
+                leaf.arrangement,
+                operator,
+                smoothing,
+                dtype=wide_dtype(leaf.array),
+                is_split=leaf.is_split,
+            )
+            members.setdefault(name, []).append(index)
+    results = dict[int, jax.Array]()
+    for name, indices in members.items():
+        chosen = [leaves[index] for index in indices]
+        if name != "halo":
+            _check_whole(name, chosen)
+        smoothed = _METHODS[name](chosen, smoothing, operator, scope)
+        results |= dict(zip(indices, smoothed, strict=True))
+    return [results[index] for index in range(len(leaves))]
+
+
+def _method_of_tree(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, method: str
+) -> str:
+    """Return the method for all leaves in one ring."""
+    arrangements = [leaf.arrangement for leaf in leaves]
+    if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
+        raise ValueError(
+            "`layout` must not give a Grid with scope='tree', which joins all leaves to one ring, "
+            "got one; use scope='leaf'."
+        )
+    size = sum(one.grid[0] for one in arrangements)
+    return _choose_method(
+        method,
+        Arrangement((size,), (0,), 1, (size,)),
+        operator,
+        smoothing,
+        dtype=wide_dtype(*(leaf.array for leaf in leaves)),
+        is_split=any(leaf.is_split for leaf in leaves),
+    )
+
+
+def _choose_method(
+    method: str,
+    arrangement: Arrangement,
+    operator: Operator,
+    smoothing: jax.Array | float,
+    *,
+    dtype: jnp.dtype,
+    is_split: bool,
+) -> str:
+    """Return the method for one leaf, or raise if the requested one does not fit.
+
+    `is_split` says whether the leaf may be spread over several devices.
+    """
+    if method == "auto":
+        order = ["halo"] if is_split else []
+        order += ["recursive"]
+        order += ["matrix"] if max(arrangement.grid) <= _LARGEST_FAST_MATRIX else []
+        order += ["banded", "fft"]
+        fitting = (m for m in order if not _obstacle(m, arrangement, operator, smoothing, dtype))
+        return next(fitting)
+    obstacle = _obstacle(method, arrangement, operator, smoothing, dtype)
+    if obstacle:
+        raise ValueError(f"`method` must fit the task, got {method!r}, which {obstacle}.")
+    return method
+
+
+def _obstacle(
+    method: str,
+    arrangement: Arrangement,
+    operator: Operator,
+    smoothing: jax.Array | float,
+    dtype: jnp.dtype,
+) -> str | None:
+    """Return why a method cannot smooth a leaf, or None if it can."""
+    grid = arrangement.grid
+    if method in ("recursive", "halo", "banded") and len(grid) > 1:
+        return f"smooths along one axis, not along a grid of {grid}; use 'auto'"
+    if method == "halo" and arrangement.reshapes:
+        return f"does not support a Grid with the shape {arrangement.shape}; use 'auto'"
+    if method in ("recursive", "halo") and operator.order > 1:
+        return f"supports order 1 only, not {operator.order}; use 'auto'"
+    if method == "matrix" and max(grid) > _LARGEST_MATRIX:
+        return f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use 'auto'"
+    if method == "banded":
+        if not isinstance(smoothing, float):
+            return "needs σ as a number, not a schedule or an injected value; use 'recursive'"
+        least = 2 * band_reach(smoothing, operator, dtype) + 1
+        if least > grid[0]:
+            return f"needs {least} entries for this σ, not {grid[0]}; use 'auto'"
+    return None
+
+
+def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
+    """Raise if `shard_map` splits neighbours, which only "halo" can smooth."""
+    for _, arrangement, spec, _ in leaves:
+        split = {axis for axis, entry in enumerate(spec) if entry is not None}
+        neighbours = set(arrangement.order[len(arrangement.order) - arrangement.trailing :])
+        if split and (arrangement.reshapes or split & neighbours):
+            raise ValueError(
+                f"`shard_specs` must not split the axes along which {method!r} smooths, got "
+                f"{spec} for an array of {arrangement.shape}; gather it first, or use "
+                "method='halo' (order 1, one axis)."
+            )
+
+
+def _run_recursive(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    def run(arrays: list[jax.Array], smoothing: jax.Array | float) -> list[jax.Array]:
+        pairs = zip(leaves, arrays, strict=True)
+        own = [leaf._replace(array=array) for leaf, array in pairs]
+        return smooth_recursive(own, smoothing, operator, scope)
+
+    return _keep_shardings(run, leaves, smoothing)
+
+
+def _run_on_arrays(
+    solve: SmoothArray,
+    leaves: Sequence[Leaf],
+    smoothing: jax.Array | float,
+    operator: Operator,
+    scope: Scope,
+) -> list[jax.Array]:
+    """Apply a method for one array to each leaf, or to the concatenation of all leaves."""
+    if scope == "leaf":
+        return [
+            smoothed
+            for leaf in leaves
+            for smoothed in _keep_shardings(
+                partial(_solve_leaf, solve, leaf, operator), [leaf], smoothing
+            )
+        ]
+    return _keep_shardings(partial(_solve_tree, solve, leaves, operator), leaves, smoothing)
+
+
+def _solve_leaf(
+    solve: SmoothArray,
+    leaf: Leaf,
+    operator: Operator,
+    arrays: list[jax.Array],
+    smoothing: jax.Array | float,
+) -> list[jax.Array]:
+    (array,), arrangement = arrays, leaf.arrangement
+    wide = arrangement.arrange(array.astype(wide_dtype(array)))
+    solved = solve(wide, smoothing, operator, len(arrangement.grid))
+    return [arrangement.restore(solved, array).astype(array.dtype)]
+
+
+def _solve_tree(
+    solve: SmoothArray,
+    leaves: Sequence[Leaf],
+    operator: Operator,
+    arrays: list[jax.Array],
+    smoothing: jax.Array | float,
+) -> list[jax.Array]:
+    dtype = wide_dtype(*arrays)
+    pairs = [(leaf.arrangement, array) for leaf, array in zip(leaves, arrays, strict=True)]
+    rows = [arrangement.arrange(array).astype(dtype) for arrangement, array in pairs]
+    ends = list(accumulate(row.size for row in rows))
+    parts = jnp.split(solve(jnp.concatenate(rows), smoothing, operator, 1), ends[:-1])
+    return [
+        arrangement.restore(part, array).astype(array.dtype)
+        for part, (arrangement, array) in zip(parts, pairs, strict=True)
+    ]
+
+
+def _keep_shardings(
+    run: Callable[[list[jax.Array], jax.Array | float], list[jax.Array]],
+    leaves: Sequence[Leaf],
+    smoothing: jax.Array | float,
+) -> list[jax.Array]:
+    """Return `run(arrays, σ)`, each result sharded like its array, on any kind of mesh."""
+    arrays = [leaf.array for leaf in leaves]
+    traced = [] if isinstance(smoothing, float) else [jnp.asarray(smoothing)]
+
+    def call(arrays: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:
+        return run(arrays, traced[0] if traced else smoothing)
+
+    shardings = [jax.typeof(array).sharding for array in arrays]
+    if any(AxisType.Explicit in (sharding.mesh.axis_types or ()) for sharding in shardings):
+        call = auto_axes(call, out_sharding=shardings)
+    pairs = zip(call(arrays, traced), arrays, strict=True)
+    return [shard_alike(smoothed, array)[0] for smoothed, array in pairs]
+
+
+_METHODS: dict[str, SmoothLeaves] = {
+    "recursive": _run_recursive,
+    "halo": smooth_halo,
+    "banded": partial(_run_on_arrays, smooth_banded),
+    "matrix": partial(_run_on_arrays, smooth_matrix),
+    "fft": partial(_run_on_arrays, smooth_fft),
+}
+METHODS = ("auto", *_METHODS)

@@ -1,0 +1,55 @@
+"""Smooth by a banded matrix, for any order, if σ is a known number.
+
+Far from its centre the kernel of A⁻¹ is too small to change a float. The rest of the kernel is a
+band, which this method applies as products of blocks with a few small matrices.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp.smoothing._operator import Operator
+from optax_lsdp.smoothing._spectrum import line_kernel
+
+_WIDTHS = (32, 64, 128, 256)
+
+
+def band_reach(smoothing: float, operator: Operator, dtype: jnp.dtype) -> int:
+    """Return how many entries the band has on either side of its centre."""
+    return len(_half_kernel(smoothing, operator, dtype)) - 1
+
+
+def _half_kernel(smoothing: float, operator: Operator, dtype: jnp.dtype) -> np.ndarray:
+    return line_kernel(smoothing, operator.order, float(jnp.finfo(dtype).eps) / 8)
+
+
+def smooth_banded(
+    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
+) -> jax.Array:
+    """Return A⁻¹ x along the last axis of x; σ must be a number, and `dims` 1."""
+    del dims
+    half = _half_kernel(float(smoothing), operator, x.dtype)
+    reach, size = len(half) - 1, x.shape[-1]
+    rows = x.shape[:-1]
+    beside_rows = [(0, 0)] * len(rows)
+    width = next((w for w in _WIDTHS if w >= reach), _WIDTHS[-1])
+    beside = -(-reach // width)  # how many blocks on each side the band touches
+    count = -(-size // width)
+    halo = beside * width
+    mode = "wrap" if operator.boundary == "periodic" else "symmetric"
+    near = min(halo, size)  # the band does not reach around the ring more than once
+    padded = jnp.pad(x, [*beside_rows, (near, near)], mode=mode)
+    missing = count * width - size
+    padded = jnp.pad(padded, [*beside_rows, (halo - near, halo - near + missing)])
+    blocks = padded.reshape(*rows, count + 2 * beside, width)
+    place = np.arange(width)
+    total = jnp.zeros((*rows, count, width), x.dtype)
+    for offset in range(2 * beside + 1):
+        distance = np.abs(place + (beside - offset) * width - place[:, None])
+        weights = np.where(distance <= reach, half[np.minimum(distance, reach)], 0)
+        total += jnp.matmul(
+            blocks[..., offset : offset + count, :],
+            jnp.asarray(weights, x.dtype),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+    return total.reshape(*rows, count * width)[..., :size]

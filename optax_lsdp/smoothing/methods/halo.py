@@ -1,0 +1,375 @@
+"""Smooth leaves as linked segments: the methods "recursive", on one device, and "halo", on many.
+
+A segment is a contiguous stretch of a leaf, in the order of its neighbours, that one device holds.
+A whole leaf is one segment, or one for each row of a grid. A shard may hold many. `recursive.py`
+filters each segment by itself and needs two numbers from its neighbours, so devices exchange two
+numbers per segment and never gather a leaf. Small leaves are packed and filtered together. With
+scope="tree" the leaves are linked to each other in the same way, and never concatenated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
+from itertools import accumulate
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+
+from optax_lsdp._mesh import axis_names, axis_size, manual_axes, vary, varying_axes
+from optax_lsdp._trees import wide_dtype
+from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
+from optax_lsdp.smoothing._operator import Boundary, Operator
+from optax_lsdp.smoothing.methods.recursive import (
+    CARRY_AT,
+    Ends,
+    Kernel,
+    Rows,
+    add_outer_carry,
+    as_array,
+    filter_rows,
+    link_equal,
+    link_unequal,
+    make_kernel,
+    prepare_rows,
+)
+
+_SMALL = 2**16  # leaves with at most so many entries are worth copying into a pack
+_COLUMN = 8  # columns are filtered without transposition if they are so long and so many
+
+
+class Task(NamedTuple):
+    """What to smooth, besides the arrays and σ."""
+
+    arrangements: tuple[Arrangement, ...]
+    scope: Scope
+    boundary: Boundary
+
+
+class Segments(NamedTuple):
+    """How a leaf is cut into segments.
+
+    Attributes:
+        rows: the number of rows of neighbours on this device.
+        outer: segments of a row on this device, along each axis that crosses segments.
+        names: the mesh axes that split each of these axes, then those that split the segments.
+        length: the number of entries of a segment.
+        total: the number of segments of a row, on all devices.
+        columns: if the segments are stored as columns, the shape of all columns; otherwise None.
+        order: the order of the axes of `columns` in which segments follow one another.
+    """
+
+    rows: int
+    outer: tuple[int, ...]
+    names: tuple[tuple[str, ...], ...]
+    length: int
+    total: int
+    columns: tuple[int, ...] | None
+    order: tuple[int, ...]
+
+    def sort(self, values: jax.Array) -> jax.Array:
+        """Put one number per segment from the order of storage into that of neighbours."""
+        if self.columns is None:
+            return values
+        return values.reshape(self.columns).transpose(self.order).reshape(-1)
+
+    def unsort(self, values: jax.Array) -> jax.Array:
+        """Undo `sort`."""
+        if self.columns is None:
+            return values
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        ordered = values.reshape([self.columns[axis] for axis in self.order])
+        return ordered.transpose(inverse).reshape(-1)
+
+    def gather(self, values: jax.Array) -> jax.Array:
+        """Collect one number per segment from all devices: (rows · segments,) → (rows, total).
+
+        `psum` serves as the gather, because JAX knows that its result is equal on all devices.
+        """
+        shape, starts, names = self._offsets()
+        if not names:
+            return values.reshape(self.rows, -1)
+        values = values.reshape(self.rows, *self.outer, 1)
+        everywhere = vary(jnp.zeros(shape, values.dtype), varying_axes(values))
+        own = jax.lax.dynamic_update_slice(everywhere, values, starts)
+        return jax.lax.psum(own, names).reshape(self.rows, -1)
+
+    def keep_own(self, values: jax.Array) -> jax.Array:
+        """Undo `gather`: keep the numbers of the segments on this device."""
+        shape, starts, _ = self._offsets()
+        values = values.reshape(shape)
+        return jax.lax.dynamic_slice(values, starts, (self.rows, *self.outer, 1)).reshape(-1)
+
+    def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
+        """Return the shape of all segments, the start of this device's, and the mesh axes."""
+        pairs = list(zip((*self.outer, 1), self.names, strict=True))
+        shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
+        starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
+        return shape, [0, *starts], tuple(name for names in self.names for name in names)
+
+
+class Pack(NamedTuple):
+    """Leaves that are filtered together: several small whole ones, or one of any kind."""
+
+    members: list[int]
+    segments: Segments | None  # of the one leaf
+    rows: Rows
+
+
+def smooth_recursive(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    """Return the smoothed leaves, each of which this device or `shard_map` holds."""
+    arrays, arrangements, specs, _ = zip(*leaves, strict=True)
+    return _smooth_segments(arrays, smoothing, specs, Task(arrangements, scope, operator.boundary))
+
+
+def smooth_halo(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    """Return the smoothed leaves, each with its sharding: no device gathers a leaf."""
+    if manual_axes():
+        return smooth_recursive(leaves, smoothing, operator, scope)
+    arrays = [leaf.array for leaf in leaves]
+    task = Task(tuple(leaf.arrangement for leaf in leaves), scope, operator.boundary)
+    smoothing = jnp.asarray(smoothing, wide_dtype(*arrays))
+    stated = [jax.typeof(array).sharding for array in arrays]
+    explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
+    if explicit:
+        specs = tuple(sharding.spec for sharding in stated)
+        return _on_explicit_mesh(task, explicit[0].mesh, specs)(arrays, smoothing)
+    return _on_automatic_mesh(task)(*arrays, smoothing)
+
+
+def _smooth_segments(
+    arrays: Sequence[jax.Array],
+    smoothing: jax.Array | float,
+    specs: Sequence[jax.P],
+    task: Task,
+) -> list[jax.Array]:
+    """Return the smoothed arrays, which are split over manual mesh axes as `specs` say."""
+    arrangements, scope, boundary = task
+    wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
+    kernel_of = cache(partial(make_kernel, smoothing))  # a function of the dtype
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for index, (arrangement, spec) in enumerate(zip(arrangements, specs, strict=True)):
+        size = arrangement.grid[0]
+        alone = any(spec) or math.prod(arrangement.shape) > size or size > _SMALL
+        room = 1 << (size - 1).bit_length()
+        groups.setdefault((index,) if alone else (wide[index], room), []).append(index)
+
+    packs = []
+    for members in groups.values():
+        dtype = wide[members[0]]
+        parts = [(arrays[i].astype(dtype), arrangements[i]) for i in members]
+        if len(members) == 1:
+            packs.append(_one_leaf(members[0], *parts[0], specs[members[0]], kernel_of(dtype)))
+        else:
+            vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in parts]
+            sizes = [x.size for x in vectors]
+            values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
+            rows = prepare_rows(values, sizes, kernel_of(dtype), upright=False, copied=False)
+            packs.append(Pack(members, None, rows))
+
+    if scope == "tree":
+        sizes = [arrangement.grid[0] for arrangement in arrangements]
+        carries = _carries_in_one_row(packs, sizes, boundary)
+    else:
+        carries = _carries_of_each_row(packs, boundary)
+    results = dict[int, jax.Array]()
+    for pack, carry in zip(packs, carries, strict=True):
+        filtered = filter_rows(pack.rows, carry)
+        for place, index in enumerate(pack.members):
+            size, array = pack.rows.sizes[place], arrays[index]
+            if pack.rows.upright:
+                results[index] = filtered[:size].reshape(array.shape).astype(array.dtype)
+                continue
+            own = filtered[:, :size] if pack.segments else filtered[place : place + 1, :size]
+            results[index] = arrangements[index].restore(own, array).astype(array.dtype)
+    return [results[index] for index in range(len(arrays))]
+
+
+def _one_leaf(
+    index: int, array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
+) -> Pack:
+    """Return a pack of one leaf, each of whose segments is a row or a column."""
+    segments = _cut(arrangement, array, spec)
+    upright = segments.columns is not None
+    shape = (segments.length, -1) if upright else (-1, segments.length)
+    values = (array if upright else arrangement.transpose(array)).reshape(shape)
+    copied = not upright and arrangement.order != tuple(sorted(arrangement.order))
+    rows = prepare_rows(values, [segments.length], kernel, upright=upright, copied=copied)
+    return Pack([index], segments, rows)
+
+
+def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
+    """Return the carries of the segments of each pack, if every row is smoothed by itself."""
+    found = []
+    for _, segments, rows in packs:
+        kernel = rows.kernel
+        if segments is None or segments.total == 1:
+            found.append(CARRY_AT[boundary](rows.ends, rows.sizes, kernel))
+            continue
+        carries, ends = _link(segments, rows.ends, kernel)
+        outer = CARRY_AT[boundary](ends, [segments.total * segments.length], kernel)
+        found.append(_carries_here(segments, outer, carries, kernel))
+    return found
+
+
+def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
+    """Return the carries of the segments of each pack, if all leaves form one row."""
+    kernel = packs[-1].rows.kernel
+    lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
+    within_leaves = []
+    for members, segments, rows in packs:
+        within, ends = _link(segments, rows.ends, kernel) if segments else (None, rows.ends)
+        within_leaves.append(within)
+        for place, index in enumerate(members):
+            lefts[index], rights[index] = ends.left[place], ends.right[place]
+    order = range(len(sizes))
+    ends = Ends(*(jnp.stack([side[i] for i in order]) for side in (lefts, rights)))
+    between, whole = link_unequal(ends, sizes, kernel)
+    outer = CARRY_AT[boundary](whole, [sum(sizes)], kernel)
+    places = as_array(list(accumulate(sizes, initial=0)), jnp.int32)
+    carries = add_outer_carry(Ends(*(side[0] for side in outer)), between, places, kernel)
+    found = []
+    for (members, segments, _), within in zip(packs, within_leaves, strict=True):
+        own = Ends(*(jnp.stack([side[index] for index in members]) for side in carries))
+        found.append(_carries_here(segments, own, within, kernel) if segments and within else own)
+    return found
+
+
+def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
+    """Link the segments of a leaf over all devices; see `link_equal`."""
+    gathered = Ends(*(segments.gather(segments.sort(side)) for side in ends))
+    return link_equal(gathered, segments.length, kernel)
+
+
+def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
+    """Return the carries of this device's segments, from outside the row and from within it."""
+    places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
+    total = add_outer_carry(outer, carries, places, kernel)
+    return Ends(*(segments.unsort(segments.keep_own(side)) for side in total))
+
+
+def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
+    """Return how the rows of a leaf, or of a shard, are cut into segments."""
+    shape = arrangement.shape_of(array)
+    local = tuple(shape[axis] for axis in arrangement.order)
+    names: list[tuple[str, ...]] = [()] * len(local)
+    if any(spec):
+        entries = [*spec, *[None] * (len(local) - len(spec))]
+        names = [axis_names(entries[axis]) for axis in arrangement.order]
+    first, end = len(local) - arrangement.trailing, len(local)
+    split_axes = [axis for axis in range(first, end) if names[axis]]
+    cut = max(split_axes, default=first)
+    # Where the axes that vary fastest among neighbours are stored first, segments are columns.
+    tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
+    top = next(tops, end)
+    height = math.prod(local[top:])
+    is_column = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
+    columns: tuple[int, ...] | None = None
+    order: tuple[int, ...] = ()
+    if is_column and top == (cut if split_axes else top):
+        cut, tall = top, end - top  # `tall` axes make up a column
+        columns, order = shape[tall:], tuple(axis - tall for axis in arrangement.order[:top])
+    outer = local[first:cut]
+    split = (*names[first:cut], names[cut] if cut < end else ())
+    return Segments(
+        rows=math.prod(local[:first]),
+        outer=outer,
+        names=split,
+        length=math.prod(local[cut:]),
+        total=math.prod(outer) * math.prod(axis_size(names) for names in split if names),
+        columns=columns,
+        order=order,
+    )
+
+
+@lru_cache(maxsize=256)
+def _on_explicit_mesh(
+    task: Task, mesh: jax.sharding.AbstractMesh, specs: tuple[jax.P, ...]
+) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
+    """Return a function of σ and of arrays that are sharded as `specs` say."""
+
+    def smooth(arrays: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
+        return _smooth_segments(arrays, smoothing, specs, task)
+
+    mapped = jax.shard_map(
+        smooth,
+        mesh=mesh,
+        in_specs=(list(specs), jax.P()),
+        out_specs=list(specs),
+        axis_names=set(mesh.explicit_axes),
+        check_vma=False,
+    )
+    return jax.jit(mapped)  # outside jit, every operation would be compiled by itself
+
+
+@lru_cache(maxsize=256)
+def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
+    """Return a function of arrays and σ to which the compiler says how the arrays are sharded.
+
+    Under `vmap` and differentiation it is an ordinary function of whole arrays.
+    """
+    count = len(task.arrangements)
+
+    def whole(*operands: jax.Array) -> list[jax.Array]:
+        *arrays, smoothing = operands
+        return _smooth_segments(arrays, smoothing, [jax.P()] * count, task)
+
+    def partition(
+        mesh: jax.sharding.Mesh, operands: Sequence[jax.ShapeDtypeStruct], results: object
+    ) -> tuple[object, ...]:
+        del results
+        shardings = [operand.sharding for operand in operands]
+        if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
+            shardings = [NamedSharding(mesh, jax.P())] * len(operands)  # axes unknown: gather
+        for place, operand in enumerate(operands):
+            if not _divides(operand.shape, shardings[place]):  # shards would be padded: gather
+                shardings[place] = NamedSharding(mesh, jax.P())
+        specs = [sharding.spec for sharding in shardings[:-1]]
+
+        def smooth(*operands: jax.Array) -> list[jax.Array]:
+            *arrays, smoothing = operands
+            return _smooth_segments(arrays, smoothing, specs, task)
+
+        return mesh, smooth, shardings[:-1], tuple(shardings)
+
+    def rule(mesh: object, operands: Sequence[jax.ShapeDtypeStruct], results: object) -> str:
+        del mesh, results
+        ranks = [len(operand.shape) for operand in operands[:-1]]
+        dims = [" ".join(f"d{k}x{i}" for i in range(rank)) for k, rank in enumerate(ranks)]
+        return f"{', '.join([*dims, ''])} -> {', '.join(dims)}"
+
+    partitioned = custom_partitioning(whole)
+    partitioned.def_partition(partition, sharding_rule=rule)
+    mapped = jax.custom_batching.custom_vmap(lambda *operands: partitioned(*operands))
+
+    @mapped.def_vmap
+    def _(
+        size: int, batched: Sequence[bool], *operands: jax.Array
+    ) -> tuple[list[jax.Array], list[bool]]:
+        del size
+        axes = [0 if is_batched else None for is_batched in batched]
+        return jax.vmap(whole, axes)(*operands), [True] * count
+
+    smooth = jax.custom_jvp(lambda *operands: mapped(*operands))
+
+    @smooth.defjvp
+    def _(
+        primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        return jax.jvp(whole, primals, tangents)
+
+    return jax.jit(smooth)
+
+
+def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
+    """Tell whether all shards have the same shape."""
+    counts = [math.prod(sharding.mesh.shape[n] for n in axis_names(e)) for e in sharding.spec]
+    return not any(size % count for size, count in zip(shape, counts, strict=False))

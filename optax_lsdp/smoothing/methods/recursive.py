@@ -1,0 +1,385 @@
+"""Filter rows with the kernel of (I − σL)⁻¹ in linear time, for any σ, traced or known.
+
+On an infinite line the kernel is gain·ρ^|k|. Entries beyond an end of a row therefore act on it
+through one number, the *carry* of that end: the part of the smoothed value just outside the row
+that comes from the entries out there. A carry c adds c·ρᵏ to the k-th entry of the row, counted
+from that end. The same holds for blocks within a row. So a row is filtered in three steps:
+
+1. Cut the row into blocks, and find the smoothed values at the ends of each block as if zeros
+   surrounded it.
+2. Pass these numbers from block to block, which gives the carries of each block.
+3. Multiply each block, with its two carries as additional entries, by one small matrix.
+
+The carries of a whole row depend on what lies beyond it: the row's other end on a ring, its mirror
+image at a reflecting end, or the next segment, which may be on another device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block, and where the kernel is short
+_CHUNK = 2**19  # so many entries stay in a CPU's cache while they are filtered
+_LONG = (
+    2**23
+)  # arrays of this size are filtered in place: a CPU allocates their memory anew each step
+_PADDED = 2**20  # the same for arrays that blocks do not divide, which would be padded otherwise
+
+
+class Kernel(NamedTuple):
+    """The kernel gain·ρ^|k| of (I − σL)⁻¹ on an infinite line.
+
+    Attributes:
+        rate: −log ρ.
+        gain: the kernel at its centre.
+        reach: how many entries from its centre the kernel is too small to matter, if σ is known.
+    """
+
+    rate: jax.Array
+    gain: jax.Array
+    reach: float = math.inf
+
+    def powers(self, exponents: jax.Array | int) -> jax.Array:
+        """Return ρ^k for k ≥ 0."""
+        if not isinstance(exponents, jax.Array):
+            return jnp.exp(-self.rate * exponents)
+        return jnp.exp(-self.rate * exponents.astype(self.rate.dtype))
+
+    def every(self, width: int) -> Kernel:
+        """Return the kernel on every `width`-th entry of the line."""
+        return Kernel(width * self.rate, self.gain, self.reach / width)
+
+
+def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
+    """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
+
+    In this form neither loses digits where ρ is close to 1. Where σ is zero, the smallest positive
+    σ stands in, and `laplacian_smooth` ignores the result.
+    """
+    positive = jnp.maximum(jnp.asarray(smoothing, dtype), jnp.finfo(dtype).tiny)
+    rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
+    reach = math.inf
+    if isinstance(smoothing, float):
+        known = 2 * math.asinh(0.5 / math.sqrt(max(smoothing, 1e-300)))
+        reach = -math.log(float(jnp.finfo(dtype).eps) / 8) / known
+    return Kernel(rate, jnp.tanh(rate / 2), reach)
+
+
+class Ends(NamedTuple):
+    """A number for the left and for the right end of each row: (rows,), or (rows, segments)."""
+
+    left: jax.Array
+    right: jax.Array
+
+
+class Rows(NamedTuple):
+    """Rows that are ready to be filtered.
+
+    Attributes:
+        values: (rows, length), or (length, rows) if `upright`; zeros after the entries that count.
+        carries: the carries of each block from the other blocks of its row: (rows, blocks).
+        ends: the smoothed first and last entry of each row if zeros surrounded it.
+        sizes: how many entries of each row count: one number for all rows, or one for each.
+        kernel: the kernel that filters the rows.
+        upright: whether the rows are columns of `values`.
+        filtered: the blocks of a single row, each filtered as if zeros surrounded it, or None.
+    """
+
+    values: jax.Array
+    carries: Ends
+    ends: Ends
+    sizes: tuple[int, ...]
+    kernel: Kernel
+    upright: bool
+    filtered: jax.Array | None
+
+
+def prepare_rows(
+    values: jax.Array, sizes: Sequence[int], kernel: Kernel, *, upright: bool, copied: bool
+) -> Rows:
+    """Return rows with everything that filtering needs except the carries of the whole rows.
+
+    Args:
+        values: (rows, length), or (length, rows) if `upright`; zeros after the entries that count.
+        sizes: how many entries of each row count: one number for all rows, or one for each.
+            Upright rows all have the same size.
+        kernel: the kernel that filters the rows.
+        upright: whether the rows are columns of `values`, which saves a transposition.
+        copied: whether `values` is a transposed copy. XLA would transpose a single copied row
+            again for each use, so such a row is filtered at once.
+    """
+    width = _block_width(values.shape[0 if upright else 1], kernel)
+    filtered = None
+    if copied and len(values) == 1:
+        filtered = _weigh(_toeplitz(width, kernel), _pad(values[0], width).reshape(-1, width))
+        ends = jnp.stack([filtered[:, 0], filtered[:, -1]], axis=1)
+    else:
+        ends = _block_ends(values if upright else _as_line(values, width), width, kernel)
+    if upright:
+        firsts, lasts = ends[:, 0].T, ends[:, 1].T
+    else:
+        firsts, lasts = (ends[:, side].reshape(len(values), -1) for side in (0, 1))
+    between = kernel.every(width)
+    carries = Ends(
+        _delayed(_accumulate(lasts, between)),
+        _delayed(_accumulate(firsts[:, ::-1], between))[:, ::-1],
+    )
+    if len(sizes) > 1:
+        row = jnp.arange(len(sizes), dtype=jnp.int32)
+        last = as_array(sizes, jnp.int32) - 1
+        block, entry = last // width, last % width
+        tail = _pad(values, width, axis=1).reshape(len(values), -1, width)[row, block]
+        distance = jnp.abs(entry[:, None] - jnp.arange(width, dtype=jnp.int32))
+        carry, power = carries.left[row, block], kernel.powers(entry + 1)
+    else:
+        end = sizes[0]
+        start = (end - 1) // width * width  # of the last block that counts
+        tail = values[start:end].T if upright else values[:, start:end]
+        distance = end - 1 - start - jnp.arange(end - start, dtype=jnp.int32)
+        carry, power = carries.left[:, start // width], kernel.powers(end - start)
+    lasts = kernel.gain * (tail * kernel.powers(distance)).sum(axis=1)
+    lasts += carry * power
+    firsts = firsts[:, 0] + carries.right[:, 0] * kernel.powers(width)
+    return Rows(values, carries, Ends(firsts, lasts), tuple(sizes), kernel, upright, filtered)
+
+
+def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
+    """Return the smoothed rows (or columns, if they are upright), given the carry of each row."""
+    values, between, _, sizes, kernel, upright, filtered = rows
+    length = values.shape[0 if upright else 1]
+    width = _block_width(length, kernel)
+    starts = width * jnp.arange(between.left.shape[1], dtype=jnp.int32)
+    ends = as_array(sizes, jnp.int32)[:, None]
+    beyond = ends - starts - width  # how many entries lie between a block and the end of its row
+    left = between.left + carry.left[:, None] * kernel.powers(starts)
+    reaching = jnp.where(beyond >= 0, kernel.powers(jnp.maximum(beyond, 0)), 0)
+    right = between.right + carry.right[:, None] * reaching.astype(values.dtype)
+    if upright:
+        carries = jnp.stack([left.T, right.T], axis=1)
+    else:
+        carries = jnp.stack([left.reshape(-1), right.reshape(-1)], axis=1)
+    if upright or len(values) == 1:
+        if filtered is None:
+            line = _filter_blocks(values if upright else values[0], carries, width, kernel)
+        else:
+            near, far = _carry_weights(width, kernel).T
+            line = filtered + carries[:, :1] * near + carries[:, 1:] * far
+            line = line.reshape(-1)[:length]
+        part = sizes[0] % width
+        if part:  # the row ends within its last block: add the right carry there
+            weights = kernel.powers(part - jnp.arange(part, dtype=jnp.int32))
+            line = line.at[sizes[0] - part : sizes[0]].add(
+                weights[:, None] * carry.right if upright else weights * carry.right
+            )
+        return line if upright else line[None]
+    if any(size % width for size in sizes):
+        # As above: an entry right after the row's end, which the kernel spreads over the block.
+        values = _pad(values, width, axis=1)
+        place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
+        is_next = (place == ends) & (ends % width > 0)
+        values = jnp.where(is_next, carry.right[:, None] / kernel.gain, values)
+    line = _filter_blocks(_as_line(values, width), carries, width, kernel)
+    return line.reshape(len(values), -1)
+
+
+def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
+    """Return the carries of rows that are rings: each end sees the other end, round after round."""
+    rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
+    return Ends(ends.right * rounds, ends.left * rounds)
+
+
+def carry_of_mirrors(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
+    """Return the carries of rows whose ends reflect (Neumann's boundary condition)."""
+    distance = kernel.rate * as_array(sizes, kernel.rate.dtype)
+    across, rounds = jnp.exp(-distance), -1 / jnp.expm1(-2 * distance)
+    left, right = ends
+    return Ends((left + across * right) * rounds, (right + across * left) * rounds)
+
+
+CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by boundary
+
+
+def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
+    """Link segments of one size, (rows, segments), that follow one another in each row.
+
+    Returns the carries of each segment from the others, and the ends of the rows.
+    """
+    between = kernel.every(size)
+    left = _accumulate(ends.right, between)
+    right = _accumulate(ends.left[:, ::-1], between)
+    return Ends(_delayed(left), _delayed(right)[:, ::-1]), Ends(right[:, -1], left[:, -1])
+
+
+def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
+    """Link segments of different sizes, (segments,), that follow one another in one row.
+
+    Returns the carries of each segment from the others, and the ends of the row.
+    """
+    falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
+
+    def add(one: tuple[jax.Array, ...], other: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        return one[0] * other[0], one[1] * other[0] + other[1]
+
+    _, left = jax.lax.associative_scan(add, (falling, ends.right))
+    _, right = jax.lax.associative_scan(add, (falling, ends.left), reverse=True)
+    zero = jnp.zeros_like(left[:1])
+    carries = Ends(jnp.concatenate([zero, left[:-1]]), jnp.concatenate([right[1:], zero]))
+    return carries, Ends(right[0], left[-1])
+
+
+def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
+    """Add the carries of whole rows, (…,), to those of each of their segments, (…, segments).
+
+    `places` says where in the row each segment starts, and where the last one ends.
+    """
+    return Ends(
+        carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
+        carries.right + outer.right[..., None] * kernel.powers(places[-1] - places[1:]),
+    )
+
+
+def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
+    """Return an array that is computed: custom partitioning does not allow constant arrays."""
+    return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
+
+
+def _block_width(length: int, kernel: Kernel) -> int:
+    """Return the number of entries per block: if possible, one that divides the row evenly."""
+    most = _SHORT_WIDTH if kernel.reach <= _SHORT_WIDTH else _WIDTH
+    if length <= 2 * most:
+        return length
+    return next((width for width in range(most, most // 2, -1) if length % width == 0), most)
+
+
+def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
+    """Return the smoothed ends of every block if zeros surrounded it: (blocks, 2, …).
+
+    `line` is (entries, …): each index of the other axes is a line of its own.
+    """
+    place = jnp.arange(width, dtype=jnp.int32)
+    weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
+
+    def ends(line: jax.Array) -> jax.Array:
+        return _weigh(weights, _pad(line, width).reshape(-1, width, *line.shape[1:]))
+
+    def by_chunks(line: jax.Array) -> jax.Array:
+        size, count = _chunks(line, width)
+        found = jnp.zeros((-(-len(line) // width), 2, *line.shape[1:]), line.dtype)
+
+        def step(index: jax.Array, found: jax.Array) -> jax.Array:
+            chunk = jax.lax.dynamic_slice_in_dim(line, index * size, size)
+            at = index * (size // width)
+            return jax.lax.dynamic_update_slice_in_dim(found, ends(chunk), at, axis=0)
+
+        found = jax.lax.fori_loop(0, count, step, found)
+        rest = line[count * size :]
+        return found.at[count * (size // width) :].set(ends(rest)) if len(rest) else found
+
+    if not _needs_chunks(line, width):
+        return ends(line)
+    return jax.lax.platform_dependent(line, cpu=by_chunks, default=ends)
+
+
+def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
+    """Return the line with every block filtered, given its two carries: (blocks, 2, …)."""
+    weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
+
+    def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
+        blocks = _pad(line, width).reshape(-1, width, *line.shape[1:])
+        filtered = _weigh(weights, jnp.concatenate([blocks, carries], axis=1))
+        return filtered.reshape(-1, *line.shape[1:])[: len(line)]
+
+    def by_chunks(line: jax.Array, carries: jax.Array) -> jax.Array:
+        size, count = _chunks(line, width)
+        blocks = size // width
+
+        def step(index: jax.Array, line: jax.Array) -> jax.Array:
+            chunk = jax.lax.dynamic_slice_in_dim(line, index * size, size)
+            mine = jax.lax.dynamic_slice_in_dim(carries, index * blocks, blocks)
+            return jax.lax.dynamic_update_slice_in_dim(line, whole(chunk, mine), index * size, 0)
+
+        line = jax.lax.fori_loop(0, count, step, line)
+        rest = line[count * size :]
+        done = whole(rest, carries[count * blocks :]) if len(rest) else rest
+        return jax.lax.dynamic_update_slice_in_dim(line, done, count * size, axis=0)
+
+    if not _needs_chunks(line, width):
+        return whole(line, carries)
+    return jax.lax.platform_dependent(line, carries, cpu=by_chunks, default=whole)
+
+
+def _accumulate(x: jax.Array, kernel: Kernel) -> jax.Array:
+    """Return Σ_l ρ^l x_(k−l) over l ≥ 0 along the last axis."""
+    if kernel.reach <= 1:
+        return x
+    width = _block_width(x.shape[-1], kernel)
+    place = jnp.arange(width, dtype=jnp.int32)
+    distance = place - place[:, None]
+    lower = jnp.where(distance >= 0, kernel.powers(jnp.maximum(distance, 0)), 0)
+    blocks = _pad(x, width, axis=-1).reshape(*x.shape[:-1], -1, width)
+    inner = _product(blocks, lower.astype(x.dtype))
+    if blocks.shape[-2] > 1:
+        carry = _delayed(_accumulate(inner[..., -1], kernel.every(width)))
+        inner += carry[..., None] * kernel.powers(place + 1)
+    return inner.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+
+def _delayed(x: jax.Array) -> jax.Array:
+    """Return x moved by one place along the last axis, after a zero."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., :-1]
+
+
+def _pad(x: jax.Array, width: int, axis: int = 0) -> jax.Array:
+    """Return x with zeros after it, up to a multiple of `width`."""
+    missing = -x.shape[axis] % width
+    if not missing:
+        return x
+    after = [(0, 0)] * x.ndim
+    after[axis] = (0, missing)
+    return jnp.pad(x, after)
+
+
+def _as_line(rows: jax.Array, width: int) -> jax.Array:
+    """Return all rows one after the other, each padded to whole blocks."""
+    return rows[0] if len(rows) == 1 else _pad(rows, width, axis=1).reshape(-1)
+
+
+def _toeplitz(width: int, kernel: Kernel) -> jax.Array:
+    """Return the matrix that filters a block: (width, width)."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    return kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
+
+
+def _carry_weights(width: int, kernel: Kernel) -> jax.Array:
+    """Return how the left and the right carry decay within a block: (width, 2)."""
+    place = jnp.arange(width, dtype=jnp.int32)
+    return kernel.powers(jnp.stack([place + 1, width - place], axis=1))
+
+
+def _needs_chunks(line: jax.Array, width: int) -> bool:
+    return line.size >= (_PADDED if len(line) % width else _LONG)
+
+
+def _chunks(line: jax.Array, width: int) -> tuple[int, int]:
+    """Return the size of chunks, which are whole blocks, and how many fit into the line."""
+    size = max(1, _CHUNK * len(line) // line.size // width) * width
+    return size, len(line) // size
+
+
+def _weigh(weights: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Return Σ_j weights[i, j] blocks[:, j, …]."""
+    if blocks.ndim == 2:
+        return _product(blocks, weights.T)
+    if blocks.shape[2] >= 4 * len(weights):  # one product per block, so nothing is transposed
+        weights = jnp.broadcast_to(weights, (len(blocks), *weights.shape))
+    return _product(weights, blocks)
+
+
+def _product(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)

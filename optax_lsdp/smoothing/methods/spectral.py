@@ -1,0 +1,78 @@
+"""Smooth in the basis of waves, in which A is diagonal: by FFT, or by matrix products.
+
+Both methods take any boundary, any order and grids of any number of axes. The FFT is fast for
+long axes; matrix products are faster for short ones.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lsdp.smoothing._operator import Operator, energies, inverse_spectrum
+
+
+def smooth_fft(
+    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
+) -> jax.Array:
+    """Return A⁻¹ x along the last `dims` axes of x, by dividing its Fourier transform by λ.
+
+    An axis whose ends reflect becomes a ring of twice the size: the axis, then its mirror image.
+    """
+    grid, axes = x.shape[-dims:], range(x.ndim - dims, x.ndim)
+    if operator.boundary == "neumann":
+        for axis in axes:
+            x = jnp.concatenate([x, jnp.flip(x, axis)], axis)
+    sizes = x.shape[-dims:]
+    kept = [*sizes[:-1], sizes[-1] // 2 + 1]  # the transform of a real signal is symmetric
+    energy = [
+        energies(jnp.arange(waves).astype(x.dtype), size)
+        for waves, size in zip(kept, sizes, strict=True)
+    ]
+    spectrum = jnp.fft.rfftn(x, axes=axes)
+    inverse = inverse_spectrum(energy, smoothing, operator.order, x.dtype)
+    smoothed = jnp.fft.irfftn(spectrum * inverse.astype(spectrum.dtype), s=sizes, axes=axes)
+    return smoothed[(..., *map(slice, grid))]
+
+
+def smooth_matrix(
+    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
+) -> jax.Array:
+    """Return A⁻¹ x along the last `dims` axes of x, by products with matrices of waves."""
+    periodic = operator.boundary == "periodic"
+    axes = range(x.ndim - dims, x.ndim)
+    waves = _hartley_waves if periodic else _cosine_waves
+    bases = [waves(x.shape[axis]).astype(x.dtype) for axis in axes]
+    energy = [
+        energies(jnp.arange(size).astype(x.dtype), size if periodic else 2 * size)
+        for size in x.shape[-dims:]
+    ]
+    mean = x.mean(axis=tuple(axes), keepdims=True)  # smoothing keeps it; products would round it
+    x = x - mean
+    for axis, basis in zip(axes, bases, strict=True):
+        x = _multiply_along(axis, x, basis)
+    x = x * inverse_spectrum(energy, smoothing, operator.order, x.dtype)
+    for axis, basis in zip(axes, bases, strict=True):
+        x = _multiply_along(axis, x, basis.T)
+    return x + mean
+
+
+def _hartley_waves(size: int) -> np.ndarray:
+    """Return cos + sin of 2πjk/d, the waves on a ring: symmetric, orthogonal and real."""
+    place = np.arange(size)
+    angle = (place[:, None] * place % size) * (2 * math.pi / size)
+    return (np.cos(angle) + np.sin(angle)) / math.sqrt(size)
+
+
+def _cosine_waves(size: int) -> np.ndarray:
+    """Return cos(π(2j + 1)k/2d) in row j for wave k: the waves between reflecting ends."""
+    place = np.arange(size)
+    angle = ((2 * place[:, None] + 1) * place % (4 * size)) * (math.pi / (2 * size))
+    return np.cos(angle) * np.where(place == 0, math.sqrt(1 / size), math.sqrt(2 / size))
+
+
+def _multiply_along(axis: int, x: jax.Array, basis: np.ndarray) -> jax.Array:
+    """Return Σ_j x_j basis_jk along one axis."""
+    exact = jax.lax.Precision.HIGHEST
+    return jnp.moveaxis(jnp.tensordot(x, basis, (axis, 0), precision=exact), -1, axis)
