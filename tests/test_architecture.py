@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -162,3 +164,29 @@ def test_every_public_name_has_an_example_that_runs(folder):
     for name in module.__all__:
         if name not in RESULTS | set(FOLDERS):
             assert ">>>" in getattr(module, name).__doc__, name
+
+
+def test_any_is_rare():
+    text = "\n".join(path.read_text() for path in FILES)
+    per_thousand_lines = 1000 * len(re.findall(r"\bAny\b", text)) / len(text.splitlines())
+    assert per_thousand_lines <= 12
+
+
+def test_the_package_stays_small():
+    assert len(FILES) <= 95
+
+
+def test_a_class_name_means_one_thing():
+    classes = [
+        node.name
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not {name for name, count in Counter(classes).items() if count > 1}
+
+
+@pytest.mark.parametrize("path", ALL_FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_module_says_what_it_is_for(path):
+    purpose = ast.get_docstring(ast.parse(path.read_text()))
+    assert not re.search(r"\b(goes?|come?s?) (in|out)\b", purpose)

@@ -59,7 +59,7 @@ _PROFILE = 400  # points of ε from which a trade-off curve is bounded
 T = TypeVar("T")
 
 
-class Analysis(NamedTuple):
+class PhaseAnalysis(NamedTuple):
     """What one phase reveals.
 
     Attributes:
@@ -77,7 +77,7 @@ class Analysis(NamedTuple):
     steps: int
 
 
-def analyse(phase: "SampledGaussian") -> Analysis:
+def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
     """Return the pairs that dominate one step of a phase, and the number of steps.
 
     Where double precision cannot follow, the phase counts as one with less noise, with a higher
@@ -158,25 +158,25 @@ def _ignores_sampling(phase: "SampledGaussian") -> bool:
     return last > _MOST_MEMBERS or missing > _MOST_MISSING
 
 
-def _gaussian(mu: float) -> Analysis:
+def _gaussian(mu: float) -> PhaseAnalysis:
     pair = removal_pair(1.0, mu)
-    return Analysis(mu, (((1.0, pair),),), (pair,), 1)
+    return PhaseAnalysis(mu, (((1.0, pair),),), (pair,), 1)
 
 
-def _without_replacement(phase: "SampledGaussian") -> Analysis:
+def _without_replacement(phase: "SampledGaussian") -> PhaseAnalysis:
     """Analyse fixed-size batches: an upper bound, and a pair that some datasets attain."""
     rate, shift = phase.sampling_rate, _shift(phase)
     attained = removal_pair(rate, shift), addition_pair(rate, shift)
-    return Analysis(None, (((1.0, fixed_size_pair(rate, shift)),),), attained, phase.steps)
+    return PhaseAnalysis(None, (((1.0, fixed_size_pair(rate, shift)),),), attained, phase.steps)
 
 
-def _poisson(phase: "SampledGaussian") -> Analysis:
+def _poisson(phase: "SampledGaussian") -> PhaseAnalysis:
     """Analyse Poisson batches, truncated or not."""
     if phase.max_batch_size is not None:
         return _truncated_poisson(phase, phase.max_batch_size)
     upper = tuple(((1.0, pair),) for pair in _poisson_pairs(phase, phase.sampling_rate))
     lower = _poisson_pairs(phase, phase.sampling_rate, optimistic=True)
-    return Analysis(None, upper, lower, phase.steps)
+    return PhaseAnalysis(None, upper, lower, phase.steps)
 
 
 def _poisson_pairs(
@@ -193,7 +193,7 @@ def _poisson_pairs(
     return removal_pair(rate, shift), addition_pair(rate, shift)
 
 
-def _truncated_poisson(phase: "SampledGaussian", most: int) -> Analysis:
+def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     """Analyse Poisson batches that are truncated to `most` = B examples.
 
     Let N be the number of other examples that were drawn; it does not depend on the example. If
@@ -213,7 +213,7 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> Analysis:
     rate, noise, size = phase.sampling_rate, phase.noise_multiplier, phase.dataset_size or 0
     dominating = fixed_size_pair(rate, 2 / noise)
     if size > _LARGEST_DATASET:
-        return Analysis(None, (((1.0, dominating),),), (), phase.steps)
+        return PhaseAnalysis(None, (((1.0, dominating),),), (), phase.steps)
     pairs = _poisson_pairs(phase, rate)
     upper: list[Step] = []
     lower: list[Pair] = []
@@ -238,10 +238,10 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> Analysis:
         ]
         if (least := (rate * is_ordinary + replaced) * (1 - 2 * rounding)) >= _LEAST_RATE:
             lower += _poisson_pairs(phase, least)
-    return Analysis(None, tuple(upper), tuple(lower), phase.steps)
+    return PhaseAnalysis(None, tuple(upper), tuple(lower), phase.steps)
 
 
-_AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], Analysis]] = {
+_AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], PhaseAnalysis]] = {
     "poisson": _poisson,
     "without_replacement": _without_replacement,
 }
@@ -256,7 +256,7 @@ class PrivacyProfile:
 
     Attributes:
         mu: μ of all Gaussian phases together.
-        upper: the other phases' steps for upper bounds, for each case; see `Analysis`.
+        upper: the other phases' steps for upper bounds, for each case; see `PhaseAnalysis`.
         mu_lower, lower: the same for lower bounds. `lower` is empty if `upper` is.
         group_size: the size of groups that have no analysis of their own. The bound for groups
             that holds for every mechanism covers them.
@@ -273,8 +273,8 @@ class PrivacyProfile:
     @classmethod
     def of(
         cls,
-        upper: Sequence[Analysis],
-        lower: Sequence[Analysis],
+        upper: Sequence[PhaseAnalysis],
+        lower: Sequence[PhaseAnalysis],
         group_size: int,
         mu_unamplified: float,
     ) -> Self:

@@ -21,7 +21,7 @@ from optax_lsdp.accounting._lattice import (
     pessimistic_lattice,
 )
 from optax_lsdp.accounting._quadrature import (
-    Settings,
+    LatticeSettings,
     Steps,
     contour_delta,
     quadrature,
@@ -172,7 +172,7 @@ def upper_epsilons(
     limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
 
-    def solve(settings: Settings) -> np.ndarray:
+    def solve(settings: LatticeSettings) -> np.ndarray:
         upper = _compose(steps, counts, settings).upper_delta
         start, stride = settings.epsilon, 2 / settings.tilt
         return _solve(upper, delta, len(counts), start, stride, limit=limit)
@@ -262,7 +262,7 @@ def _row(steps: Steps) -> np.ndarray:
     return np.array([[count for _, count in steps]], float)
 
 
-def _compose(steps: Sequence[Step], counts: np.ndarray, settings: Settings) -> TiltedSum:
+def _compose(steps: Sequence[Step], counts: np.ndarray, settings: LatticeSettings) -> TiltedSum:
     lattices = [
         pessimistic_lattice(step, settings.mesh, settings.per_octave, settings.tail)
         for step in steps
@@ -322,7 +322,7 @@ def _solve(
     return np.where(is_zero, 0.0, high) if is_upper else np.where(at_low > 0, low, 0.0)
 
 
-def _check(steps: Steps, settings: Settings, epsilon: float, lattice_delta: float) -> None:
+def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delta: float) -> None:
     """Raise if the contour integral gives a value and it contradicts the lattice."""
     quadratures = settings.quadratures
     if len(quadratures) < len(steps):

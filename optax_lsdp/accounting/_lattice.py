@@ -20,7 +20,7 @@ from scipy.optimize import isotonic_regression
 from scipy.special import ndtr
 
 from optax_lsdp.accounting._dominating_pairs import Pair, Step
-from optax_lsdp.accounting._quadrature import Settings, cut_points
+from optax_lsdp.accounting._quadrature import LatticeSettings, cut_points
 
 _EPS = 2.0**-52
 _TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch, as shares of a cell
@@ -273,7 +273,9 @@ class TiltedSum(NamedTuple):
         return _Sums(value, self.noise, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
 
 
-def convolve(lattices: Sequence[Lattice], counts: np.ndarray, settings: Settings) -> TiltedSum:
+def convolve(
+    lattices: Sequence[Lattice], counts: np.ndarray, settings: LatticeSettings
+) -> TiltedSum:
     """Convolve tilted losses, each as many times as a row of `counts` says, and bound the errors.
 
     Every input of an FFT reaches every output through log₂N additions and multiplications by

@@ -96,7 +96,7 @@ def paper_noise(
     if mu is not None:
         check_delta("mu", mu)
     splits = _SPLITS if mu is None else np.array([mu])
-    setting = _Setting(delta, dataset_size, batch_size, steps)
+    setting = _TheoremSetting(delta, dataset_size, batch_size, steps)
     terms = setting.terms(epsilon, splits)
     if terms.holds.any():
         best = int(np.argmin(np.where(terms.holds, terms.noise, math.inf)))
@@ -134,7 +134,7 @@ class _Terms(NamedTuple):
     holds: np.ndarray
 
 
-class _Setting(NamedTuple):
+class _TheoremSetting(NamedTuple):
     delta: float
     size: int
     batch: int
@@ -152,7 +152,7 @@ class _Setting(NamedTuple):
         )
 
 
-def _refusal(setting: _Setting, epsilon: float, splits: np.ndarray) -> str:
+def _refusal(setting: _TheoremSetting, epsilon: float, splits: np.ndarray) -> str:
     """Return a message that says how far the conditions fail, and at which ε they hold first."""
     terms = setting.terms(epsilon, splits)
     short = np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)

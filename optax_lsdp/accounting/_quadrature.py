@@ -37,7 +37,7 @@ Steps = Sequence[tuple[Step, int]]  # different steps, and how often each is tak
 Quadratures = Sequence[tuple[Quadrature, int]]
 
 
-class Settings(NamedTuple):
+class LatticeSettings(NamedTuple):
     """How to compose steps on a lattice, and which result to expect.
 
     Attributes:
@@ -95,7 +95,9 @@ def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
     return float(np.min(pair.centres[held] - reach)), float(np.max(pair.centres[held] + reach))
 
 
-def settings_for_epsilon(steps: Steps, delta: float, epsilon: float | None = None) -> Settings:
+def settings_for_epsilon(
+    steps: Steps, delta: float, epsilon: float | None = None
+) -> LatticeSettings:
     """Return settings for finding the ε with δ(ε) = δ; `epsilon` is a guess of it, if known."""
     log_delta = math.log(delta)
     quadratures, tail = _quadratures(steps, log_delta)
@@ -108,7 +110,7 @@ def settings_for_epsilon(steps: Steps, delta: float, epsilon: float | None = Non
     return _settings(quadratures, tilt, tail, log_delta, epsilon)
 
 
-def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Settings:
+def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
     """Return settings for finding δ(ε); a guess `log_delta` of it limits the tails to cut."""
     quadratures, tail = _quadratures(steps, log_delta)
 
@@ -203,7 +205,7 @@ def _settings(
     tail: float,
     log_delta: float,
     epsilon: float | None = None,
-) -> Settings:
+) -> LatticeSettings:
     """Choose the mesh so that it costs no more than the intended share of ε.
 
     Rounding to the lattice adds a variance V to each step, which costs Σ T·V·(θ + 1)/2 of ε. V is
@@ -231,7 +233,7 @@ def _settings(
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
     extra_tilt, window = _window(quadratures, tilt, tail, log_delta, scale)
     mesh = max(mesh, furthest, window / _MOST_RESIDUES)
-    return Settings(
+    return LatticeSettings(
         tilt=tilt,
         mesh=mesh,
         window=window,

@@ -93,7 +93,7 @@ class _Neighbours(NamedTuple):
         return max(tolerance, _ROUNDING * float(np.sum(self.masks[0])))
 
 
-class _Setting(NamedTuple):
+class _NeighbouringBatch(NamedTuple):
     """A batch, its mask, and an example that will replace the one at `row`."""
 
     how: str
@@ -102,7 +102,7 @@ class _Setting(NamedTuple):
     row: int
     example: PyTree
 
-    def with_entry(self, value: float, rng: np.random.Generator) -> _Setting:
+    def with_entry(self, value: float, rng: np.random.Generator) -> _NeighbouringBatch:
         """Return the setting with a random number of the example replaced by `value`."""
         leaves, structure = jax.tree.flatten(self.example)
         places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
@@ -236,7 +236,7 @@ def _distance(one: PyTree, other: PyTree) -> float:
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
-def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_Setting]:
+def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_NeighbouringBatch]:
     """Yield batches of random examples: in turn all, few, of two scales, and a crowd of one."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
@@ -261,7 +261,7 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
         example = _rows(batch, int(rng.integers(available)))
         by = f"{max(_SCALES):g} or {min(_SCALES):g}" if kind == "two scales" else f"{scale:g}"
         how = f"{kept} of {size} examples in the mask, scaled by {by}"
-        yield _Setting(how, _scaled(_rows(batch, order), scales), mask, row, example)
+        yield _NeighbouringBatch(how, _scaled(_rows(batch, order), scales), mask, row, example)
 
 
 # These are compiled: there are many small batches to build.

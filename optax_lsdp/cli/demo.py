@@ -32,7 +32,7 @@ Data: TypeAlias = tuple[Examples, Examples, Examples]  # for training, validatio
 State: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
-class Settings(NamedTuple):
+class DemoSettings(NamedTuple):
     """The budget and the length of each training run, and the number of seeds."""
 
     epsilon: float
@@ -139,7 +139,7 @@ def trainer(
     return jax.jit(jax.vmap(train, in_axes=(0, None, None)))
 
 
-def compare(settings: Settings, noise_multiplier: float) -> list[Result]:
+def compare(settings: DemoSettings, noise_multiplier: float) -> list[Result]:
     """Train every model at every σ, with the step size that is best on validation data."""
     data = load_data()
     keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
@@ -161,7 +161,7 @@ def compare(settings: Settings, noise_multiplier: float) -> list[Result]:
     return results
 
 
-def statement(settings: Settings, noise_multiplier: float) -> str:
+def statement(settings: DemoSettings, noise_multiplier: float) -> str:
     """Return in plain words who is protected, how much, and under which assumptions."""
     epsilon, delta, steps, seeds = settings
     trainings = len(MODELS) * len(SMOOTHINGS) * len(STEP_SIZES) * seeds
@@ -213,7 +213,7 @@ def verdict(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: list[Result], settings: Settings, path: Path) -> None:
+def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
     """Draw accuracy against σ, with one panel per model."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -244,7 +244,7 @@ def draw(results: list[Result], settings: Settings, path: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Print the statement and the table; write the figure and, with `--record`, the numbers."""
-    settings = Settings(args.epsilon, args.delta, args.steps, args.seeds)
+    settings = DemoSettings(args.epsilon, args.delta, args.steps, args.seeds)
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=settings.epsilon,
         delta=settings.delta,

@@ -18,7 +18,7 @@ from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, evaluate, is_literal
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._strategy import Analysis, analyse
+from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis, analyse_loss
 from optax_lsdp.clipping.bookkeeping._uses import (
     REMATERIALISED,
     Path,
@@ -49,13 +49,13 @@ class Recorded(NamedTuple):
 
 def run_backward(
     loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
-) -> tuple[tuple[jax.Array, PyTree], Recorded, Analysis]:
+) -> tuple[tuple[jax.Array, PyTree], Recorded, LossAnalysis]:
     """Return each example's (value, aux), what the backward pass recorded, and the analysis."""
-    found: list[Analysis] = []
+    found: list[LossAnalysis] = []
     axes = varying_axes(batch)
 
     def backward(example: PyTree) -> tuple[tuple[jax.Array, PyTree], Recorded]:
-        program, analysis = analyse(loss_fn, params, example)
+        program, analysis = analyse_loss(loss_fn, params, example)
         found.append(analysis)
         taps = {path: _tap(use) for path, use in analysis.uses.items()}
         differentiated = {

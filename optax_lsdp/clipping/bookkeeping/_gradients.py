@@ -20,13 +20,13 @@ from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._backward import Recorded
 from optax_lsdp.clipping.bookkeeping._gram import Factors, gradients, weighted_sum
 from optax_lsdp.clipping.bookkeeping._rules import Matrix
-from optax_lsdp.clipping.bookkeeping._strategy import Analysis, Term, piece_size
+from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis, Term, piece_size
 from optax_lsdp.clipping.bookkeeping._uses import Piece, Use
 
 _CACHE_FLOATS = 2**20  # factors to make at a time: 4 MiB, which fit into a CPU's cache
 
 
-def leaf_factors(recorded: Recorded, analysis: Analysis, index: int) -> list[list[Factors]]:
+def leaf_factors(recorded: Recorded, analysis: LossAnalysis, index: int) -> list[list[Factors]]:
     """Return the factors of a leaf for each of its disjoint parts, all in the same orientation."""
     parts = []
     for part in analysis.strategies[index].parts:
@@ -36,7 +36,7 @@ def leaf_factors(recorded: Recorded, analysis: Analysis, index: int) -> list[lis
     return parts
 
 
-def leaf_gradients(recorded: Recorded, analysis: Analysis, index: int) -> jax.Array:
+def leaf_gradients(recorded: Recorded, analysis: LossAnalysis, index: int) -> jax.Array:
     """Return every example's gradient of a leaf: (n, *shape), float32 or wider."""
     parts = [widen(recorded.gradients[index])] if index in recorded.gradients else []
     for term in chain.from_iterable(analysis.strategies[index].parts):
@@ -48,7 +48,7 @@ def leaf_gradients(recorded: Recorded, analysis: Analysis, index: int) -> jax.Ar
 
 def leaf_sum(
     recorded: Recorded,
-    analysis: Analysis,
+    analysis: LossAnalysis,
     index: int,
     clip_factors: jax.Array,
     scales: tuple[jax.Array, ...] = (),
@@ -64,7 +64,7 @@ def leaf_sum(
     return total
 
 
-def _term_factors(recorded: Recorded, analysis: Analysis, term: Term) -> Factors:
+def _term_factors(recorded: Recorded, analysis: LossAnalysis, term: Term) -> Factors:
     """Return the factors of one term, for every example."""
     use = analysis.uses[term.path]
     arrays = recorded.operands[term.path], recorded.cotangents[term.path]
@@ -113,7 +113,7 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
     return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)
 
 
-def _to_leaf(analysis: Analysis, term: Term, index: int, gradient: jax.Array) -> jax.Array:
+def _to_leaf(analysis: LossAnalysis, term: Term, index: int, gradient: jax.Array) -> jax.Array:
     """Convert the gradient of a weight, (blocks, inputs, outputs), to one of leaf `index`."""
     use, leaves = analysis.uses[term.path], analysis.leaves
     weight, matrix, *_ = use.pieces[term.piece]
@@ -135,7 +135,7 @@ def _to_leaf(analysis: Analysis, term: Term, index: int, gradient: jax.Array) ->
 
 
 def _term_gradients(
-    analysis: Analysis, term: Term, index: int, operand: jax.Array, cotangent: jax.Array
+    analysis: LossAnalysis, term: Term, index: int, operand: jax.Array, cotangent: jax.Array
 ) -> jax.Array:
     """Return one term of every example's gradient of leaf `index`."""
     use = analysis.uses[term.path]

@@ -80,7 +80,7 @@ class Strategy(NamedTuple):
         return self.kind in ("materialised", "materialised, no rule")
 
 
-class Analysis(NamedTuple):
+class LossAnalysis(NamedTuple):
     """What is known about a loss before it runs.
 
     Attributes:
@@ -94,9 +94,9 @@ class Analysis(NamedTuple):
     leaves: list[jax.Array]
 
 
-def analyse(
+def analyse_loss(
     loss_fn: ValueAndAux, params: optax.Params, example: PyTree
-) -> tuple[TracedLoss, Analysis]:
+) -> tuple[TracedLoss, LossAnalysis]:
     """Trace the loss of one example, find all uses of parameters, and choose strategies."""
     leaves = jax.tree.leaves(params)
     program = trace_loss(loss_fn, params, example)
@@ -104,7 +104,7 @@ def analyse(
     shapes = [leaf.shape for leaf in leaves]
     uses = without_long_loops(find_uses(program.closed, len(leaves)), shapes)
     strategies = [_choose(index, shape, uses) for index, shape in enumerate(shapes)]
-    return program, Analysis(uses.by_rule, strategies, leaves)
+    return program, LossAnalysis(uses.by_rule, strategies, leaves)
 
 
 class Size(NamedTuple):
@@ -372,7 +372,7 @@ def explain_clipping(
         return value, aux
 
     inputs = (example, jax.random.key(0)) if keyed else example
-    _, analysis = analyse(value_and_aux, params, inputs)
+    _, analysis = analyse_loss(value_and_aux, params, inputs)
     leaves = jax.tree.leaves_with_path(params)
     rows = []
     for (path, leaf), strategy in zip(leaves, analysis.strategies, strict=True):
