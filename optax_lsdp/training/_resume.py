@@ -29,6 +29,8 @@ from optax_lsdp.training._step import CompiledStep, with_noise_key
 class Account:
     """What a run has spent, and how far its budget reaches.
 
+    The run draws its present batches since the step `order_start`, its last start or restart.
+
     Attributes:
         ledger: every step that counts, some of them twice; `record` appends to it.
         first_step: the step from which the run goes on.
@@ -38,7 +40,6 @@ class Account:
     def __init__(
         self, plan: PrivacyPlan, ledger: Ledger, first_step: int, order_start: int
     ) -> None:
-        # With `order_start`, the run started or restarted, and began to draw its present batches.
         self.ledger, self.first_step = ledger, first_step
         self.last_step = first_step + plan.remaining_steps(ledger, first_step)
         self._plan, self._order_start = plan, order_start
