@@ -39,15 +39,13 @@ _HASHED_EXAMPLES = 256  # examples of such data that are hashed
 class Source(Protocol):
     """Anything with a length that returns one example per index, such as a Grain data source."""
 
-    def __len__(self) -> int:
-        """Return the number of examples."""
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> PyTree:
-        """Return one example."""
+    def __getitem__(self, index: int, /) -> PyTree: ...
 
 
-class Examples(Protocol):
-    """Examples of equal shape.
+class ArrayExamples:
+    """Examples in arrays with a leading axis, in memory or memory-mapped.
 
     Attributes:
         size: how many examples there are.
@@ -55,36 +53,10 @@ class Examples(Protocol):
         is_hashed: whether `digest` covers every example.
     """
 
-    size: int
-    first: PyTree
-    is_hashed: bool
-
-    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
-        """Return the examples at `indices`, with zeros where the mask is False."""
-
-    def contains(self, array: np.ndarray) -> bool:
-        """Return whether an array equals one of the data's arrays, all examples together."""
-
-    def digest(self) -> str:
-        """Return a hash of the data: of every example, or of some if the data are too large."""
-
-
-def open_data(data: object) -> Examples:
-    """Return the examples of arrays or of a source; raise if `data` is neither."""
-    if isinstance(data, dict | tuple | np.ndarray | jax.Array):
-        return _Arrays(data)
-    check_kind(data)
-    return _Source(data)  # type: ignore[arg-type]  # which check_kind has made sure of
-
-
-class _Arrays:
-    """Examples in arrays with a leading axis, in memory or memory-mapped."""
-
     def __init__(self, data: PyTree) -> None:
         self._arrays = as_arrays(data)
-        named = [
-            (describe_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(self._arrays)
-        ]
+        leaves = jax.tree.leaves_with_path(self._arrays)
+        named = [(describe_path(path), leaf) for path, leaf in leaves]
         for name, leaf in named:
             if leaf.ndim == 0:
                 raise ValueError(
@@ -102,12 +74,14 @@ class _Arrays:
         _check_size(self.size)
         self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._arrays)
         self.is_hashed = sum(leaf.nbytes for _, leaf in named) <= _HASHED_BYTES
-        if self.is_hashed:  # if only a step found a bad example, its error would reveal the batch
+        if self.is_hashed:  # if a step found the bad example, its error would reveal the batch
             for (name, leaf), start in product(named, range(0, self.size, _ROWS_AT_ONCE)):
                 rows = leaf[start : start + _ROWS_AT_ONCE]
                 check_values(name, rows, np.arange(start, start + len(rows)))
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        """Return the examples at `indices`, with zeros where the mask is False."""
+
         def select(path: jax.tree_util.KeyPath, leaf: np.ndarray) -> np.ndarray:
             rows = np.asarray(leaf[indices])
             rows[~mask] = 0
@@ -117,13 +91,15 @@ class _Arrays:
         return jax.tree.map_with_path(select, self._arrays)
 
     def contains(self, array: np.ndarray) -> bool:
+        """Return whether an array equals one of the data's arrays, with all examples."""
         alike = (leaf for leaf in jax.tree.leaves(self._arrays) if leaf.shape == array.shape)
         return any(np.array_equal(leaf.astype(array.dtype), array) for leaf in alike)
 
     def digest(self) -> str:
-        digest = _header_digest(self)
+        """Return a hash of the data: of every example, or of some if the data are too large."""
         if not self.is_hashed:
-            return _digest_of_some(self, digest)
+            return _digest_of_some(self)
+        digest = _header_digest(self)
         for leaf in jax.tree.leaves(self._arrays):
             digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
             for start in range(0, len(leaf), _ROWS_AT_ONCE):
@@ -131,8 +107,8 @@ class _Arrays:
         return digest.hexdigest()
 
 
-class _Source:
-    """Examples of a `Source`, read one by one."""
+class SourceExamples:
+    """Examples of a `Source`, read one by one, with the interface of `ArrayExamples`."""
 
     def __init__(self, source: Source) -> None:
         self._source, self.size, self.is_hashed = source, len(source), False
@@ -142,6 +118,7 @@ class _Source:
         self.first = as_arrays(first)
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        """Return the examples at `indices`, with zeros where the mask is False."""
         examples = [self._read_checked(int(index)) for index in indices[mask]]
 
         def stack(path: jax.tree_util.KeyPath, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
@@ -154,11 +131,13 @@ class _Source:
         return jax.tree.map_with_path(stack, self.first, *examples)
 
     def contains(self, array: np.ndarray) -> bool:
+        """Return False: a source has no array of all examples."""
         del array
-        return False  # a source has no array of all examples
+        return False
 
     def digest(self) -> str:
-        return _digest_of_some(self, _header_digest(self))
+        """Return a hash of some examples."""
+        return _digest_of_some(self)
 
     def _read(self, index: int) -> PyTree:
         try:
@@ -181,6 +160,17 @@ class _Source:
         return example
 
 
+Examples = ArrayExamples | SourceExamples
+
+
+def open_data(data: PyTree | Source) -> Examples:
+    """Return the examples of arrays or of a source; raise if `data` is neither."""
+    if isinstance(data, dict | tuple | np.ndarray | jax.Array):
+        return ArrayExamples(data)
+    check_kind(data)
+    return SourceExamples(data)
+
+
 def _check_size(size: int) -> None:
     if not size:
         raise ValueError("`data` must hold at least one example, got none.")
@@ -188,16 +178,15 @@ def _check_size(size: int) -> None:
 
 def _header_digest(examples: Examples) -> hashlib.blake2b:
     """Return a hash of the number of examples, their structure, and the first of them."""
-    header = repr((examples.size, jax.tree.structure(examples.first)))
-    digest = hashlib.blake2b(header.encode())
+    digest = hashlib.blake2b(repr((examples.size, jax.tree.structure(examples.first))).encode())
     update_digest(digest, examples.first)
     return digest
 
 
-def _digest_of_some(examples: Examples, digest: hashlib.blake2b) -> str:
+def _digest_of_some(examples: Examples) -> str:
+    digest = _header_digest(examples)
     if jax.process_count() == 1:  # each of several processes reads only its own examples
-        places = np.linspace(0, examples.size - 1, _HASHED_EXAMPLES).astype(int)
-        indices = np.unique(places)
+        indices = np.unique(np.linspace(0, examples.size - 1, _HASHED_EXAMPLES).astype(int))
         update_digest(digest, examples.take(indices, np.ones(len(indices), bool)))
     return digest.hexdigest()
 
@@ -209,11 +198,7 @@ def update_digest(digest: hashlib.blake2b, tree: PyTree) -> None:
 
 
 def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) -> int:
-    """Return how many examples a microbatch has; by default, a whole batch fits in.
-
-    Raises:
-        ValueError: if `size` is no multiple of the number of devices.
-    """
+    """Return how many examples a microbatch has; by default, it has room for a whole batch."""
     if size is None:
         return -(-plan.room // devices) * devices
     check_whole("microbatch_size", size)
@@ -243,7 +228,7 @@ class Read(NamedTuple):
     Attributes:
         microbatch: its examples, on the devices.
         is_last: whether it is the last one of its batch.
-        digest: a hash of what this process has read for this batch so far; empty if unwanted.
+        digest: a hash of what this process has read of this batch so far, or an empty text.
     """
 
     microbatch: Microbatch
@@ -254,18 +239,8 @@ class Read(NamedTuple):
 class BatchReader:
     """Reads the batches of all steps from `first_step` on, one microbatch after the other.
 
-    Args:
-        plan: its sampler chooses the examples.
-        examples: the data.
-        key: the key of the run's last start or restart.
-        size: how many examples a microbatch has.
-        placement: the devices that share a microbatch.
-        thread: where to read.
-        first_step: the step whose batch is read first.
-        hashed: whether to hash what is read, for the journal.
-
-    Attributes:
-        sampler: the sampler.
+    The plan's `sampler` chooses the examples, `size` of them for each microbatch. `key` belongs to
+    the run's last start or restart. If `hashed`, reads carry digests for the journal.
     """
 
     def __init__(
@@ -283,17 +258,15 @@ class BatchReader:
         self.sampler = plan.sampler(key, multiple_of=size)
         self._key = plan.derive_key(key, "examples")
         self._examples, self._size, self._placement = examples, size, placement
-        self._hashed = hashed
+        self._thread, self._hashed = thread, hashed
         self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # threads do not inherit it
         self._reads = self._read_steps(range(first_step, plan.steps))
-        self._thread = thread
-        self._upcoming = self._thread.submit(self._read_one)
+        self._upcoming = thread.submit(self._read_one)
 
     def next(self) -> Read:
         """Return the next microbatch, and begin to read the one after it.
 
-        Raises:
-            DataError: if an example cannot be read. All processes raise together.
+        If an example cannot be read in one process, all processes raise.
         """
         error: BaseException | None = None
         try:

@@ -28,12 +28,7 @@ from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
-from optax_lsdp.training._data import (
-    Source,
-    choose_microbatch_size,
-    describe_microbatch,
-    open_data,
-)
+from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
 from optax_lsdp.training._fingerprint import Compiler, compute_fingerprint, hash_initial
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import (
@@ -173,15 +168,15 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         key = broadcast_fresh_key() if key is None else key
         state = _initial_state(params, make_private(key), average, key, placement)
-        shapes = describe(state.params, False)  # without shardings: XLA chooses them, as it does
-        loss = trace_loss(loss_fn, shapes, examples.first)  # in the engines
-        kept, saved, hashes = None, None, {}
+        shapes = describe(state.params, False)  # like the engines, it leaves shardings to XLA
+        loss = trace_loss(loss_fn, shapes, examples.first)
+        kept, saved, initial = None, None, {}
         if folder is not None:
             kept = stack.enter_context(closing(RunFolder(folder, plan)))
-            hashes = hash_initial(state.params, state.optimizer)
+            initial = hash_initial(state.params, state.optimizer)
             saved = kept.restore(state)
             if saved is not None:
-                warn_if_ignored(hashes, saved.initial)
+                warn_if_ignored(initial, saved.initial)
                 state = saved.state  # frees the memory of the initial state
         compiler = Compiler(examples)
         program = CompiledStep(
@@ -196,7 +191,7 @@ def fit(
         fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
         run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
-        start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, hashes), saved)
+        start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, initial), saved)
         with _stop_signals() as stop:
             result = _train(run, start, save_every, callbacks, progress, stop)
         if stop.number == signal.SIGINT:

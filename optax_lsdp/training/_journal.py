@@ -29,7 +29,7 @@ from optax_lsdp.training._files import cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
 _MOST_AHEAD = 64  # steps that one line announces
-FIRST_NONCE = "first"  # of a run that has never restarted: a function of its key reproduces it
+FIRST_NONCE = "first"  # of a run that has not restarted: its key alone decides on its noise
 
 
 class Journal:
@@ -83,8 +83,7 @@ class Journal:
 
     def restart(self, fingerprint: dict[str, str], step: int) -> None:
         """Draw a new nonce, for a run that starts or restarts at `step`."""
-        # Before any step, nothing was seen, and the key alone decides on the noise. Later nonces
-        # must be unpredictable.
+        # Before the first step nobody has seen any noise. Later, nobody may predict the new noise.
         nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
         self._seen[nonce], self._digests = range(step, step), {}
         self._fingerprint = fingerprint

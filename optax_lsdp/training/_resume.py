@@ -2,7 +2,7 @@
 
 A run resumes if its fingerprint is unchanged: it repeats its steps from the last checkpoint on,
 with the same noise, so that they count once. Otherwise it restarts: a new nonce gives it new noise
-and new batches, and every step that may have been seen since the checkpoint counts twice.
+and new batches, and steps count twice if their results may have been seen since the checkpoint.
 """
 
 from __future__ import annotations
@@ -29,15 +29,11 @@ from optax_lsdp.training._step import CompiledStep, with_noise_key
 class Account:
     """What a run has spent, and how far its budget reaches.
 
-    Args:
-        plan: the plan.
-        ledger: what was spent before; `record` adds to it.
-        first_step: the step from which the run goes on.
-        order_start: the step at which the run last started or restarted, with new batches.
+    The run draws its present batches since the step `order_start`, its last start or restart.
 
     Attributes:
-        ledger: what was spent; a repeated step counts again.
-        first_step: as above.
+        ledger: every step that counts, some of them twice; `record` appends to it.
+        first_step: the step from which the run goes on.
         last_step: the step at which the run must end, by its plan or by its budget.
     """
 
@@ -135,19 +131,16 @@ class Run:
             return self._start_at(self._draw_nonce(self.folder, new), order_start=0)
         changed = journal.changed(self.fingerprint)
         if not changed and journal.nonce != saved.nonce:
-            changed = ["checkpoints"]  # the run had restarted, and what it saved since is lost
+            changed = ["checkpoints"]  # the run has restarted since, and those checkpoints are lost
         if changed:
             return self.restart(self.folder, saved, changed)
         order_start = journal.first_step(saved.nonce)
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from a checkpoint with a new nonce, and count what may have been seen since.
+        """Restart from `at` with a new nonce, and count all steps that may have been seen since.
 
-        Args:
-            folder: the folder of the run.
-            at: where the run goes on.
-            changed: what has changed, for the warning.
+        The warning says what has `changed`.
         """
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
@@ -170,7 +163,7 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with a new nonce and its keys, which journal and folder know."""
+        """Return a checkpoint with a new nonce and its keys, written to journal and folder."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce)
         folder.save(checkpoint)

@@ -68,12 +68,7 @@ class Microbatch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The sums over the microbatches of a step so far. They have no noise and are private.
-
-    Attributes:
-        gradient: the clipped sum of the gradients.
-        loss: the sum of the losses.
-    """
+    """The clipped sum of gradients, and the sum of losses, so far. Without noise: private."""
 
     gradient: optax.Updates
     loss: jax.Array
@@ -167,18 +162,11 @@ def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
 
 
 class CompiledStep:
-    """The compiled functions of a step. At most two microbatches are in flight, to bound memory.
+    """The functions of `make_step`, compiled for arrays like those of `state` and `microbatch`.
 
-    Args:
-        step: `add_microbatch` and `take_step`, as `make_step` returns them.
-        state: arrays, or their shapes, of which the step is compiled for.
-        microbatch: likewise.
-        count: how many microbatches a batch has at most.
-        compile: compiles a jitted function for some arguments.
-        replicated: the sharding of replicated arrays on the mesh, if there is one.
-
-    Attributes:
-        compiled: the compiled `take_step`.
+    A batch has at most `count` microbatches. `compile` compiles a jitted function for some
+    arguments. On a mesh, `replicated` is the sharding of replicated arrays. To bound memory, at
+    most two microbatches are in flight.
     """
 
     def __init__(
