@@ -22,7 +22,7 @@ TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
 
 
 def draw(tree, stddev=1.0, key=None, steps=1):
-    """Return the noise of each of the first steps, as vectors by leaf."""
+    """Return, for each of the first steps, one vector of noise per leaf."""
     tx = lsdp.add_gaussian_noise(stddev, key=jax.random.key(0) if key is None else key)
     state, update, noises = tx.init(tree), jax.jit(tx.update), []
     for _ in range(steps):
@@ -48,7 +48,7 @@ def is_standard_normal(noise):
     )
 
 
-def test_noise_is_normal_with_the_given_stddev():
+def test_noise_is_normal_with_the_requested_stddev():
     for noise in draw(TREE, stddev=3.0)[0]:
         assert is_standard_normal(noise / 3.0)
         assert not is_standard_normal(noise / 3.0 * 1.05)  # the test itself can tell
@@ -87,7 +87,7 @@ def test_other_generators_draw_standard_normals_too():
     assert is_standard_normal(draw(TREE, key=jax.random.key(0, impl="rbg"))[0][0])
 
 
-def test_a_vector_of_odd_size_draws_what_a_matrix_draws():
+def test_a_vector_of_odd_size_draws_the_same_noise_as_a_matrix():
     vector, matrix = (draw({"a": jnp.zeros(shape)})[0][0] for shape in ((90_003,), (30_001, 3)))
     np.testing.assert_allclose(vector, matrix, rtol=1e-6)
 
@@ -148,7 +148,7 @@ def test_a_resumed_run_draws_the_same_noise_as_an_uninterrupted_run():
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-def test_dtypes_are_kept_and_noise_is_drawn_in_float32_at_least(dtype):
+def test_dtypes_are_kept_and_noise_is_drawn_in_float32_or_wider(dtype):
     with jax.enable_x64(dtype == "float64"):
         noise = draw(jnp.zeros(20_000, dtype))[0][0]
         wide = draw(jnp.zeros(20_000, "float64" if dtype == "float64" else "float32"))[0][0]
@@ -176,11 +176,11 @@ def test_a_schedule_in_half_precision_is_refused():
         tx.update(jnp.zeros(3), tx.init(None))
 
 
-def test_a_whole_number_is_a_stddev_too():
+def test_the_stddev_may_be_an_integer():
     assert is_standard_normal(draw(TREE, stddev=np.int64(2))[0][0] / 2)
 
 
-def test_donating_the_state_spares_the_callers_key():
+def test_donating_the_state_does_not_delete_the_callers_key():
     key = jax.random.key(0)
     tx = lsdp.add_gaussian_noise(1.0, key=key)
     update = jax.jit(tx.update, donate_argnums=1)
@@ -194,7 +194,7 @@ def test_fresh_keys_differ_and_hold_full_entropy():
     assert (np.bitwise_or.reduce(data) == 2**32 - 1).all()  # each bit was set in some key
 
 
-def test_a_fresh_key_is_not_baked_into_a_compiled_program():
+def test_a_fresh_key_cannot_become_a_constant_of_a_compiled_program():
     with pytest.raises(RuntimeError, match="outside jit"):
         jax.jit(lsdp.fresh_key)()
 

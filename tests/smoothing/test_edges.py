@@ -27,7 +27,7 @@ def normal(*shape):
 @pytest.mark.parametrize(
     ("shape", "spec"), [((1001,), P("a")), ((30, 50), P("a")), ((30, 50), P(None, "a"))]
 )
-def test_shards_of_different_sizes_are_smoothed_as_one(shape, spec):
+def test_shards_of_different_sizes_are_smoothed_as_one_leaf(shape, spec):
     where = NamedSharding(mesh(AxisType.Auto), spec)
     tx, fft = lsdp.laplacian_smooth(3.0), lsdp.laplacian_smooth(3.0, method="fft")
 
@@ -63,14 +63,14 @@ def test_the_ring_of_a_very_long_tree_closes():
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("size", [100, 256, 300])
-def test_matrices_keep_a_mean(size, boundary):
+def test_the_matrix_method_keeps_the_mean(size, boundary):
     tx = lsdp.laplacian_smooth(0.01, method="matrix", boundary=boundary, order=2)
     np.testing.assert_allclose(tx.update(jnp.ones(size), STATE)[0], 1, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_grid_is_smoothed_where_its_rows_lie(kind):
-    """A convolution's window needs nothing from other output channels."""
+def test_a_grid_whose_rows_are_whole_is_smoothed_without_communication(kind):
+    """The window of a convolution does not depend on other output channels."""
     tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: Grid((0, 1)))
     leaf = jax.device_put(normal(3, 3, 16, 64), NamedSharding(mesh(kind), P(None, None, None, "a")))
     compiled = jax.jit(tx.update).lower(leaf, STATE).compile()

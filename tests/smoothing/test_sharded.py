@@ -76,7 +76,7 @@ def put(mesh, specs):
 
 
 def moved(text):
-    """Return the sizes of all arrays that a compiled program sends around."""
+    """Return the sizes of all arrays that a compiled program sends between devices."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     sent = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
     shapes = [dims for types in sent for dims in re.findall(r"\w\[([\d,]*)\]", types)]
@@ -98,7 +98,7 @@ def number_of_segments(shape, spec):
 @pytest.mark.parametrize("scope", ["leaf", *slow("tree")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECS)
-def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, scope):
+def test_many_devices_agree_with_one_and_no_leaf_is_gathered(name, kind, scope):
     mesh, specs = make_mesh(kind), SPECS[name]
     tx = lsdp.laplacian_smooth(2.0, scope=scope)
     expected = on_one_device(2.0, scope=scope)
@@ -146,7 +146,7 @@ def test_inside_shard_map_shards_are_smoothed_as_parts_of_the_whole(name, scope,
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axes", [(0,), (1,)])
-def test_the_rows_of_a_grid_may_be_split_and_their_entries_too(kind, axes):
+def test_devices_may_split_the_rows_of_a_grid_and_their_entries(kind, axes):
     mesh = make_mesh(kind)
     x = tree()["kernel"]
     grid = lsdp.Grid(axes)
@@ -219,7 +219,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
-def test_sixty_four_devices_move_no_more():
+def test_sixty_four_devices_exchange_two_numbers_per_segment():
     result = subprocess.run(
         [sys.executable, "-c", SIXTY_FOUR],
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=64"},

@@ -116,7 +116,7 @@ def test_dtypes_are_restored_and_half_precision_is_smoothed_in_float32(scope, dt
             )
 
 
-def test_leaves_without_entries_pass():
+def test_empty_leaves_pass():
     tree = {"a": jnp.zeros((0, 3)), "b": jnp.ones(3)}
     for scope in ("leaf", "tree"):
         np.testing.assert_allclose(smooth(tree, 1.0, scope=scope)["b"], 1, rtol=1e-6)
@@ -135,7 +135,7 @@ def test_smoothing_works_on_any_mesh():
         assert got.sharding.is_equivalent_to(sharding, 2)
 
 
-def test_inside_shard_map_a_shard_is_not_smoothed_as_if_it_were_the_whole():
+def test_inside_shard_map_a_shard_is_not_mistaken_for_a_whole_leaf():
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.P("shards")
     run = jax.shard_map(lambda x: smooth(x, 1.0), mesh=mesh, in_specs=spec, out_specs=spec)
