@@ -106,8 +106,11 @@ def add_gaussian_noise(
             serves scalars and biases, and may have more entries than they have dimensions.
 
     Raises:
-        ValueError: inside `shard_map`, if several shards would draw the same noise although their
-            values may differ.
+        TypeError: if `key` is not one typed key, or `shard_specs` holds anything but
+            PartitionSpecs.
+        ValueError: if `stddev` is not positive or has half precision; if `updates` are not a plain
+            clipped sum; or, inside `shard_map`, if several shards would draw the same noise
+            although their values may differ.
 
     >>> tx = add_gaussian_noise(2.0, key=jax.random.key(0))
     >>> noise, _ = tx.update(jnp.zeros(100_000), tx.init(None))

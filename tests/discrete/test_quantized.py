@@ -1,4 +1,4 @@
-"""Whole cells: the sensitivity holds exactly, and no order of summation changes a bit."""
+"""Quantized sums: the sensitivity holds exactly, and no order of summation changes a bit."""
 
 import functools
 
@@ -28,7 +28,7 @@ def loss(params, x):
     return jnp.sum(jnp.tanh(x @ params["kernel"] + params["bias"]) ** 2)
 
 
-def cells(batch, mask=None, microbatch_size=1):
+def quantized(batch, mask=None, microbatch_size=1):
     return _compiled(microbatch_size)(PARAMS, batch, mask)
 
 
@@ -39,12 +39,12 @@ def _compiled(microbatch_size):
     )
 
 
-def test_the_sum_is_that_of_the_rounded_gradients():
+def test_the_sum_adds_the_rounded_gradients():
     stacked = jax.vmap(jax.grad(loss), (None, 0))(PARAMS, BATCH)
     rows = {name: np.asarray(leaf, np.float64) for name, leaf in stacked.items()}
     norms = np.sqrt(sum((x**2).reshape(len(x), -1).sum(1) for x in rows.values()))
     factors = RESOLUTION / np.maximum(norms, 0.5)
-    total = cells(BATCH)
+    total = quantized(BATCH)
     for name, leaf in rows.items():
         expected = np.rint(leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1)))
         assert abs(np.asarray(total[name].value) - expected.sum(0)).max() <= 1  # ties in float32
@@ -52,30 +52,30 @@ def test_the_sum_is_that_of_the_rounded_gradients():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_no_order_and_no_partition_changes_a_bit(seed):
+def test_the_order_and_the_partition_of_a_batch_change_no_bit(seed):
     order = np.random.default_rng(seed).permutation(len(BATCH))
-    one, other = cells(BATCH), cells(BATCH[order])
-    parts = jax.tree.map(jnp.add, cells(BATCH[:9]), cells(BATCH[9:]))
+    one, other = quantized(BATCH), quantized(BATCH[order])
+    parts = jax.tree.map(jnp.add, quantized(BATCH[:9]), quantized(BATCH[9:]))
     for name in PARAMS:
         np.testing.assert_array_equal(one[name].value, other[name].value)
         np.testing.assert_array_equal(one[name].value, parts[name].value)
 
 
 @pytest.mark.parametrize("size", [4, *slow(1, 64)])
-def test_whoever_is_masked_takes_just_its_own_cells_away(size):
+def test_a_masked_example_removes_exactly_its_own_contribution(size):
     everyone = np.ones(len(BATCH), bool)
-    total = cells(BATCH, jnp.asarray(everyone), microbatch_size=size)
+    total = quantized(BATCH, jnp.asarray(everyone), microbatch_size=size)
     alone = [everyone & (np.arange(len(BATCH)) == i) for i in range(len(BATCH))]
-    added = [cells(BATCH, jnp.asarray(mask), microbatch_size=size) for mask in alone]
+    added = [quantized(BATCH, jnp.asarray(mask), microbatch_size=size) for mask in alone]
     for name in PARAMS:
         np.testing.assert_array_equal(total[name].value, sum(x[name].value for x in added))
 
 
-def test_one_example_moves_no_more_than_is_declared_not_even_by_rounding():
+def test_one_example_changes_the_sum_by_at_most_the_declared_sensitivity():
     declared = quantized_sensitivity(RESOLUTION, 28)
 
     def release(batch, mask):
-        return jax.tree.map(lambda x: x.astype(jnp.float32), cells(batch, mask))
+        return jax.tree.map(lambda x: x.astype(jnp.float32), quantized(batch, mask))
 
     report = audit_sensitivity(
         release, BATCH, declared=declared, ascents=0, tolerance=0.0, key=jax.random.key(0)
@@ -84,13 +84,11 @@ def test_one_example_moves_no_more_than_is_declared_not_even_by_rounding():
     assert report.largest > 0.95 * RESOLUTION
 
 
-def test_an_example_with_too_many_cells_contributes_nothing(monkeypatch):
+def test_an_example_above_the_sensitivity_contributes_nothing(monkeypatch):
     from optax_lsdp.discrete import _quantized
 
     halved = _quantized.row_norms
-    monkeypatch.setattr(
-        _quantized, "row_norms", lambda rows: halved(rows) / 2
-    )  # norms that are wrong
+    monkeypatch.setattr(_quantized, "row_norms", lambda rows: halved(rows) / 2)  # wrong on purpose
     total = quantized_grad(loss, clip_norm=1e-3)(PARAMS, BATCH[:3])
     assert not any(np.asarray(leaf.value).any() for leaf in total.values())
 
@@ -106,7 +104,7 @@ def test_squares_are_added_exactly(most):
     assert found.tolist() == exact and len(set(exact)) == 2
 
 
-def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
+def test_noise_is_exact_and_independent_between_steps_and_leaves():
     total = {
         name: QuantizedSum(jnp.zeros((40, 20), jnp.int32), 0.001, sensitivity=1000, together=2)
         for name in ("one", "other")
@@ -115,16 +113,16 @@ def test_noise_is_exact_and_its_own_in_every_step_and_leaf():
     update = jax.jit(lambda step: link.update(total, link.init(None)._replace(step=step))[0])
     found = dict(audit_noise(update, scale=2.0).p_values)
     for name in ("no number twice", "no two numbers twice"):
-        assert found.pop(name) < 1e-5  # whole cells repeat
+        assert found.pop(name) < 1e-5  # integers repeat
     assert min(found.values()) > 1e-6, found
     noise = update(3)["one"]
     assert noise.dtype == jnp.float32
-    np.testing.assert_allclose(noise / 0.001, np.rint(noise / 0.001), atol=1e-2)  # on the grid
+    np.testing.assert_allclose(noise / 0.001, np.rint(noise / 0.001), atol=1e-2)  # whole quanta
     np.testing.assert_array_equal(noise, update(3)["one"])
 
 
-def test_noise_is_never_less_than_its_multiplier_says():
-    """One and a half cells are rounded up to two."""
+def test_noise_is_never_less_than_its_multiplier_demands():
+    """A scale of 1.5 quanta is rounded up to two."""
     params = jnp.zeros(10_000)
     nobody = quantized_grad(jnp.vdot, clip_norm=1.0, resolution=1)(
         params, params[None], jnp.zeros(1, bool)
@@ -134,7 +132,7 @@ def test_noise_is_never_less_than_its_multiplier_says():
     assert np.var(noise / nobody.quantum) > 1.5**2
 
 
-def test_it_trains():
+def test_a_model_trains_with_discrete_noise():
     key = jax.random.key(0)
     x = jax.random.normal(key, (400, 3))
     examples = x, (x @ jnp.array([1.0, -2.0, 0.5]) > 0).astype(jnp.float32)
@@ -155,7 +153,7 @@ def test_it_trains():
     assert right > 0.9 and accounting.DiscreteGaussian(4.0, 20).epsilon(1e-5) < 6.5
 
 
-def test_keys_are_examples_too():
+def test_examples_may_contain_keys():
     def noisy(w, example):
         x, key = example
         return jnp.vdot(w, jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0))
@@ -168,14 +166,14 @@ def test_keys_are_examples_too():
     np.testing.assert_array_equal(total.value, 10 * kept)
 
 
-def test_the_last_step_has_no_noise_to_give():
+def test_the_last_step_gives_nan_because_its_noise_would_repeat():
     link = add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
     state = link.init(None)._replace(step=jnp.int32(2**31 - 1))
-    noisy, _ = link.update(cells(BATCH), state)
+    noisy, _ = link.update(quantized(BATCH), state)
     assert all(np.isnan(leaf).all() for leaf in noisy.values())
 
 
-def test_what_mixes_examples_or_shards_is_refused():
+def test_losses_and_meshes_that_mix_examples_are_refused():
     @jax.custom_batching.custom_vmap
     def centred(x):
         return x
@@ -203,13 +201,13 @@ def test_what_mixes_examples_or_shards_is_refused():
         spread(total)
 
 
-def test_what_cannot_be_exact_is_refused():
+def test_updates_and_arguments_that_allow_no_exact_noise_are_refused():
     chain = optax.chain(
         optax.stateless(lambda updates, _: jax.tree.map(lambda x: 0.5 * jnp.float32(x), updates)),
         add_discrete_gaussian_noise(1.0, key=jax.random.key(0)),
     )
     with pytest.raises(ValueError, match="`updates` must be in whole quanta, got float32"):
-        chain.update(cells(BATCH), chain.init(None))
+        chain.update(quantized(BATCH), chain.init(None))
     with pytest.raises(TypeError, match="`noise_multiplier` must be a number"):
         add_discrete_gaussian_noise(jnp.bfloat16(1.1), key=jax.random.key(0))
     with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
@@ -224,7 +222,7 @@ def test_what_cannot_be_exact_is_refused():
         link = add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
         link.update(jnp.zeros(3), link.init(None))
     with pytest.raises(ValueError, match="`updates` must come from one call of `quantized_grad`"):
-        total = cells(BATCH)
+        total = quantized(BATCH)
         link.update({"bias": total["bias"]}, link.init(None))
     with pytest.raises(ValueError, match="`resolution` must keep the sensitivity"):
         quantized_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
@@ -233,11 +231,11 @@ def test_what_cannot_be_exact_is_refused():
     with pytest.raises(ValueError, match="discrete noise on sampled batches is not analysed"):
         accounting.DiscreteGaussian(1.0, 10, sampling="poisson")
     with pytest.raises(ValueError, match="`mask` must be a bool array"):
-        cells(BATCH, jnp.ones(3, bool))
+        quantized(BATCH, jnp.ones(3, bool))
 
 
 def renyi(order, scale, moved):
-    """Return the Rényi divergence between the discrete Gaussian and its shift, by its sum."""
+    """Sum the Rényi divergence between the discrete Gaussian and its shift by `moved`."""
     x = np.arange(-60 * scale - moved, 60 * scale + moved + 1).astype(float)
     one, other = -(x**2) / (2 * scale**2), -((x - moved) ** 2) / (2 * scale**2)
     one, other = (logs - np.logaddexp.reduce(logs) for logs in (one, other))
@@ -245,15 +243,14 @@ def renyi(order, scale, moved):
 
 
 @pytest.mark.parametrize(("scale", "moved"), [(1, 1), (1, 3), (4, 1), (10, 7)])
-def test_the_discrete_gaussian_is_as_concentrated_as_is_claimed(scale, moved):
+def test_the_discrete_gaussian_has_the_claimed_renyi_divergence(scale, moved):
     for order in (1.1, 2.0, 7.5, 20.0):
         assert renyi(order, scale, moved) <= order * moved**2 / (2 * scale**2) + 1e-9
 
 
 @pytest.mark.parametrize("z", [0.7, 3.0, 30.0])
 @pytest.mark.parametrize("steps", [1, 50])
-def test_its_guarantee_is_above_that_of_one_dimension(z, steps):
-    """And above the continuous Gaussian's, but not by much."""
+def test_its_epsilon_is_slightly_above_that_of_the_continuous_gaussian(z, steps):
     claimed = accounting.DiscreteGaussian(z, steps)
     gaussian = accounting.SampledGaussian(z, 1.0, steps, sampling="full")
     for delta in (1e-5, 1e-9):
@@ -264,7 +261,7 @@ def test_its_guarantee_is_above_that_of_one_dimension(z, steps):
     assert twice.epsilon(1e-5) == claimed.epsilon(1e-5)
 
 
-def test_numpy_batches_and_masks_will_do():
+def test_numpy_batches_and_masks_work():
     batch, mask = np.ones((5, 3), np.float32), np.arange(5) < 3
     grad = quantized_grad(jnp.vdot, clip_norm=1.0)
     expected = grad(jnp.zeros(3), jnp.asarray(batch), jnp.asarray(mask))

@@ -1,4 +1,4 @@
-"""Exact noise: distributions are those of the definition, and nothing repeats."""
+"""The sampler of discrete noise has exactly the defined distributions, and nothing repeats."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ RARE = 1e-6  # the probability that a test of good noise fails, were its seed no
 
 
 def p_value(draws, weights):
-    """Compare counts of 0, 1, 2, … with their probabilities; what is rare is one cell."""
+    """Compare counts of 0, 1, 2, … with their probabilities; rare values are counted together."""
     shares = weights / weights.sum()
     counts = np.bincount(draws, minlength=len(shares))
     common = shares * len(draws) > 20
@@ -50,7 +50,7 @@ def test_events_happen_with_their_probability(ratio):
 
 @pytest.mark.parametrize("bound", [1, 3, 2**32 + 1, 2**63 + 1, 2**64 - 1])
 def test_uniform_numbers_are_uniform(bound):
-    """2⁶³ + 1 is the bound of which nearly half of all words have to be drawn again."""
+    """For the bound 2⁶³ + 1, nearly half of all words have to be drawn again."""
     size = 40_000
     stream = Stream(KEY)
     draws = stream.below(np.full(size, bound, np.uint64))
@@ -63,7 +63,7 @@ def test_uniform_numbers_are_uniform(bound):
 
 
 def test_words_that_do_not_fit_are_drawn_again(monkeypatch):
-    """The words of 0 … 2⁶⁴ − 1 fall on each remainder equally often, to the last one."""
+    """Without the last words, each remainder is equally likely."""
     last = 2**64 - 1
     words = iter([last, last - 1, 5, last - 2])
     monkeypatch.setattr(

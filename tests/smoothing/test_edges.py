@@ -1,4 +1,4 @@
-"""Where smoothing could go wrong silently: odd shards, tiny and huge σ, very long trees."""
+"""Cases in which smoothing could fail silently: odd shards, tiny and huge σ, very long trees."""
 
 import jax
 import jax.numpy as jnp
@@ -27,19 +27,16 @@ def normal(*shape):
 @pytest.mark.parametrize(
     ("shape", "spec"), [((1001,), P("a")), ((30, 50), P("a")), ((30, 50), P(None, "a"))]
 )
-def test_shards_of_different_sizes_are_smoothed_as_one(shape, spec):
-    where, tx, v = (
-        NamedSharding(mesh(AxisType.Auto), spec),
-        lsdp.laplacian_smooth(3.0),
-        normal(*shape),
-    )
+def test_shards_of_different_sizes_are_smoothed_as_one_leaf(shape, spec):
+    where = NamedSharding(mesh(AxisType.Auto), spec)
+    tx, fft = lsdp.laplacian_smooth(3.0), lsdp.laplacian_smooth(3.0, method="fft")
 
     @jax.jit
     def run(v):
-        return tx.update(jax.lax.with_sharding_constraint(v, where), STATE)[0]
+        split = jax.lax.with_sharding_constraint(v, where)
+        return tx.update(split, STATE)[0], fft.update(v, STATE)[0]
 
-    expected = lsdp.laplacian_smooth(3.0, method="fft").update(v, STATE)[0]
-    np.testing.assert_allclose(run(v), expected, atol=2e-6)
+    np.testing.assert_allclose(*run(normal(*shape)), atol=2e-6)
 
 
 @pytest.mark.parametrize("devices", [*slow(1), 8])
@@ -66,14 +63,14 @@ def test_the_ring_of_a_very_long_tree_closes():
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("size", [100, 256, 300])
-def test_matrices_keep_a_mean(size, boundary):
+def test_the_matrix_method_keeps_the_mean(size, boundary):
     tx = lsdp.laplacian_smooth(0.01, method="matrix", boundary=boundary, order=2)
     np.testing.assert_allclose(tx.update(jnp.ones(size), STATE)[0], 1, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_grid_is_smoothed_where_its_rows_lie(kind):
-    """A convolution's window needs nothing from other output channels."""
+def test_a_grid_whose_rows_are_whole_is_smoothed_without_communication(kind):
+    """The window of a convolution does not depend on other output channels."""
     tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: Grid((0, 1)))
     leaf = jax.device_put(normal(3, 3, 16, 64), NamedSharding(mesh(kind), P(None, None, None, "a")))
     compiled = jax.jit(tx.update).lower(leaf, STATE).compile()
@@ -86,18 +83,19 @@ def test_a_grid_is_smoothed_where_its_rows_lie(kind):
 
 def in_shards(leaf, spec, **options):
     tx = lsdp.laplacian_smooth(2.0, shard_specs=spec, **options)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         lambda x: tx.update(x, STATE)[0],
         mesh=mesh(AxisType.Auto),
         in_specs=(spec,),
         out_specs=spec,
-    )(leaf)
+    )
+    return jax.jit(mapped)(leaf)
 
 
 def test_whole_grids_are_smoothed_inside_shard_map():
     tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: Grid((0, 1)))
     got = in_shards(normal(3, 4, 8), P(None, None, "a"), layout=lambda path, shape: Grid((0, 1)))
-    np.testing.assert_allclose(got, tx.update(normal(3, 4, 8), STATE)[0], atol=1e-6)
+    np.testing.assert_allclose(got, jax.jit(tx.update)(normal(3, 4, 8), STATE)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_shards_that_a_method_cannot_smooth_are_refused(shape, spec, options):
         in_shards(normal(*shape), spec, **options)
 
 
-def test_shards_are_for_shard_map_and_fit_the_rank():
+def test_specs_are_for_shard_map_and_fit_the_rank():
     with pytest.raises(ValueError, match="`shard_specs` must be None outside shard_map"):
         lsdp.laplacian_smooth(1.0, shard_specs=P("a")).update(jnp.ones(8), STATE)
 
@@ -123,13 +121,12 @@ def test_shards_are_for_shard_map_and_fit_the_rank():
         return lsdp.laplacian_smooth(1.0, shard_specs=P(None, "a")).update(tree, STATE)[0]
 
     specs = {"kernel": P(None, "a"), "bias": P()}
+    mapped = jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=(specs,), out_specs=specs)
     with pytest.raises(ValueError, match="`shard_specs` must have at most as many entries"):
-        jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=(specs,), out_specs=specs)(
-            {"kernel": normal(4, 8), "bias": normal(8)}
-        )
+        jax.eval_shape(mapped, {"kernel": normal(4, 8), "bias": normal(8)})
 
 
-def test_untracked_shards_must_be_explained():
+def test_untracked_shards_need_specs():
     def run(x, **options):
         mapped = jax.shard_map(
             lambda x: lsdp.laplacian_smooth(1.0, **options).update(x, STATE)[0],
@@ -146,38 +143,49 @@ def test_untracked_shards_must_be_explained():
     np.testing.assert_allclose(run(normal(64), shard_specs=P("a")), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["recursive", "fft", "matrix"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_smoothing_that_is_too_small_to_tell_is_none(method, compiled):
-    v = normal(6)
-    for smoothing in (1e-40, 1e-50):
-        tx = lsdp.laplacian_smooth(smoothing, method=method)
-        update = jax.jit(tx.update) if compiled else tx.update
-        np.testing.assert_array_equal(update(v, STATE)[0], v)
-        with jax.enable_x64(True):
-            np.testing.assert_array_equal(update(v, STATE)[0], v)
+def by_every_method(v, *smoothings):
+    """Return the vector smoothed by three methods with every σ."""
+    return [
+        lsdp.laplacian_smooth(smoothing, method=method).update(v, STATE)[0]
+        for smoothing in smoothings
+        for method in ("recursive", "fft", "matrix")
+    ]
 
 
-@pytest.mark.parametrize("method", ["recursive", "fft", "matrix"])
-def test_the_largest_smoothing_leaves_the_mean(method):
-    tx = lsdp.laplacian_smooth(1e30, method=method)
-    np.testing.assert_allclose(jax.jit(tx.update)(jnp.arange(5.0), STATE)[0], 2, rtol=1e-5)
+@pytest.mark.parametrize("compiled", [*slow(False), True])
+def test_a_smoothing_that_no_float_distinguishes_from_zero_changes_nothing(compiled):
+    def run(v):
+        return by_every_method(v, 1e-40, 1e-50)
+
+    for wide in (False, True):
+        with jax.enable_x64(wide):
+            for smoothed in (jax.jit(run) if compiled else run)(normal(6)):
+                np.testing.assert_array_equal(smoothed, normal(6))
 
 
-@pytest.mark.parametrize("method", ["recursive", "fft", "matrix"])
+def test_a_tiny_smoothing_changes_nothing_outside_jit():
+    for smoothed in by_every_method(normal(6), 1e-40):
+        np.testing.assert_array_equal(smoothed, normal(6))
+
+
+def test_the_largest_smoothing_leaves_the_mean():
+    for smoothed in jax.jit(lambda v: by_every_method(v, 1e30))(jnp.arange(5.0)):
+        np.testing.assert_allclose(smoothed, 2, rtol=1e-5)
+
+
 @pytest.mark.parametrize("smoothing", [-1.0, -0.2, np.inf, np.nan, 1e31])
-def test_nonsense_is_refused_or_gives_nan(smoothing, method):
-    with pytest.raises(ValueError, match="`smoothing` must be"):
-        lsdp.laplacian_smooth(smoothing, method=method)
-    tx = lsdp.laplacian_smooth(lambda step: smoothing, method=method)
-    with pytest.raises(ValueError, match="`smoothing` must be"):
-        tx.update(jnp.arange(6.0), STATE)
+def test_a_smoothing_out_of_range_raises_or_gives_nan(smoothing):
+    for method in ("recursive", "fft", "matrix"):
+        with pytest.raises(ValueError, match="`smoothing` must be"):
+            lsdp.laplacian_smooth(smoothing, method=method)
+        tx = lsdp.laplacian_smooth(lambda step: smoothing, method=method)
+        with pytest.raises(ValueError, match="`smoothing` must be"):
+            tx.update(jnp.arange(6.0), STATE)
+    for smoothed in by_traced_smoothing(jnp.arange(6.0), smoothing):
+        assert np.isnan(smoothed).all()
 
-    @jax.jit
-    def traced(smoothing):
-        return lsdp.laplacian_smooth(smoothing, method=method).update(jnp.arange(6.0), STATE)[0]
 
-    assert np.isnan(traced(smoothing)).all()
+by_traced_smoothing = jax.jit(by_every_method)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,6 @@ def test_nonsense_is_refused_or_gives_nan(smoothing, method):
         (lambda: grid_beta(1.0, (5,), boundary="x"), "`boundary` must be one of"),
     ],
 )
-def test_bad_input_is_told(make, message):
+def test_bad_input_is_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,11 +1,10 @@
-"""Layouts: a Flax kernel is walked as the authors' code walks a PyTorch weight."""
+"""Layouts: the neighbours in a Flax kernel are those in PyTorch's copy of it."""
 
 import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 import optax_lsdp as lsdp
@@ -14,7 +13,7 @@ from tests import oracles
 
 def smooth(tree, smoothing=2.0, **kwargs):
     tx = lsdp.laplacian_smooth(smoothing, **kwargs)
-    return tx.update(tree, tx.init(tree))[0]
+    return jax.jit(tx.update)(tree, tx.init(tree))[0]
 
 
 def random_like(tree):
@@ -27,33 +26,33 @@ def kernels(layer, shape):
     return random_like(variables["params"])
 
 
-def assert_walked_like_pytorch(kernel, smoothed):
+def assert_ordered_like_pytorch(kernel, smoothed):
     expected = oracles.smooth_dense(oracles.walk_like_pytorch(np.asarray(kernel)), 2.0)
     got = oracles.walk_like_pytorch(np.asarray(smoothed))
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_a_flax_dense_kernel_is_walked_as_pytorch_walks_it():
+def test_a_flax_dense_kernel_is_ordered_as_in_pytorch():
     params = kernels(nn.Dense(10), (1, 28))
     assert params["kernel"].shape == (28, 10)
-    assert_walked_like_pytorch(params["kernel"], smooth(params)["kernel"])
+    assert_ordered_like_pytorch(params["kernel"], smooth(params)["kernel"])
 
 
-def test_a_flax_conv_kernel_is_walked_as_pytorch_walks_it():
+def test_a_flax_conv_kernel_is_ordered_as_in_pytorch():
     params = kernels(nn.Conv(5, (3, 4)), (1, 8, 8, 2))
     assert params["kernel"].shape == (3, 4, 2, 5)
-    assert_walked_like_pytorch(params["kernel"], smooth(params)["kernel"])
+    assert_ordered_like_pytorch(params["kernel"], smooth(params)["kernel"])
 
 
-def test_an_nnx_kernel_is_walked_as_pytorch_walks_it():
+def test_an_nnx_kernel_is_ordered_as_in_pytorch():
     state = random_like(nnx.state(nnx.Linear(28, 10, rngs=nnx.Rngs(0)), nnx.Param))
-    assert_walked_like_pytorch(state["kernel"][...], smooth(state)["kernel"][...])
+    assert_ordered_like_pytorch(state["kernel"][...], smooth(state)["kernel"][...])
 
 
-def test_an_equinox_weight_is_stored_as_pytorch_stores_it_and_walked_so():
+def test_an_equinox_weight_is_stored_and_ordered_as_in_pytorch():
     model = random_like(eqx.nn.Linear(28, 10, key=jax.random.key(0)))
     assert model.weight.shape == (10, 28)
-    assert_walked_like_pytorch(model.weight.T, smooth(model).weight.T)
+    assert_ordered_like_pytorch(model.weight.T, smooth(model).weight.T)
 
 
 def test_a_layout_function_sees_an_nnx_kernel_under_its_own_name():
@@ -63,14 +62,14 @@ def test_a_layout_function_sees_an_nnx_kernel_under_its_own_name():
     assert seen == ["bias", "kernel"]
 
 
-def test_only_arrays_named_weight_are_taken_for_out_by_in():
+def test_only_arrays_named_weight_count_as_out_by_in():
     table = random_like({"weights": jnp.zeros((5, 3))})
     expected = oracles.smooth_dense(np.asarray(table["weights"]).T.reshape(-1), 2.0)
     got = np.asarray(smooth(table)["weights"]).T.reshape(-1)
     np.testing.assert_allclose(got, expected, atol=1e-5)
 
 
-def test_an_attention_kernel_is_walked_along_its_inputs():
+def test_the_inputs_of_an_attention_kernel_are_neighbours():
     layer = nn.MultiHeadDotProductAttention(num_heads=2, qkv_features=6)
     kernel = kernels(layer, (1, 4, 5))["query"]["kernel"]
     assert kernel.shape == (5, 2, 3)
@@ -81,18 +80,19 @@ def test_an_attention_kernel_is_walked_along_its_inputs():
     np.testing.assert_allclose(middle, units[2], atol=1e-3)
 
 
-def test_an_embedding_is_walked_along_its_vocabulary():
+def test_the_vocabulary_of_an_embedding_is_a_row_of_neighbours():
     table = random_like({"embedding": jnp.zeros((11, 4))})["embedding"]
     expected = oracles.smooth_dense(np.asarray(table).T.reshape(-1), 2.0)
     got = smooth({"embedding": table})["embedding"]
     np.testing.assert_allclose(np.asarray(got).T.reshape(-1), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("axes", [(0,), (1,), (0, 1), (1, 2), (-1,), (0, 1, 2)])
-def test_a_grid_smooths_over_its_axes_and_no_others(axes):
+def test_a_grid_smooths_over_its_axes_and_no_others():
     leaf = random_like(jnp.zeros((4, 5, 3)))
-    got = smooth({"x": leaf}, layout=lambda path, shape: lsdp.Grid(axes))["x"]
-    np.testing.assert_allclose(got, oracles.smooth_grid(leaf, 2.0, axes), atol=1e-5)
+    grids = {str(axes): axes for axes in [(0,), (1,), (0, 1), (1, 2), (-1,), (0, 1, 2)]}
+    got = smooth(dict.fromkeys(grids, leaf), layout=lambda path, shape: lsdp.Grid(grids[path]))
+    for name, axes in grids.items():
+        np.testing.assert_allclose(got[name], oracles.smooth_grid(leaf, 2.0, axes), atol=1e-5)
 
 
 def test_a_grid_of_five_axes_works():

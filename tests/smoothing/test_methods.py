@@ -1,4 +1,4 @@
-"""Every method is held to one oracle: dense to 300 entries, tridiagonal above, in float64."""
+"""Every method agrees with one float64 oracle: dense up to 300 entries, tridiagonal above."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,20 @@ def smooth(v, smoothing, **kwargs):
     return jax.jit(tx.update)(v, tx.init(v))[0]
 
 
+def smooth_all(vectors, smoothings, **kwargs):
+    """Return every vector smoothed with every σ, from one compiled program."""
+    transforms = {s: lsdp.laplacian_smooth(s, **kwargs) for s in smoothings}
+
+    @jax.jit
+    def run(vectors):
+        return {
+            smoothing: [tx.update(v, tx.init(v))[0] for v in vectors]
+            for smoothing, tx in transforms.items()
+        }
+
+    return run(vectors)
+
+
 def vector(size, seed=0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
@@ -33,7 +47,7 @@ def assert_close(got, expected, v):
     assert error <= ROUNDING * np.abs(v).max(), error / np.abs(v).max()
 
 
-def test_the_tridiagonal_oracle_is_the_dense_one():
+def test_the_tridiagonal_oracle_agrees_with_the_dense_one():
     for boundary in ("periodic", "neumann"):
         for size in (3, 50, 300):
             for smoothing in SMOOTHINGS:
@@ -44,46 +58,42 @@ def test_the_tridiagonal_oracle_is_the_dense_one():
                 )
 
 
-def traced(method, boundary):
-    """Return a compiled function of the vector and of σ, which is traced."""
+def assert_traced_smoothing_agrees(vectors, method, boundary, oracle):
+    """Compare with an oracle for all σ, which is traced: one program serves them all."""
 
     @jax.jit
-    def run(v, smoothing):
+    def run(vectors, smoothing):
         tx = lsdp.laplacian_smooth(smoothing, method=method, boundary=boundary)
-        return tx.update(v, tx.init(v))[0]
+        return [tx.update(v, tx.init(v))[0] for v in vectors]
 
-    return run
+    for smoothing in SMOOTHINGS:
+        for v, got in zip(vectors, run(vectors, smoothing), strict=True):
+            assert_close(got, oracle(v, smoothing, boundary), v)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("method", ["recursive", "matrix", "halo", *slow("auto", "fft")])
 def test_short_vectors_with_a_traced_smoothing(method, boundary):
-    run = traced(method, boundary)
-    for size in SIZES if FULL else FEW_SIZES:
-        v = vector(size, size)
-        for smoothing in SMOOTHINGS:
-            expected = oracles.smooth_dense(v, smoothing, boundary)
-            assert_close(run(v, smoothing), expected, v)
+    vectors = [vector(size, size) for size in (SIZES if FULL else FEW_SIZES)]
+    assert_traced_smoothing_agrees(vectors, method, boundary, oracles.smooth_dense)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("method", ["fft", "recursive", *slow("auto")])
 def test_long_vectors_with_a_traced_smoothing(method, boundary):
-    run = traced(method, boundary)
-    for size in LONG_SIZES[: -1 if method == "fft" else None]:  # which is slow at a prime
-        v = vector(size, size)
-        for smoothing in SMOOTHINGS:
-            assert_close(run(v, smoothing), oracles.smooth_tridiagonal(v, smoothing, boundary), v)
+    sizes = LONG_SIZES[: -1 if method == "fft" else None]  # the FFT is slow for the large prime
+    vectors = [vector(size, size) for size in sizes]
+    assert_traced_smoothing_agrees(vectors, method, boundary, oracles.smooth_tridiagonal)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_banded_vectors(smoothing, boundary):
-    for size in (20, 100, 300, 1_000, 10_007, 100_000):
-        if size <= 2 * band_reach(smoothing, Operator(boundary), jnp.dtype("float32")):
-            continue
-        v = vector(size, size)
-        got = smooth(v, smoothing, method="banded", boundary=boundary)
+    reach = band_reach(smoothing, Operator(boundary), jnp.dtype("float32"))
+    sizes = [n for n in (20, 100, 300, 1_000, 10_007, 100_000) if n > 2 * reach]
+    vectors = [vector(size, size) for size in sizes]
+    smoothed = smooth_all(vectors, [smoothing], method="banded", boundary=boundary)[smoothing]
+    for v, got in zip(vectors, smoothed, strict=True):
         assert_close(got, oracles.smooth_tridiagonal(v, smoothing, boundary), v)
 
 
@@ -91,28 +101,30 @@ def test_banded_vectors(smoothing, boundary):
 @pytest.mark.parametrize("order", [2, 3])
 @pytest.mark.parametrize("method", ["fft", "matrix", "banded", "auto"])
 def test_higher_orders(method, order, boundary):
-    for size in (1, 2, 7, 300) if method != "banded" else (200, 300):
-        v = vector(size, size)
-        for smoothing in (0.3, 10.0):
-            got = smooth(v, smoothing, method=method, boundary=boundary, order=order)
+    sizes = (1, 2, 7, 300) if method != "banded" else (200, 300)
+    vectors = [vector(size, size) for size in sizes]
+    by_smoothing = smooth_all(vectors, (0.3, 10.0), method=method, boundary=boundary, order=order)
+    for smoothing, smoothed in by_smoothing.items():
+        for v, got in zip(vectors, smoothed, strict=True):
             assert_close(got, oracles.smooth_dense(v, smoothing, boundary, order), v)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("order", [1, 2])
 @pytest.mark.parametrize("method", ["fft", "matrix", "auto"])
-@pytest.mark.parametrize("axes", [(0, 1), (2, 0), (0, 1, 2)])
-def test_grids(method, order, boundary, axes):
+def test_grids(method, order, boundary):
+    grids = {"a": (0, 1), "b": (2, 0), "c": (0, 1, 2)}
     x = vector((5, 4, 3))
     got = smooth(
-        x,
+        dict.fromkeys(grids, x),
         2.0,
         method=method,
         boundary=boundary,
         order=order,
-        layout=lambda path, shape: lsdp.Grid(axes),
+        layout=lambda path, shape: lsdp.Grid(grids[path]),
     )
-    assert_close(got, oracles.smooth_grid(x, 2.0, axes, boundary, order), x)
+    for name, axes in grids.items():
+        assert_close(got[name], oracles.smooth_grid(x, 2.0, axes, boundary, order), x)
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
@@ -133,10 +145,10 @@ def test_a_tree_is_smoothed_as_one_vector(method, boundary):
     sizes = [1, 3, 200, 7, 10_000, 150, 2]
     tree = {f"{i:02}": vector(size, i) for i, size in enumerate(sizes)}
     joined = np.concatenate(list(tree.values()))
-    for smoothing in (0.3, 300.0):
-        got = smooth(tree, smoothing, scope="tree", method=method, boundary=boundary)
+    options = dict(scope="tree", method=method, boundary=boundary)
+    for smoothing, (got,) in smooth_all([tree], (0.3, 300.0), **options).items():
         assert_close(
-            jnp.concatenate(list(got.values())),
+            np.concatenate(list(got.values())),
             oracles.smooth_tridiagonal(joined, smoothing, boundary),
             joined,
         )
@@ -194,13 +206,13 @@ COLUMNS = {
     "query": (64, 4, 40),
     "short": (2, 100, 20),
     "few": (35_000, 2),
-}  # of sizes so different that none is packed with another
+}  # their sizes differ so much that no two are packed together
 
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("scope", ["leaf", "tree"])
 @pytest.mark.parametrize("smoothing", [3.0, *slow(0.3, 300.0)])
-def test_columns_are_smoothed_as_they_are_stored(smoothing, scope, boundary):
+def test_columns_are_smoothed_without_transposition(smoothing, scope, boundary):
     tree = {name: vector(shape, i) for i, (name, shape) in enumerate(COLUMNS.items())}
     got, expected = (
         smooth(tree, smoothing, method=method, scope=scope, boundary=boundary)
@@ -211,7 +223,7 @@ def test_columns_are_smoothed_as_they_are_stored(smoothing, scope, boundary):
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
-def test_the_columns_of_a_grid_are_rings_of_their_own(axis):
+def test_each_column_of_a_grid_is_a_ring(axis):
     x = vector((64, 5, 40))
 
     def layout(path, shape):
@@ -234,7 +246,7 @@ def test_many_small_leaves_are_smoothed_each_by_itself():
 
 
 @pytest.mark.parametrize("method", ["recursive", "fft", "banded", "matrix"])
-def test_methods_keep_what_float64_can_tell(method):
+def test_methods_are_precise_in_float64(method):
     with jax.enable_x64(True):
         v = np.random.default_rng(0).normal(size=300)
         got = smooth(v, 5.0, method=method)

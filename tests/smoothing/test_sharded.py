@@ -1,5 +1,6 @@
-"""Sharded arrays are smoothed where they lie: the same numbers, and no leaf is ever gathered."""
+"""Sharded arrays are smoothed on their devices: the same numbers, and no leaf is ever gathered."""
 
+import functools
 import os
 import re
 import subprocess
@@ -63,20 +64,27 @@ def tree():
     return {name: rng.normal(size=shape).astype(np.float32) for name, shape in TREE.items()}
 
 
+@functools.cache
+def on_one_device(smoothing, **options):
+    """Return the whole tree, smoothed by the method "recursive"."""
+    tx = lsdp.laplacian_smooth(smoothing, method="recursive", **options)
+    return jax.jit(tx.update)(tree(), tx.init(None))[0]
+
+
 def put(mesh, specs):
     return {k: jax.device_put(v, NamedSharding(mesh, specs[k])) for k, v in tree().items()}
 
 
 def moved(text):
-    """Return the sizes of all arrays that a compiled program sends around."""
+    """Return the sizes of all arrays that a compiled program sends between devices."""
     kinds = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
     sent = re.findall(rf"= (.*?) (?:{kinds})(?:-start)?\(", text)
     shapes = [dims for types in sent for dims in re.findall(r"\w\[([\d,]*)\]", types)]
     return [int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for dims in shapes]
 
 
-def number_of_stretches(shape, spec):
-    """Return into how many pieces devices cut a leaf that is walked along its inputs."""
+def number_of_segments(shape, spec):
+    """Return into how many segments devices cut a leaf whose inputs are neighbours."""
     entries = [*spec, *[None] * (len(shape) - len(spec))]
     rank = len(shape)
     order = [rank - 1, rank - 2, *range(rank - 2)] if rank > 1 else range(rank)
@@ -90,29 +98,27 @@ def number_of_stretches(shape, spec):
 @pytest.mark.parametrize("scope", ["leaf", *slow("tree")])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", SPECS)
-def test_the_result_is_that_of_one_device_and_no_leaf_is_gathered(name, kind, scope):
+def test_many_devices_agree_with_one_and_no_leaf_is_gathered(name, kind, scope):
     mesh, specs = make_mesh(kind), SPECS[name]
     tx = lsdp.laplacian_smooth(2.0, scope=scope)
-    expected, _ = lsdp.laplacian_smooth(2.0, scope=scope, method="recursive").update(
-        tree(), tx.init(None)
-    )
+    expected = on_one_device(2.0, scope=scope)
     updates = put(mesh, specs)
     compiled = jax.jit(tx.update).lower(updates, tx.init(None)).compile()
     got, _ = compiled(updates, tx.init(None))
     for leaf in TREE:
         np.testing.assert_allclose(got[leaf], expected[leaf], atol=1e-6)
         assert got[leaf].sharding.is_equivalent_to(NamedSharding(mesh, specs[leaf]), got[leaf].ndim)
-    # Two numbers for each stretch of a leaf on a device.
-    stretches = sum(number_of_stretches(shape, specs[k]) for k, shape in TREE.items())
-    assert sum(moved(compiled.as_text())) <= 2 * stretches
+    # Devices exchange two numbers for each segment of a leaf.
+    segments = sum(number_of_segments(shape, specs[k]) for k, shape in TREE.items())
+    assert sum(moved(compiled.as_text())) <= 2 * segments
 
 
 @pytest.mark.parametrize("method", [*slow("fft"), "auto"])
 @pytest.mark.parametrize("kind", [*slow("Auto"), "Explicit"])
 def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
-    """Then all arrays have explicit axes, those that are made in between too."""
+    """Then all arrays have explicit axes, including intermediate results."""
     tx = lsdp.laplacian_smooth(2.0, method=method)
-    expected, _ = tx.update(tree(), tx.init(None))
+    expected, _ = jax.jit(tx.update)(tree(), tx.init(None))
     mesh = make_mesh(kind)
     with jax.set_mesh(mesh):
         for update in (tx.update, jax.jit(tx.update)):
@@ -133,16 +139,14 @@ def test_inside_shard_map_shards_are_smoothed_as_parts_of_the_whole(name, scope,
     run = jax.shard_map(
         lambda x: tx.update(x, tx.init(None))[0], mesh=mesh, in_specs=(specs,), out_specs=specs
     )
-    got = jax.jit(run)(tree())
-    whole = lsdp.laplacian_smooth(50.0, method="recursive", **kwargs)
-    expected, _ = whole.update(tree(), whole.init(None))
+    got, expected = jax.jit(run)(tree()), on_one_device(50.0, **kwargs)
     for leaf in TREE:
         np.testing.assert_allclose(got[leaf], expected[leaf], atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("axes", [(0,), (1,)])
-def test_the_rows_of_a_grid_may_be_split_and_their_entries_too(kind, axes):
+def test_devices_may_split_the_rows_of_a_grid_and_their_entries(kind, axes):
     mesh = make_mesh(kind)
     x = tree()["kernel"]
     grid = lsdp.Grid(axes)
@@ -215,7 +219,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 """
 
 
-def test_sixty_four_devices_move_no_more():
+def test_sixty_four_devices_exchange_two_numbers_per_segment():
     result = subprocess.run(
         [sys.executable, "-c", SIXTY_FOUR],
         env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=64"},
@@ -224,12 +228,12 @@ def test_sixty_four_devices_move_no_more():
         check=True,
     )
     sizes = moved(result.stdout)
-    # Inputs in 64 stretches of 16 for each of 512 outputs, or outputs in 64 stretches.
+    # Each of 512 outputs has 64 segments of 16 inputs, or the outputs are 64 segments.
     assert sizes and max(sizes) <= 64 * 512
     assert sizes.count(64) >= 4  # two numbers from each device, on either mesh
 
 
-def test_a_shard_that_is_not_explained_is_refused():
+def test_a_shard_over_an_axis_that_no_spec_names_is_refused():
     mesh = make_mesh("Auto")
     tx = lsdp.laplacian_smooth(1.0, shard_specs=P("a"))
     run = jax.shard_map(

@@ -1,4 +1,4 @@
-"""γ and β: the paper's tables, the sums that define them, and the noise they promise."""
+"""γ and β agree with the paper's tables, their sums, and the variance of smoothed noise."""
 
 import jax
 import numpy as np
@@ -26,7 +26,7 @@ def test_the_papers_tables_are_reproduced(smoothing, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 50, 1001])
 @pytest.mark.parametrize("smoothing", [0.0, 1e-9, 1e-3, 0.5, 1.0, 30.0, 1e4])
-def test_the_closed_forms_are_the_means_over_the_spectrum(smoothing, size):
+def test_gamma_and_beta_of_a_ring_are_means_over_its_spectrum(smoothing, size):
     spectrum = eigenvalues(smoothing, size)
     np.testing.assert_allclose(ring_gamma(smoothing, size), (1 / spectrum).mean(), rtol=1e-9)
     np.testing.assert_allclose(ring_beta(smoothing, size), (1 / spectrum**2).mean(), rtol=1e-9)
@@ -34,7 +34,7 @@ def test_the_closed_forms_are_the_means_over_the_spectrum(smoothing, size):
 
 @pytest.mark.parametrize("smoothing", [0.2, 1.0, 3.0])
 @pytest.mark.parametrize("size", [5, 1000])
-def test_smoothed_noise_has_the_variance_that_beta_promises(smoothing, size):
+def test_smoothed_noise_has_the_variance_beta(smoothing, size):
     rows = 200_000 // size
     noise = jax.random.normal(jax.random.key(0), (rows, size))
     tx = lsdp.laplacian_smooth(smoothing, layout=lambda path, shape: lsdp.Grid((1,)))
@@ -48,7 +48,7 @@ def test_smoothed_noise_has_the_variance_that_beta_promises(smoothing, size):
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("order", [1, 2, 3, 5])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (7,), (50,), (1, 1), (2, 3), (8, 8), (3, 4, 5)])
-def test_grids_have_the_means_over_their_spectrum(sizes, order, boundary):
+def test_gamma_and_beta_of_a_grid_are_means_over_its_spectrum(sizes, order, boundary):
     around = 1 if boundary == "periodic" else 2
     waves = [4 * np.sin(np.pi * np.arange(d) / (around * d)) ** 2 for d in sizes]
     energy = sum(np.meshgrid(*waves, indexing="ij"))
@@ -61,7 +61,7 @@ def test_grids_have_the_means_over_their_spectrum(sizes, order, boundary):
 
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("order", [1, 2])
-def test_smoothed_noise_on_a_grid_has_the_variance_that_beta_promises(order, boundary):
+def test_smoothed_noise_on_a_grid_has_the_variance_beta(order, boundary):
     noise = jax.random.normal(jax.random.key(0), (2_000, 8, 8))
     grid = lsdp.Grid((1, 2))
     tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: grid, order=order, boundary=boundary)
@@ -73,7 +73,7 @@ def test_smoothed_noise_on_a_grid_has_the_variance_that_beta_promises(order, bou
 
 @pytest.mark.parametrize("order", [1, 2, 4])
 @pytest.mark.parametrize("smoothing", [0.01, 1.0, 100.0])
-def test_the_kernel_on_a_line_is_that_of_a_long_ring(smoothing, order):
+def test_the_kernel_on_a_line_agrees_with_a_long_ring(smoothing, order):
     size, error = 2**14, 1e-12
     waves = 4 * np.sin(np.pi * np.arange(size // 2 + 1) / size) ** 2
     ring = np.fft.irfft(1 / (1 + smoothing * waves**order), size)

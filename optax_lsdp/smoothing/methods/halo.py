@@ -55,8 +55,9 @@ class Segments(NamedTuple):
 
     Attributes:
         rows: the number of rows of neighbours on this device.
-        outer: segments of a row on this device, along each axis that crosses segments.
-        names: the mesh axes that split each of these axes, then those that split the segments.
+        outer: how many segments of a row this device holds along each axis that counts segments.
+        names: the mesh axes that split each axis of `outer`, then those that cut rows into
+            segments of this length.
         length: the number of entries of a segment.
         total: the number of segments of a row, on all devices.
         columns: if the segments are stored as columns, the shape of all columns; otherwise None.

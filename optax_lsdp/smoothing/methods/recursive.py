@@ -59,10 +59,12 @@ class Kernel(NamedTuple):
 def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
     """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    In this form neither loses digits where ρ is close to 1. Where σ is zero, the smallest positive
-    σ stands in, and `laplacian_smooth` ignores the result.
+    In this form neither loses digits where ρ is close to 1. Where σ is zero, the kernel of σ = 1
+    stands in, and `laplacian_smooth` ignores the result.
     """
-    positive = jnp.maximum(jnp.asarray(smoothing, dtype), jnp.finfo(dtype).tiny)
+    positive = jnp.asarray(smoothing, dtype)
+    is_zero = jnp.abs(positive) < jnp.finfo(dtype).tiny
+    positive = jnp.where(is_zero, jnp.ones_like(positive), positive)
     rate = 2 * jnp.arcsinh(0.5 / jnp.sqrt(positive))
     reach = math.inf
     if isinstance(smoothing, float):
