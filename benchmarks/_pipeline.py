@@ -99,7 +99,7 @@ def sensitivity(
     return audit_sensitivity(release, BATCH, declared=declared, searches=12, key=key, **options)
 
 
-def _step(make: Callable[..., optax.GradientTransformation], engine: Engine) -> Release:
+def step(make: Callable[..., optax.GradientTransformation], engine: Engine) -> Release:
     """Return a whole step with a fixed key, so that its noise cancels in differences."""
     options = {"smoothing": 1.0} if make is lsdp.dp_lssgd else {}
     optimizer = make(
@@ -241,7 +241,7 @@ FIXED = partial(lsdp.FixedSizeSampler, batch_size=round(RATE * COUNT))
 SOUND: dict[str, Audit] = {
     **{
         f"{make.__name__}, engine {engine!r}": Audit(
-            "sensitivity", partial(sensitivity, _step(make, engine), CLIP / SIZE)
+            "sensitivity", partial(sensitivity, step(make, engine), CLIP / SIZE)
         )
         for make in (lsdp.dp_sgd, lsdp.dp_lssgd)
         for engine in ("bookkeeping", "vmap")

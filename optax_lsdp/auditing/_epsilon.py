@@ -68,7 +68,7 @@ class EpsilonReport:
             rows["claimed ε"] = f"{self.claimed:g}"
         rows["δ"] = f"{self.delta:g}"
         rows["trials"] = f"{self.trials:,}"
-        rows["false bound"] = f"with probability at most {self.failure:g}"
+        rows["a bound is wrong"] = f"with probability at most {self.failure:g}"
         return format_report(self.passed, rows)
 
 

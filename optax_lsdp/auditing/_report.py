@@ -63,7 +63,7 @@ class StatisticsReport:
         rows = {self.quantity: f"{self.seen:.6g}, expected {self.expected:.6g}"}
         rows |= {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
         rows["rejects if"] = f"any p is below {self._threshold:.2g}"
-        rows["false rejection"] = f"with probability at most {self.failure:g}"
+        rows["rejects by mistake"] = f"with probability at most {self.failure:g}"
         return format_report(self.passed, rows)
 
 

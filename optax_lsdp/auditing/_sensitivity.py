@@ -81,12 +81,10 @@ class _Neighbours(NamedTuple):
     row: int
     masks: tuple[np.ndarray, np.ndarray]
 
-    def released(self, release: Release) -> tuple[PyTree, PyTree]:
-        """Return the release of both batches."""
-        other = _with_example(self.batch, self.example, self.row)
-        return _released(release, self.batch, self.masks[0]), _released(
-            release, other, self.masks[1]
-        )
+    @property
+    def other_batch(self) -> PyTree:
+        """The second batch."""
+        return _with_example(self.batch, self.example, self.row)
 
     def granted(self, tolerance: float) -> float:
         """Return the relative error that a float32 sum over the first mask may have."""
@@ -102,31 +100,17 @@ class _NeighbouringBatch(NamedTuple):
     row: int
     example: PyTree
 
-    def with_entry(self, value: float, rng: np.random.Generator) -> _NeighbouringBatch:
-        """Return the setting with a random number of the example replaced by `value`."""
-        leaves, structure = jax.tree.flatten(self.example)
-        places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
-        if places:
-            leaf = int(rng.choice(places))
-            leaves[leaf] = np.array(leaves[leaf])
-            leaves[leaf].flat[int(rng.integers(leaves[leaf].size))] = value
-        return self._replace(example=jax.tree.unflatten(structure, leaves))
-
-    def neighbours(self, factor: float, neighbouring: str) -> _Neighbours:
-        """Return neighbours of which one has `factor` times the example."""
-        example = _scaled(self.example, factor)
-        if neighbouring == "replace_one":
-            return _Neighbours(self.batch, example, self.row, (self.mask, self.mask))
-        changed = _with_example(self.batch, example, self.row)
-        return _Neighbours(changed, example, self.row, (self.mask, self._mask_without_row()))
-
-    def masked_out(self, factor: float) -> _Neighbours:
-        """Return two batches that differ outside their mask alone."""
-        example, without = _scaled(self.example, factor), self._mask_without_row()
-        return _Neighbours(self.batch, example, self.row, (without, without))
-
-    def _mask_without_row(self) -> np.ndarray:
+    @property
+    def mask_without_row(self) -> np.ndarray:
+        """The mask without the example that will be replaced."""
         return self.mask & (np.arange(len(self.mask)) != self.row)
+
+    def changed_examples(self, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:
+        """Yield the example with other values, as a whole and in one entry."""
+        for factor in _FACTORS:
+            yield f"scaled by {factor:g}", _scaled(self.example, factor)
+        for value in _ENTRIES:
+            yield f"with one entry {value:g}", _with_entry(self.example, value, rng)
 
 
 class _Found(NamedTuple):
@@ -194,27 +178,38 @@ def audit_sensitivity(
     most = _Found(-math.inf, "", 0.0, -math.inf)
     worst: list[tuple[float, _Neighbours]] = []  # the finite ones, longest first
 
-    def compare(pair: _Neighbours, how: str) -> float:
+    def compare(pair: _Neighbours, one: PyTree, other: PyTree, how: str) -> float:
         nonlocal pairs, most
         pairs += 1
-        distance, granted = _distance(*pair.released(release)), pair.granted(tolerance)
+        distance, granted = _distance(one, other), pair.granted(tolerance)
         found = _Found(distance, how, granted, distance - declared * granted)
         most = max(most, found, key=lambda one: one.excess)
         return distance
 
     for here in _settings(batch, searches, rng):
-        changes = [(f"scaled by {factor:g}", here, factor) for factor in _FACTORS]
-        changes += [(f"with one entry {x:g}", here.with_entry(x, rng), 1.0) for x in _ENTRIES]
-        for how, setting, factor in changes:
-            pair = setting.neighbours(factor, neighbouring)
-            distance = compare(pair, f"{here.how}; one example {how}")
+        without = here.mask_without_row
+        before = _released(release, here.batch, here.mask)
+        before_without = _released(release, here.batch, without)
+        for how, example in here.changed_examples(rng):
+            changed = _with_example(here.batch, example, here.row)
+            after = _released(release, changed, here.mask)
+            after_without = _released(release, changed, without)
+            if neighbouring == "add_remove":
+                pair = _Neighbours(changed, example, here.row, (here.mask, without))
+                one, other = after, after_without
+            else:
+                pair = _Neighbours(here.batch, example, here.row, (here.mask, here.mask))
+                one, other = before, after
+            distance = compare(pair, one, other, f"{here.how}; one example {how}")
             if math.isfinite(distance):
                 worst = sorted([*worst, (distance, pair)], key=lambda one: -one[0])[:ascents]
-            masked = max(masked, _distance(*setting.masked_out(factor).released(release)))
+            masked = max(masked, _distance(before_without, after_without))
     for _, pair in worst:
         for step in range(ascent_steps):
             pair = _ascend(release, pair, 0.3 * (1 - step / ascent_steps))
-            if not math.isfinite(compare(pair, "found by gradient ascent")):
+            one = _released(release, pair.batch, pair.masks[0])
+            other = _released(release, pair.other_batch, pair.masks[1])
+            if not math.isfinite(compare(pair, one, other, "found by gradient ascent")):
                 break
     return SensitivityReport(
         declared, most.distance, most.how, masked, pairs, tolerance, most.granted
@@ -288,16 +283,28 @@ def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
     return jax.tree.map(scale, tree)
 
 
+def _with_entry(example: PyTree, value: float, rng: np.random.Generator) -> PyTree:
+    """Return the example with a random number replaced by `value`."""
+    leaves, structure = jax.tree.flatten(example)
+    places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
+    if places:
+        leaf = int(rng.choice(places))
+        leaves[leaf] = np.array(leaves[leaf])
+        leaves[leaf].flat[int(rng.integers(leaves[leaf].size))] = value
+    return jax.tree.unflatten(structure, leaves)
+
+
 def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
     """Take a step of gradient ascent on the distance, in all floats of both batches."""
-    one, other = pair.released(release)
+    other_batch = pair.other_batch
+    one = _released(release, pair.batch, pair.masks[0])
+    other = _released(release, other_batch, pair.masks[1])
     slopes = _slopes(release, pair.batch, pair.masks[0], other)
-    changed = _with_example(pair.batch, pair.example, pair.row)
-    other_slopes = _slopes(release, changed, pair.masks[1], one)
+    other_slopes = _slopes(release, other_batch, pair.masks[1], one)
     batch, example = _moved(pair, slopes, other_slopes, rate)
     return pair._replace(batch=batch, example=example)
 

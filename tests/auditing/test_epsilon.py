@@ -163,6 +163,7 @@ def test_one_run_of_dp_sgd_bounds_its_epsilon(noise_multiplier, least):
     canaries, steps, delta = 500, 3, 1e-7
     examples = 100 * jnp.eye(canaries)
 
+    @jax.jit
     def train(is_in):
         params = jnp.zeros(canaries)
         optimizer = lsdp.dp_sgd(
@@ -172,7 +173,7 @@ def test_one_run_of_dp_sgd_bounds_its_epsilon(noise_multiplier, least):
             expected_batch_size=1,
             key=jax.random.key(3),
         )
-        gradient = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))
+        gradient = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)
         state = optimizer.init(params)
         for _ in range(steps):
             updates, state = optimizer.update(gradient(params, examples, is_in), state, params)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -63,7 +64,9 @@ def crashing(key):
 
 
 def test_the_command_rejects_an_installation_with_too_little_noise(monkeypatch, capsys):
-    few = {name: AUDITS[name] for name in (NOISE, POISSON, COLLECTIVES)}
+    small = partial(_library._audit_gaussian_noise, {"a": (200,)}, 32)  # 10 % less is found
+    few = {NOISE: _library.Audit(small)}
+    few |= {name: AUDITS[name] for name in (POISSON, COLLECTIVES)}
     monkeypatch.setattr(_library, "AUDITS", few)
     draw = _library.add_gaussian_noise
     monkeypatch.setattr(

@@ -42,6 +42,7 @@ def test_a_broken_pipeline_is_rejected(name):
 SLOW = (
     "a run that goes on with other data",
     "dp_sgd, engine 'bookkeeping'",
+    "dp_sgd, engine 'vmap'",
     "dp_lssgd, engine 'bookkeeping'",
     "dp_lssgd, engine 'vmap'",
     "a tied weight",

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks._pipeline import CLIP, clipped, loss, sensitivity, tied_loss
+import optax_lsdp as lsdp
+from benchmarks._pipeline import BATCH, CLIP, SIZE, clipped, loss, sensitivity, step, tied_loss
 from optax_lsdp.auditing import audit_sensitivity
 from tests.cases import FULL, slow
 
@@ -24,6 +25,14 @@ def test_clipping_has_the_declared_sensitivity(engine, loss_fn, neighbouring):
     report = sensitivity(release, declared, seed=0, neighbouring=neighbouring, ascents=ascents)
     assert report, str(report)
     assert report.largest > 0.5 * declared  # the search has an effect
+
+
+@pytest.mark.parametrize("make", [lsdp.dp_lssgd, *slow(lsdp.dp_sgd)])
+def test_a_whole_step_has_the_sensitivity_of_its_mean(make):
+    release = step(make, "vmap")
+    report = audit_sensitivity(release, BATCH, declared=CLIP / SIZE, searches=4, ascents=0, key=KEY)
+    assert report, str(report)
+    assert report.largest > 0.5 * CLIP / SIZE  # the search has an effect
 
 
 def test_a_small_excess_is_found_in_small_batches_though_large_ones_are_granted_more():
