@@ -1,13 +1,15 @@
-"""Wheel and sdist: they build, hold what they should, and work in an empty environment."""
+"""Wheel and sdist build, hold the right files, and work with their declared dependencies alone."""
 
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from tests.cases import slow
 from tests.test_docs import blocks
@@ -27,7 +29,7 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "build", "--outdir", folder, ROOT)
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT)
     return folder
 
 
@@ -58,31 +60,50 @@ def test_the_sdist_holds_what_is_tracked_and_nothing_else(built):
     assert names - tracked <= {"PKG-INFO", ".gitignore"}
 
 
-@pytest.mark.parametrize("versions", ["newest", *slow("oldest")])
-def test_the_wheel_works_in_an_empty_environment(versions, built, tmp_path):
+def with_dependencies(requirements):
+    """Return the installed distributions that these requirements need, directly or not."""
+    found, needed = {}, [Requirement(line) for line in requirements]
+    while needed:
+        requirement = needed.pop()
+        package = distribution(requirement.name)
+        for extra in {"", *requirement.extras} - found.setdefault(package.name, set()):
+            found[package.name].add(extra)
+            lines = map(Requirement, package.requires or ())
+            needed += [x for x in lines if x.marker is None or x.marker.evaluate({"extra": extra})]
+    return [distribution(name) for name in found]
+
+
+def link_installed(requirements, site_packages):
+    """Link the installed distributions that are required, and no others, into `site_packages`."""
+    for package in with_dependencies(requirements):
+        for top in {path.parts[0] for path in package.files} - {"..", "__pycache__"}:
+            link = site_packages / top
+            if not link.exists():
+                link.symlink_to(package.locate_file(top))
+
+
+@pytest.mark.parametrize("versions", ["installed", *slow("newest", "oldest")])
+def test_the_wheel_works_with_its_declared_dependencies_alone(versions, built, tmp_path):
     """README's first example and the accountant's command run; missing extras are named."""
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
-    constraints = tmp_path / "constraints.txt"
-    training = PROJECT["optional-dependencies"]["training"]
-    pins = [line.replace(">=", "==") for line in (*PROJECT["dependencies"], *training)]
-    constraints.write_text("\n".join(pins if versions == "oldest" else []))
-    pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-    wheel = f"optax-lsdp[training] @ {only(built, '*.whl').as_uri()}"
-    run(*pip, "--constraint", constraints, wheel)
+    required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["training"]
+    venv = tmp_path / "venv"
+    python = venv / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    pip += ("install", "--quiet")
+    wheel = only(built, "*.whl")
+    if versions == "installed":  # downloads nothing
+        run(*pip, "--no-deps", "--no-index", wheel)
+        link_installed(required, only(venv / "lib", "python*") / "site-packages")
+    else:
+        constraints = tmp_path / "constraints.txt"
+        pins = [line.replace(">=", "==") for line in required] if versions == "oldest" else []
+        constraints.write_text("\n".join(pins))
+        run(*pip, "--constraint", constraints, f"optax-lsdp[training] @ {wheel.as_uri()}")
     (tmp_path / "example.py").write_text(blocks(ROOT / "README.md")[0])
     assert "Assumed" in run(python, "example.py", cwd=tmp_path)
-    command = tmp_path / "venv" / "bin" / "optax-lsdp"
-    options = [
-        "--noise-multiplier",
-        "1",
-        "--dataset-size",
-        "10000",
-        "--batch-size",
-        "100",
-        "--steps",
-        "100",
-    ]
+    command = venv / "bin" / "optax-lsdp"
+    options = "--noise-multiplier 1 --dataset-size 10000 --batch-size 100 --steps 100".split()
     assert "Assumed" in run(command, "epsilon", *options, cwd=tmp_path)
     done = subprocess.run([command, "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode and "optax-lsdp[demo]" in done.stderr
