@@ -16,6 +16,7 @@ from tests.test_docs import blocks
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("optax_lsdp/", "tests/", "benchmarks/", "docs/", "notebooks/")
+SETTING = {"noise-multiplier": 1, "dataset-size": 10_000, "batch-size": 100, "steps": 100}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -103,7 +104,7 @@ def test_the_wheel_works_with_its_declared_dependencies_alone(versions, built, t
     (tmp_path / "example.py").write_text(blocks(ROOT / "README.md")[0])
     assert "Assumed" in run(python, "example.py", cwd=tmp_path)
     command = venv / "bin" / "optax-lsdp"
-    options = "--noise-multiplier 1 --dataset-size 10000 --batch-size 100 --steps 100".split()
+    options = [f"--{name}={value}" for name, value in SETTING.items()]
     assert "Assumed" in run(command, "epsilon", *options, cwd=tmp_path)
     done = subprocess.run([command, "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode and "optax-lsdp[demo]" in done.stderr
