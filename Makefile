@@ -1,5 +1,5 @@
-# Each target sets up what it needs: a virtual environment in .venv, made anew when pyproject.toml
-# changes, at first with what the demo needs alone. Only Python ≥ 3.11 and make are expected.
+# Each target first sets up what it needs in a virtual environment, .venv. The environment is built again
+# when pyproject.toml changes. You need only Python ≥ 3.11 and make.
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec
 PYTHON ?= python3
@@ -19,9 +19,9 @@ demo: $(DEMO)
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# What takes long too, and fifty times the examples of every law (see tests/conftest.py), in parts: what
-# has passed since the code last changed is not run again. Last come all other tests on the oldest versions
-# that pyproject.toml admits, whose own deprecation warnings are not ours.
+# All tests, including the slow ones, with fifty times as many examples of each law (see tests/conftest.py).
+# The parts run one by one. A part that passed runs again only if the code has changed. The last part runs the
+# tests of `make test` on the oldest versions that pyproject.toml allows, and ignores their deprecation warnings.
 FULL := accounting auditing clipping discrete fuzz planning sampling smoothing training rest oldest
 SOURCES := $(shell find optax_lsdp benchmarks tests -name '*.py')
 test-full: $(FULL:%=$(VENV)/full/%.txt)
@@ -36,18 +36,18 @@ $(VENV)/full/%.txt: $(SOURCES) | $(READY)
 	$(TRIED) -n 2 -q 2>&1 | tee $@.log
 	echo "$*: $$(tail -n 1 $@.log)" > $@
 
-# More than 10,000 random trees, batches and models, in one process, which prints what it saw; kept in tests/fuzz/last.txt.
+# More than 10,000 random trees, batches and models, in one process. tests/fuzz/last.txt keeps the results.
 fuzz: $(READY)
 	FUZZ=1 $(BIN)/python -m pytest -q tests/fuzz 2>&1 | tee $(VENV)/fuzz.log
 	grep -A 5 '^fuzz:' $(VENV)/fuzz.log > tests/fuzz/last.txt
 
-# The whole audit command on each bug that is planted in the library, in two processes. What is in tests/auditing/last.txt is not tried again.
+# Run the whole audit command on each planted bug, in two processes. Bugs that tests/auditing/last.txt has are skipped.
 mutations: export XLA_FLAGS = --xla_force_host_platform_device_count=8
 mutations: $(READY)
 	$(BIN)/python -m tests.auditing.run_mutations 0 2 & $(BIN)/python -m tests.auditing.run_mutations 1 2; wait
 	sort -o tests/auditing/last.txt tests/auditing/last.txt
 
-# 100,000 steps, left alone and under random kills.
+# Train for 100,000 steps, once without interruption and once with random kills.
 soak: $(READY)
 	$(BIN)/python -m benchmarks.soak
 	$(BIN)/python -m benchmarks.report
@@ -73,7 +73,7 @@ bench: $(READY)
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
 
-# All experiments of the paper that are not in their records yet. DATA=PATH instead of downloads.
+# Run all experiments of the paper that have no record yet. DATA=PATH replaces downloads.
 PAPER := table1 degradation step_sizes best when errors theory denoising cnn cnn_effects cnn_budgets cnn_best cifar
 paper: $(READY)
 	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script $(if $(DATA),--data-dir $(DATA)); done
