@@ -57,7 +57,9 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 python_maximum_signature_line_length = 72
 add_module_names = False
-nitpick_ignore_regex = [("py:class", r"(jax|collections|typing|numpy|optax)\..*")]  # no pages here
+nitpick_ignore_regex = [  # types without a page here
+    ("py:class", r"Stopped|(jax|collections|typing|numpy|optax)\..*"),
+]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 toc_object_entries_show_parents = "hide"
 
