@@ -1,4 +1,4 @@
-"""Which cases run: all of them with FULL=1, and the quick ones otherwise."""
+"""Choose test cases: all of them with FULL=1, and the quick ones otherwise."""
 
 import os
 
@@ -8,5 +8,5 @@ FULL = bool(os.environ.get("FULL"))
 
 
 def slow(*values):
-    """Return cases of a parameter that run in `make test-full` alone."""
+    """Mark values of a parameter as cases that run only in `make test-full`."""
     return [pytest.param(value, marks=pytest.mark.full) for value in values]

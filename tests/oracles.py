@@ -1,4 +1,4 @@
-"""Slow, obvious answers in float64 NumPy, to which the library is held."""
+"""Slow and obvious reference implementations in float64 NumPy or mpmath."""
 
 import functools
 import itertools
@@ -10,13 +10,13 @@ import scipy.linalg
 
 
 def second_difference(size: int, boundary: str = "periodic") -> np.ndarray:
-    """Return L: every entry looks at both its neighbours, on a ring or between mirrors."""
+    """Return L, the second difference, on a ring or with reflecting ends (neumann)."""
     matrix = np.zeros((size, size))
     for i in range(size):
         for neighbour in (i - 1, i + 1):
             seen = neighbour % size
             if boundary == "neumann" and not 0 <= neighbour < size:
-                seen = i  # its own image
+                seen = i  # reflected
             matrix[i, seen] += 1
             matrix[i, i] -= 1
     return matrix
@@ -48,7 +48,7 @@ def smooth_grid(
 
 
 def smooth_tridiagonal(v: np.ndarray, smoothing: float, boundary: str = "periodic") -> np.ndarray:
-    """Solve (I − σL) u = v for a long vector; a ring is a line and a correction of rank one."""
+    """Solve (I − σL) u = v for a long vector; a ring is a line plus a correction of rank one."""
     v = np.asarray(v, np.float64)
     size = v.size
     bands = np.tile([[-smoothing], [1 + 2 * smoothing], [-smoothing]], (1, size))
@@ -57,14 +57,14 @@ def smooth_tridiagonal(v: np.ndarray, smoothing: float, boundary: str = "periodi
         return scipy.linalg.solve_banded((1, 1), bands, v)
     corner = np.zeros(size)
     corner[0], corner[-1] = 1, -1
-    bands[1, [0, -1]] -= smoothing  # what the corner's square adds again
+    bands[1, [0, -1]] -= smoothing  # the correction adds it back
     line, image = scipy.linalg.solve_banded((1, 1), bands, np.stack([v, corner], axis=1)).T
     jump = smoothing * (corner @ line) / (1 + smoothing * (corner @ image))
     return line - jump * image
 
 
 def flatten_rows(leaves: list[np.ndarray]) -> np.ndarray:
-    """Return one row per example: all of its entries in all leaves, in float64."""
+    """Return one row per example, with its entries in all leaves, in float64."""
     n = len(leaves[0])
     return np.concatenate([np.asarray(x, np.float64).reshape(n, -1) for x in leaves], axis=1)
 
@@ -81,7 +81,7 @@ def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
 
 
 def walk_like_pytorch(kernel: np.ndarray) -> np.ndarray:
-    """Flatten a Flax kernel in the order in which `weight.view(-1)` walks PyTorch's copy of it."""
+    """Flatten a Flax kernel in the order of `weight.view(-1)` of the same layer in PyTorch."""
     if kernel.ndim == 2:  # Linear stores (out, in)
         return np.array([kernel[i, o] for o in range(kernel.shape[1]) for i in range(len(kernel))])
     height, width, inputs, outputs = kernel.shape  # Conv2d stores (out, in, height, width)
@@ -97,7 +97,7 @@ def walk_like_pytorch(kernel: np.ndarray) -> np.ndarray:
 
 
 def batches(size: int, sampling: str, drawn: float, most: int | None = None):
-    """Return every batch of indices below `size`, with its probability, by counting them all.
+    """Return {batch of indices below `size`: its probability} by enumerating all batches.
 
     `drawn` is the rate of Poisson sampling, or the number of examples in a fixed-size batch.
     """
@@ -119,19 +119,19 @@ def batches(size: int, sampling: str, drawn: float, most: int | None = None):
 
 
 def noisy_sums(data: tuple[float, ...], chosen: dict, x: np.ndarray) -> np.ndarray:
-    """Return the density at x of a batch's sum plus standard Gaussian noise."""
+    """Return the density at x of the sum of a random batch plus standard Gaussian noise."""
     centres = np.array([sum(data[i] for i in batch) for batch in chosen])
     bumps = np.exp(-((x[:, None] - centres) ** 2) / 2) / math.sqrt(2 * math.pi)
     return bumps @ np.array(list(chosen.values()))
 
 
 def hockey_stick(p: np.ndarray, q: np.ndarray, width: float, epsilon: float) -> float:
-    """Return ∫ max(p − e^ε q, 0) for densities on a grid of this width."""
+    """Return ∫ max(p − e^ε q, 0) for densities on a grid with spacing `width`."""
     return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * width)
 
 
 def delta_of_one_step(centres, base, change, epsilon):
-    """Return δ(ε) of Σ(b + d)N(m) from Σ bN(m) to the digits of mpmath, if P/Q is rising."""
+    """Return δ(ε) between Σ(b + d)N(m) and Σ bN(m), in mpmath, if P/Q is increasing."""
     m, b, d = (list(map(mpmath.mpf, values)) for values in (centres, base, change))
     weights = [j - mpmath.expm1(epsilon) * i for i, j in zip(b, d, strict=True)]
 
@@ -148,7 +148,7 @@ def delta_of_one_step(centres, base, change, epsilon):
 def delta_by_contour(loss_and_density, steps, epsilon, tilt):
     """Return δ(ε) = (1/2πi)∫ M(s)^T e^(−sε)/(s(s + 1)) ds over Re s = tilt, to 15 digits or more.
 
-    `loss_and_density(x)` are mpmath functions of the standard deviations x of the noise.
+    `loss_and_density(x)` returns both as mpmath numbers, for noise of x standard deviations.
     """
     edges = [mpmath.mpf(edge) for edge in np.linspace(-14, 18, 33)]
     rule = mpmath.calculus.quadrature.GaussLegendre(mpmath.mp).calc_nodes(4, mpmath.mp.prec)
@@ -168,9 +168,9 @@ def delta_by_contour(loss_and_density, steps, epsilon, tilt):
 
 
 def truncated_sum(others, value, members, worth, rate, most):
-    """Return {sum: probability} of Poisson batches cut to `most`, by counting every way.
+    """Return {sum: probability} of Poisson batches truncated to `most`, by enumeration.
 
-    All others have the value `value`, and all members of a group that may change have `worth`.
+    A group of `members` examples have the value `worth`, and the `others` have `value`.
     """
     rate, sums = mpmath.mpf(rate), {}
     for n, m in itertools.product(range(others + 1), range(members + 1)):
@@ -185,10 +185,10 @@ def truncated_sum(others, value, members, worth, rate, most):
 
 
 def delta_of_sums(p, q, noise, epsilon):
-    """Return ∫ max(P − e^ε Q, 0) of two noisy sums, to the digits of mpmath.
+    """Return ∫ max(P − e^ε Q, 0) of two noisy sums, in mpmath.
 
-    P − e^ε Q is integrated in closed form between its zeros. A pair of zeros closer than the scan's
-    step could be missed, which gives less: no set of outcomes reveals more than all of them.
+    P − e^ε Q is integrated in closed form between its zeros. The scan could miss a pair of zeros
+    closer than its step; the result would then be too small, never too large.
     """
     noise, scale = mpmath.mpf(noise), mpmath.exp(mpmath.mpf(epsilon))
     weights = {c: p.get(c, 0) - scale * q.get(c, 0) for c in {*p, *q}}
@@ -209,7 +209,7 @@ def delta_of_sums(p, q, noise, epsilon):
     for i in np.flatnonzero(signs[1:] != signs[:-1]):
         low, high = mpmath.mpf(scan[i]), mpmath.mpf(scan[i + 1])
         rises = excess(high) > 0
-        for _ in range(75):  # an error of the zero counts squared
+        for _ in range(75):  # the integral depends on the error of a zero to second order
             middle = (low + high) / 2
             low, high = (low, middle) if (excess(middle) > 0) == rises else (middle, high)
         ends.append(high)
@@ -222,8 +222,11 @@ def delta_of_sums(p, q, noise, epsilon):
 
 
 def delta_of_two_steps(p, q, noise, epsilon):
-    """Return δ(ε) of a noisy sum that is released twice, as ∫ P(x)·δ(ε − log P/Q(x)) dx."""
-    noise, width = mpmath.mpf(noise), mpmath.mpf(1) / 4  # trapezoids: exact for what is so smooth
+    """Return δ(ε) of a noisy sum that is released twice: ∫ P(x)·δ(ε − log P/Q(x)) dx."""
+    noise, width = (
+        mpmath.mpf(noise),
+        mpmath.mpf(1) / 4,
+    )  # the trapezoidal rule converges exponentially here
     low, high = min({*p, *q}) / noise - 9, max({*p, *q}) / noise + 9
 
     def density(sums, x):

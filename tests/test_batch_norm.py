@@ -1,5 +1,6 @@
-"""Batch normalisation is named in every library, with its remedy; frozen statistics are fine."""
+"""Batch normalisation of any library is reported with a remedy; frozen statistics are accepted."""
 
+import functools
 import warnings
 
 import equinox as eqx
@@ -27,19 +28,20 @@ def _standard_promotion():
 
 
 class Net(nnx.Module):
-    """A linear layer and batch normalisation."""
+    """A linear layer and batch normalisation, in NNX."""
 
     def __init__(self, frozen):
         self.linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         self.norm = nnx.BatchNorm(4, use_running_average=frozen, rngs=nnx.Rngs(0))
 
     def __call__(self, x):
-        """Return what both make of it."""
+        """Apply both layers."""
         return self.norm(self.linear(x))
 
 
+@functools.cache
 def nnx_model(frozen, copy=True):
-    graph, params, rest = nnx.split(Net(frozen), nnx.Param, ...)  # as README has it
+    graph, params, rest = nnx.split(Net(frozen), nnx.Param, ...)
 
     def loss(params, x):
         return (nnx.merge(graph, params, rest, copy=copy)(x) ** 3).mean()
@@ -48,19 +50,24 @@ def nnx_model(frozen, copy=True):
 
 
 class LinenNet(nn.Module):
-    """A linear layer and batch normalisation."""
+    """A linear layer and batch normalisation, in Linen."""
 
     frozen: bool
 
     @nn.compact
     def __call__(self, x):
-        """Return what both make of it."""
+        """Apply both layers."""
         return nn.BatchNorm(use_running_average=self.frozen)(nn.Dense(4)(x))
+
+
+@functools.cache
+def linen_variables():
+    return jax.jit(LinenNet(True).init)(jax.random.key(1), X[0])
 
 
 def linen_model(frozen, mutable=("batch_stats",)):
     model = LinenNet(frozen)
-    variables = dict(LinenNet(True).init(jax.random.key(1), X[0]))
+    variables = dict(linen_variables())
     params = variables.pop("params")
 
     def loss(params, x):
@@ -70,15 +77,17 @@ def linen_model(frozen, mutable=("batch_stats",)):
     return loss, params
 
 
+@functools.cache
 def haiku_model(frozen):
     def forward(x, trains):
         return hk.BatchNorm(True, True, 0.9)(hk.Linear(4)(x), is_training=trains)
 
     init, apply = hk.transform_with_state(forward)
-    params, state = init(jax.random.key(1), X[0], True)
+    params, state = jax.jit(init, static_argnums=2)(jax.random.key(1), X[0], True)
     return lambda p, x: (apply(p, state, None, x, not frozen)[0] ** 3).mean(), params
 
 
+@functools.cache
 def equinox_model(frozen):
     model, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
     params, static = eqx.partition(model, eqx.is_inexact_array)
@@ -91,13 +100,13 @@ def equinox_model(frozen):
 
 
 class BatchNorm:
-    """A layer that somebody wrote."""
+    """A layer that belongs to no library."""
 
     def __init__(self, frozen):
         self.frozen = frozen
 
     def __call__(self, w, x):
-        """Return x in other units."""
+        """Normalise x."""
         mean, variance = (0.0, 1.0) if self.frozen else (x.mean(axis=0), x.var(axis=0))
         return w * (x - mean) / jnp.sqrt(variance + 1e-5)
 
@@ -130,51 +139,50 @@ USES = {
 WORDS = ("got batch normalisation in BatchNorm", "replace it by GroupNorm or LayerNorm")
 
 
-def what_is_said(use, loss, params):
-    """Return the report, the error or the warning of a use, as text."""
+PLACES = {"linen": "BatchNorm (LinenNet/BatchNorm_0)", "nnx": "BatchNorm (test_batch_norm.py:"}
+
+
+def message_of(use, loss, params):
+    """Return the report, the error or the warnings of a use, as text."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             found = use(loss, params)
         except ValueError as error:
             return str(error)
-    told = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
-    return "\n".join([*told, str(found) if isinstance(found, lsdp.model_check.ModelReport) else ""])
+    warned = [str(w.message) for w in caught if issubclass(w.category, UserWarning)]
+    return "\n".join(
+        [*warned, str(found) if isinstance(found, lsdp.model_check.ModelReport) else ""]
+    )
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("model", MODELS)
-def test_batch_normalisation_is_named_with_its_remedy(model, use):
-    said = what_is_said(USES[use], *MODELS[model](False))
-    assert all(words in said for words in WORDS), said
+def test_batch_normalisation_is_reported_with_its_place_and_remedy(model, use):
+    message = message_of(USES[use], *MODELS[model](False))
+    assert all(words in message for words in WORDS), message
+    assert PLACES.get(model, "BatchNorm") in message
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_frozen_statistics_are_a_map_of_one_example(model):
+def test_frozen_statistics_are_accepted(model):
     loss, params = MODELS[model](True)
     report = lsdp.check_model(loss, params, X)
     assert report and not report.notes, str(report)
-    assert what_is_said(USES["clipped_grad"], loss, params) == ""
+    assert message_of(USES["clipped_grad"], loss, params) == ""
 
 
 @pytest.mark.parametrize(
     "model", [lambda: nnx_model(False, copy=False), lambda: linen_model(False, mutable=())]
 )
-def test_a_layer_that_cannot_count_is_named_too(model):
-    """Running statistics that may not be changed raise errors of Flax."""
-    said = what_is_said(USES["check_model"], *model())
-    assert all(words in said for words in WORDS), said
+def test_a_layer_whose_statistics_cannot_be_written_is_reported(model):
+    """Flax raises errors of its own in that case."""
+    message = message_of(USES["check_model"], *model())
+    assert all(words in message for words in WORDS), message
 
 
-def test_the_place_of_a_layer_is_told():
-    assert "BatchNorm (LinenNet/BatchNorm_0)" in what_is_said(
-        USES["check_model"], *linen_model(False)
-    )
-    assert "BatchNorm (test_batch_norm.py:" in what_is_said(USES["check_model"], *nnx_model(False))
-
-
-def test_a_cached_trace_is_not_taken_for_another_layer():
-    """JAX keeps the trace of a jitted function: whoever called it first did not write this one."""
+def test_a_cached_trace_is_not_attributed_to_another_layer():
+    """JAX traces a jitted function once, so its equations record the first caller only."""
 
     @jax.jit
     def mean(x):
@@ -194,15 +202,15 @@ def nnx_state(model):
     return nnx.split(model, ...)[1]
 
 
-HELD = {
+STATEFUL = {
     "an NNX module": (lambda: Net(False), "got BatchStat at 'norm/mean'.*nnx.split"),
     "an NNX state": (lambda: nnx_state(Net(False)), "got BatchStat at 'norm/mean'.*nnx.split"),
     "Linen variables": (
-        lambda: LinenNet(False).init(jax.random.key(0), X[0]),
+        linen_variables,
         r"got 'batch_stats'.*variables\['params'\]",
     ),
     "variables of several models": (
-        lambda: {"first": LinenNet(False).init(jax.random.key(0), X[0])},
+        lambda: {"first": linen_variables()},
         r"got 'batch_stats'.*variables\['params'\]",
     ),
     "an Equinox state": (
@@ -212,19 +220,19 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("held", HELD)
-def test_running_statistics_are_no_parameters(held):
-    """They would get noise, and no gradient."""
-    make, message = HELD[held]
+@pytest.mark.parametrize("name", STATEFUL)
+def test_running_statistics_among_the_parameters_are_refused(name):
+    """They would get noise and no gradient."""
+    make, message = STATEFUL[name]
     params = make()
-    for name in ("fit", "clipped_grad", "explain_clipping"):
+    for use in ("fit", "clipped_grad", "explain_clipping"):
         with pytest.raises(ValueError, match=message):
-            USES[name](lambda params, x: 0.0, params)
+            USES[use](lambda params, x: 0.0, params)
     with pytest.raises(ValueError, match=message):
         raise ValueError(str(USES["check_model"](lambda params, x: 0.0, params)))
 
 
-def test_what_else_fails_in_a_layer_is_not_taken_for_its_statistics():
+def test_other_errors_in_a_layer_are_not_blamed_on_its_statistics():
     with pytest.raises((TypeError, ValueError), match="shapes") as caught:
         lsdp.clipped_grad(lambda w, x: BatchNorm(True)(w, x).sum(), clip_norm=1.0)(jnp.ones(3), X)
     assert "batch normalisation" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Linen, NNX, Equinox and plain trees: each trains, and each drew the noise that it owes."""
+"""Models in Linen, NNX, Equinox and plain JAX train, and each step draws the noise it should."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -26,32 +26,36 @@ def cross_entropy(logits, label):
     return optax.softmax_cross_entropy_with_integer_labels(logits, label)
 
 
-class Run:
-    """A model under training: its loss, its parameters, and a step through its own tools."""
+class Model:
+    """A model in training: its loss, its parameters, and a step in the style of its library."""
 
     def __init__(self, loss, params, logits):
-        self.loss, self.params, self.logits = loss, params, logits
+        self.loss, self.params, self.logits = loss, params, jax.jit(logits)
         self.grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=C))
 
     def accuracy(self):
-        """Return the share of examples that the model gets right."""
-        return float((jnp.argmax(self.logits(self.params, X), axis=-1) == Y).mean())
+        """Return the share of examples that the model classifies correctly."""
+        return float((np.argmax(self.logits(self.params, X), axis=-1) == Y).mean())
 
 
-def optax_step(run, apply_updates):
-    """Return a step through Optax alone."""
+def optax_step(model, apply_updates):
+    """Return a step that uses Optax alone."""
     tx = lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE)
-    state, update = tx.init(run.params), jax.jit(tx.update)
+    state = tx.init(model.params)
+
+    @jax.jit
+    def update(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return apply_updates(params, updates), state
 
     def step(grads):
         nonlocal state
-        updates, state = update(grads, state, run.params)
-        run.params = apply_updates(run.params, updates)
+        model.params, state = update(grads, state, model.params)
 
     return step
 
 
-def plain_run():
+def plain_model():
     def logits(params, x):
         return jax.nn.relu(x @ params["w1"]) @ params["w2"]
 
@@ -60,103 +64,107 @@ def plain_run():
         "w1": jax.random.normal(keys[0], (FEATURES, 8)) / 4,
         "w2": jax.random.normal(keys[1], (8, CLASSES)) / 4,
     }
-    run = Run(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
-    run.step = optax_step(run, optax.apply_updates)
-    return run
+    model = Model(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
+    model.step = optax_step(model, optax.apply_updates)
+    return model
 
 
-def linen_run():
-    model = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(CLASSES)])
-    params = model.init(jax.random.key(0), X[0])
-    run = Run(lambda p, e: cross_entropy(model.apply(p, e[0]), e[1]), params, model.apply)
+def linen_model():
+    layers = nn.Sequential([nn.Dense(8), nn.relu, nn.Dense(CLASSES)])
+    params = jax.jit(layers.init)(jax.random.key(0), X[0])
+    model = Model(lambda p, e: cross_entropy(layers.apply(p, e[0]), e[1]), params, layers.apply)
     tx = lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE)
-    train_state = TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    train_state = TrainState.create(apply_fn=layers.apply, params=params, tx=tx)
+    apply_gradients = jax.jit(lambda state, grads: state.apply_gradients(grads=grads))
 
     def step(grads):
         nonlocal train_state
-        train_state = train_state.apply_gradients(grads=grads)
-        run.params = train_state.params
+        train_state = apply_gradients(train_state, grads)
+        model.params = train_state.params
 
-    run.step = step
-    return run
+    model.step = step
+    return model
 
 
-def nnx_run():
+def nnx_model():
     rngs = nnx.Rngs(0)
-    model = nnx.Sequential(
+    module = nnx.Sequential(
         nnx.Linear(FEATURES, 8, rngs=rngs), nnx.relu, nnx.Linear(8, CLASSES, rngs=rngs)
     )
     optimizer = nnx.Optimizer(
-        model, lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE), wrt=nnx.Param
+        module, lsdp.dp_lssgd(LR, key=jax.random.key(1), **PRIVATE), wrt=nnx.Param
     )
-    graph, params = nnx.split(model, nnx.Param)
+    graph, params = nnx.split(module, nnx.Param)
     params = jax.tree.map(jnp.copy, params)  # not a live view
 
     def logits(params, x):
         return nnx.merge(graph, params)(x)
 
-    run = Run(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
+    model = Model(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
+
+    update = nnx.jit(lambda optimizer, module, grads: optimizer.update(module, grads))
 
     def step(grads):
-        optimizer.update(model, grads)
-        run.params = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+        update(optimizer, module, grads)
+        model.params = jax.tree.map(jnp.copy, nnx.state(module, nnx.Param))
 
-    run.step = step
-    return run
+    model.step = step
+    return model
 
 
-def equinox_run():
-    model = eqx.nn.MLP(FEATURES, CLASSES, 8, 1, key=jax.random.key(0))
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+def equinox_model():
+    make = eqx.filter_jit(lambda key: eqx.nn.MLP(FEATURES, CLASSES, 8, 1, key=key))
+    module = make(jax.random.key(0))
+    params, static = eqx.partition(module, eqx.is_inexact_array)
 
     def logits(params, x):
         apply = eqx.combine(params, static)
         return apply(x) if x.ndim == 1 else jax.vmap(apply)(x)
 
-    run = Run(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
-    run.step = optax_step(run, eqx.apply_updates)
-    return run
+    model = Model(lambda p, e: cross_entropy(logits(p, e[0]), e[1]), params, logits)
+    model.step = optax_step(model, eqx.apply_updates)
+    return model
 
 
 @pytest.mark.parametrize(
     ("make", "kind"),
     [
-        (plain_run, "marked"),
-        (linen_run, "marked"),
-        (linen_run, "stacked"),
-        (nnx_run, "marked"),
-        pytest.param(nnx_run, "stacked", marks=pytest.mark.full),
-        (equinox_run, "marked"),
+        (plain_model, "marked"),
+        (linen_model, "marked"),
+        (linen_model, "stacked"),
+        (nnx_model, "marked"),
+        pytest.param(nnx_model, "stacked", marks=pytest.mark.full),
+        (equinox_model, "marked"),
     ],
 )
-def test_a_small_model_trains_and_draws_its_noise(make, kind):
-    run = make()
-    start = run.accuracy()
+def test_a_small_model_trains_and_each_step_draws_its_noise(make, kind):
+    model = make()
+    start = model.accuracy()
     residuals = []
-    stack = jax.jit(jax.vmap(jax.grad(run.loss), in_axes=(None, 0)))
+    stack = jax.jit(jax.vmap(jax.grad(model.loss), in_axes=(None, 0)))
     for _ in range(STEPS):
-        before = run.params
-        grads = run.grad(before, (X, Y))
-        run.step(stack(before, (X, Y)) if kind == "stacked" else grads)
-        residuals.append(noise_in(before, run.params, grads))
-    assert run.accuracy() > max(0.75, start)
+        before = model.params
+        grads = model.grad(before, (X, Y))
+        model.step(stack(before, (X, Y)) if kind == "stacked" else grads)
+        residuals.append(np.asarray(noise_in(before, model.params, grads)))
+    assert model.accuracy() > max(0.75, start)
     noise = np.concatenate(residuals)
     error = 5 / np.sqrt(2 * noise.size)
     assert abs(noise.std() / (Z * C) - 1) < error
     assert abs(noise.mean()) < 5 * Z * C / np.sqrt(noise.size)
 
 
+@jax.jit
 def noise_in(before, after, grads):
-    """Undo the step: A_σ of its update, times −b/η, is the noisy sum; take the sum away."""
+    """Return the noise of one step: A_σ of its update, times −b/η, minus the clipped sum."""
     update = jax.tree.map(lambda a, b: (a - b) * (-N / LR), after, before)
     sums = jax.tree.leaves(grads)
     noisy = jax.tree.leaves(sharpen(update))
-    return np.concatenate([np.asarray(x - s).reshape(-1) for x, s in zip(noisy, sums, strict=True)])
+    return jnp.concatenate([(x - s).reshape(-1) for x, s in zip(noisy, sums, strict=True)])
 
 
-@jax.jit
 def sharpen(update):
-    """Return A_σ of a smoothed tree, through A_σ⁻¹ alone: iterate u ← u + (x − A_σ⁻¹ u)."""
+    """Return A_σ of a smoothed tree by the iteration u ← u + (x − A_σ⁻¹ u)."""
     tx = lsdp.laplacian_smooth(SMOOTHING)
 
     def iterate(_, u):

@@ -1,4 +1,4 @@
-"""What is given to a function is copied: who writes into it later changes nothing."""
+"""Transforms copy their arguments: a caller who changes an argument later changes nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -20,19 +20,19 @@ def loss(params, x):
 
 def by_gradient(norms):
     grad = lsdp.clipped_grad(loss, clip_norm=norms)
-    return lambda: grad(PARAMS, jnp.full(1, 9.0))
+    return lambda: jax.jit(lambda x: grad(PARAMS, x))(np.full(1, 9.0, np.float32))
 
 
 def by_link(norms):
     link = lsdp.clip_per_example(norms)
-    return lambda: link.update(STACKED, link.init(PARAMS), PARAMS)[0]
+    return lambda: jax.jit(lambda x: link.update(x, link.init(PARAMS), PARAMS)[0])(STACKED)
 
 
 def by_optimizer(norms):
     tx = lsdp.privatize(
         optax.sgd(1.0), clip_norm=norms, noise_multiplier=1e-6, expected_batch_size=1, key=KEY
     )
-    return lambda: tx.update(STACKED, tx.init(PARAMS), PARAMS)[0]
+    return lambda: jax.jit(lambda x: tx.update(x, tx.init(PARAMS), PARAMS)[0])(STACKED)
 
 
 @pytest.mark.parametrize("make", [by_gradient, by_link, by_optimizer])
@@ -47,7 +47,7 @@ def test_a_dict_of_clip_norms_is_copied(make):
 
 def by_noise(number):
     link = lsdp.add_gaussian_noise(number, key=KEY)
-    return lambda: link.update(PARAMS, link.init(PARAMS))[0]
+    return lambda: jax.jit(lambda x: link.update(x, link.init(PARAMS))[0])(PARAMS)
 
 
 def by_scheduled_optimizer(number):
@@ -58,7 +58,7 @@ def by_scheduled_optimizer(number):
         expected_batch_size=1,
         key=KEY,
     )
-    return lambda: tx.update(STACKED, tx.init(PARAMS), PARAMS)[0]
+    return lambda: jax.jit(lambda x: tx.update(x, tx.init(PARAMS), PARAMS)[0])(STACKED)
 
 
 def by_quantized(number):

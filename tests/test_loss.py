@@ -1,4 +1,4 @@
-"""One notion of a loss, everywhere; and the mistakes of a first hour get one sentence each."""
+"""All functions accept the same losses, and explain each likely mistake in one sentence."""
 
 import equinox as eqx
 import flax.linen as nn
@@ -46,7 +46,7 @@ def by_explain(loss, params, batch):
 
 
 def by_check(loss, params, batch):
-    """Raise what the report says, so that all four can be asked alike."""
+    """Raise the first problem of the report, so that all functions fail alike."""
     report = lsdp.check_model(loss, params, batch)
     if not report:
         raise ValueError(report.problems[0])
@@ -87,11 +87,11 @@ def by_place(params, example, rng):
 
 @pytest.mark.parametrize("use", ["explain_clipping", "check_model", *slow("fit")])
 @pytest.mark.parametrize("one", [by_name, by_default, by_place, jax.jit(by_place)])
-def test_a_loss_with_a_key_is_a_loss_everywhere(use, one):
+def test_a_loss_may_take_a_key(use, one):
     assert USES[use](one, W, BATCH)
 
 
-def test_a_loss_of_whole_batches_may_have_a_key_too():
+def test_a_loss_of_whole_batches_may_take_a_key():
     def mixed(params, batch, key):
         del key
         x = batch[0] - batch[0].mean(axis=0)
@@ -104,18 +104,18 @@ def test_a_loss_of_whole_batches_may_have_a_key_too():
     assert "depends on others" in str(lsdp.check_model(mixed, W, BATCH, batched=True))
 
 
-def test_what_is_explained_is_what_is_trained():
-    """A key is no parameter, and leaves the table as it is without one."""
+def test_a_key_does_not_change_the_explanation():
+    """A key is not a parameter, so the table is the same as without it."""
     rows = lsdp.explain_clipping(keyed, W, (BATCH[0][0], BATCH[1][0])).rows
     assert rows == lsdp.explain_clipping(loss, W, (BATCH[0][0], BATCH[1][0])).rows
 
 
 @pytest.mark.parametrize("one", [by_name, by_place])
-def test_keys_are_part_of_the_batch_of_clipped_grad(one):
+def test_clipped_grad_takes_keys_as_part_of_the_batch(one):
     with pytest.raises(TypeError, match=r"pass keys in the batch, .*random\.split"):
         by_clipped_grad(one, W, BATCH)
     pairs = BATCH, jax.random.split(jax.random.key(0), 6)
-    assert by_clipped_grad(lambda p, e: keyed(p, *e), W, pairs)  # as the sentence says
+    assert by_clipped_grad(lambda p, e: keyed(p, *e), W, pairs)  # the remedy of the message
 
 
 def of_batches(params, batch):
@@ -145,11 +145,11 @@ def undressed(params, example):
 
 
 class Dropping(nn.Module):
-    """A layer that needs a key."""
+    """A dropout layer, which needs a key."""
 
     @nn.compact
     def __call__(self, x):
-        """Return some of it."""
+        """Apply dropout."""
         return nn.Dropout(0.5, deterministic=False)(x)
 
 
@@ -191,14 +191,14 @@ MISTAKES = {
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_likely_mistake_gets_one_sentence(mistake, use):
+def test_a_likely_mistake_is_explained_in_one_sentence(mistake, use):
     function, batch, message = MISTAKES[mistake]
     with pytest.raises((ValueError, TypeError, IndexError), match=message) as caught:
         USES[use](function, W, batch)
     text = str(caught.value)
     assert text.startswith("`loss_fn` must") and text.endswith(".") and "\n" not in text
     if use != "check_model":
-        assert caught.value.__cause__ is not None  # what JAX said, below ours
+        assert caught.value.__cause__ is not None  # the original error
 
 
 def test_the_remedies_work():
@@ -211,7 +211,7 @@ def test_the_remedies_work():
     assert lsdp.check_model(of_batches, W, BATCH, batched=True)
 
 
-def test_a_loss_that_fails_for_reasons_of_its_own_says_so_itself():
+def test_an_error_of_the_loss_itself_is_raised_unchanged():
     class MineError(Exception):
         pass
 
@@ -223,32 +223,32 @@ def test_a_loss_that_fails_for_reasons_of_its_own_says_so_itself():
             use(broken, W, BATCH)
 
 
-def test_labels_as_an_argument_are_told_for_whole_batches_too():
+def test_labels_as_an_argument_are_explained_for_whole_batches_too():
     report = lsdp.check_model(of_labels_in_batches, W, BATCH, batched=True)
     assert "`loss_fn` must take parameters and a batch, got one with the parts" in str(report)
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_model_that_was_filtered_is_put_together_again(use):
+def test_a_filtered_model_that_was_not_combined_is_explained(use):
     params = eqx.filter(eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)), eqx.is_inexact_array)
     with pytest.raises((ValueError, TypeError), match=r"got None .*eqx.partition.*eqx.combine"):
         USES[use](lambda model, e: cross_entropy(model(e[0]), e[1]), params, BATCH)
 
 
-def test_a_loss_of_no_parameter_is_refused():
-    """Such as one that closes over its model: noise alone would move the parameters."""
+def test_a_loss_that_uses_no_parameter_is_refused():
+    """It may close over its model; then only noise would change the parameters."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="`loss_fn` must depend on `params`, got one that uses no"):
         by_fit(lambda params, e: cross_entropy(model(e[0]), e[1]), nnx.state(model), BATCH)
 
 
 @pytest.mark.parametrize("callback", [lambda: None, lambda report, more: None])
-def test_callbacks_are_asked_for_before_a_step_is_spent(callback):
+def test_callbacks_are_checked_before_the_first_step(callback):
     with pytest.raises(TypeError, match="`callbacks` must be functions of one argument, the rep"):
         training.fit(PLAN, loss, W, BATCH, optimizer=optax.sgd(0.1), callbacks=[callback])
 
 
-def test_text_is_no_batch():
+def test_text_in_a_batch_is_refused():
     with pytest.raises(TypeError, match="`batch` must hold numbers or keys, got <U1 at '1'"):
         lsdp.check_model(loss, W, (X, np.array(["a"] * 6)))
 
@@ -261,13 +261,13 @@ def test_text_is_no_batch():
         (lambda p, e: None, "must return the loss, a real floating-point scalar, got NoneType"),
     ],
 )
-def test_fit_wants_the_loss_alone(loss_fn, message):
+def test_fit_refuses_anything_but_a_scalar_loss(loss_fn, message):
     with pytest.raises((ValueError, TypeError), match=message):
         by_fit(loss_fn, W, BATCH)
 
 
 @pytest.mark.parametrize("loss", [lambda p: 0.0, lambda p, x, y, z: 0.0, lambda p, *, x: 0.0])
-def test_a_loss_of_too_few_or_too_many_arguments_is_told(loss):
+def test_a_loss_with_too_few_or_too_many_arguments_is_refused(loss):
     for make in (lambda f: lsdp.clipped_grad(f, clip_norm=1.0), takes_key):
         with pytest.raises(TypeError, match="must take parameters, one example and at most a key"):
             make(loss)

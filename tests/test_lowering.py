@@ -1,4 +1,4 @@
-"""Everything lowers for CPU, CUDA and TPU, which needs none of these devices."""
+"""Every transform lowers for CPU, CUDA and TPU; lowering needs none of these devices."""
 
 import jax
 import jax.export
@@ -43,7 +43,7 @@ def lowers(function, *args):
 
 @pytest.fixture(autouse=True)
 def _strict_promotion():
-    """Replace the strict one: Optax's own Adam divides by an int32 step."""
+    """Override the strict fixture: Optax's own Adam divides by an int32 step."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 

@@ -1,4 +1,4 @@
-"""A mask of padding reaches the clipped sum, or somebody says that it does not."""
+"""A mask keeps padding out of the clipped sum; a mask that would have no effect is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -51,19 +51,19 @@ def test_a_mask_leaves_padding_out_of_stacked_gradients(make):
 
 
 @pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain])
-def test_a_mask_beside_a_marked_sum_comes_too_late(make):
+def test_a_mask_for_a_marked_sum_is_refused(make):
     params, tx = jnp.zeros(2), make(1.0)
     for mask in (None, jnp.array([True, False])):
-        total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((2, 2)), mask)
+        total = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))(params, jnp.ones((2, 2)), mask)
         with pytest.raises(ValueError, match="`mask` must be passed to `clipped_grad`"):
             tx.update(total, tx.init(params), params, mask=jnp.array([True, False]))
 
 
 @pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain])
-def test_a_mask_by_another_name_is_refused(make):
-    """As are weights, and whatever else there is one of for each example."""
+def test_a_mask_under_another_name_is_refused(make):
+    """So are weights and other arguments with one value for each example."""
     params, tx, stacked = jnp.zeros(2), make(1.0), jnp.ones((3, 2))
-    total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, stacked)
+    total = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))(params, stacked)
     for updates, extra in (
         (stacked, {"masks": jnp.ones(3, bool)}),
         (stacked, {"weights": np.ones(3)}),
@@ -76,14 +76,14 @@ def test_a_mask_by_another_name_is_refused(make):
             tx.update(updates, tx.init(params), params, **extra)
 
 
-def test_a_mask_beside_a_sum_on_a_grid_comes_too_late():
+def test_a_mask_for_a_quantized_sum_is_refused():
     params, tx = jnp.zeros(2), discrete.add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
     total = discrete.quantized_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((3, 2)))
     with pytest.raises(TypeError, match="`mask` must not hold a value for each example"):
         tx.update(total, tx.init(params), params, mask=jnp.ones(3, bool))
 
 
-def test_what_an_optimizer_takes_is_handed_on():
+def test_other_arguments_are_passed_on_to_the_optimizer():
     params, stacked = jnp.zeros(2), jnp.ones((3, 2))
     tx = lsdp.privatize(
         optax.polyak_sgd(1.0),
@@ -92,5 +92,6 @@ def test_what_an_optimizer_takes_is_handed_on():
         expected_batch_size=1,
         key=jax.random.key(0),
     )
-    updates = [tx.update(stacked, tx.init(params), params, value=v)[0] for v in (1.0, 2.0)]
+    update = jax.jit(lambda value: tx.update(stacked, tx.init(params), params, value=value)[0])
+    updates = [update(value) for value in (1.0, 2.0)]
     np.testing.assert_allclose(2 * updates[0], updates[1], rtol=1e-5)

@@ -291,6 +291,7 @@ def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> 
     )
 
 
+@jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
     """Return parameters at a point nearby, where leaves that are zero, as LoRA's B, are not."""
     leaves, structure = jax.tree.flatten(params)

@@ -30,6 +30,7 @@ from optax_lsdp._jaxpr import (
 )
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn
+from optax_lsdp._trees import is_floating
 from optax_lsdp._types import PyTree
 
 Rows: TypeAlias = np.ndarray | jax.Array
@@ -66,7 +67,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
     def change(x: Rows) -> Rows:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if not is_floating(x):
             return x[order]
         return x[order] * x.dtype.type(rng.uniform(1.5, 3))
 
@@ -89,23 +90,36 @@ def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.
 
 
 def _curvature(
-    loss_fn: LossFn, params: optax.Params, batch: PyTree, half: jax.Array
+    loss_fn: LossFn, params: optax.Params, batch: PyTree, along: Sequence[list[Rows]]
 ) -> tuple[PyTree, PyTree]:
-    """Return the derivative of losses and gradient along x, and its derivative along y."""
+    """Return the derivative of losses and gradient along x, and its derivative along y.
 
-    def direction(rows: jax.Array, seed: int) -> PyTree:
-        def one(x: jax.Array) -> jax.typing.ArrayLike:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                return np.zeros(x.shape, jax.dtypes.float0)
-            noise = jax.random.normal(jax.random.key(seed), x.shape, x.dtype)
-            return jnp.where(rows.reshape(-1, *[1] * (x.ndim - 1)), noise, jnp.zeros_like(x))
+    Each entry of `along` holds the direction in all floating-point leaves of the batch.
+    """
 
-        return jax.tree.map(one, batch)
+    def tangent(direction: list[Rows]) -> PyTree:
+        leaves, structure = jax.tree.flatten(batch)
+        floating = iter(direction)
+        tangents = [
+            next(floating) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
+            for x in leaves
+        ]
+        return jax.tree.unflatten(structure, tangents)
 
     def slope(batch: PyTree) -> PyTree:
-        return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (direction(half, 0),))[1]
+        return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (tangent(along[0]),))[1]
 
-    return jax.jvp(slope, (batch,), (direction(~half, 1),))
+    return jax.jvp(slope, (batch,), (tangent(along[1]),))
+
+
+def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
+    """Return a random direction in the floating-point leaves: zero in all but some rows."""
+    rng = np.random.default_rng(int(rows[0]))
+    floating = [x for x in jax.tree.leaves(batch) if is_floating(x)]
+    return [
+        (rng.normal(size=x.shape) * rows.reshape(-1, *[1] * (x.ndim - 1))).astype(x.dtype)
+        for x in floating
+    ]
 
 
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
@@ -115,7 +129,8 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     and functions that allow forward differentiation.
     """
     try:
-        (losses, _), bent = jax.device_get(curvature(batch, half))
+        along = [_direction(batch, rows) for rows in (half, ~half)]
+        (losses, _), bent = jax.device_get(curvature(batch, along))
     except TypeError:  # custom_vjp
         return False
     leaves = [*jax.tree.leaves(bent), *([losses[~half]] if np.ndim(losses) else [])]
