@@ -1,13 +1,15 @@
 """A small training run that is the same in every process, and a script that kills it.
 
 `python problem.py FOLDER KILLS` trains in FOLDER/alone without interruption, and in FOLDER/killed
-with KILLS kills at random moments. It writes the parameters and the ledger of both.
+with KILLS kills at random moments and once without being able to write. It writes the parameters
+and the ledger of both.
 """
 
 import atexit
 import functools
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -39,6 +41,7 @@ def make_plan(**changes):
 
 PLAN = make_plan(smoothing=0.5)
 SHORT = make_plan(steps=5)
+TWENTY = make_plan(steps=20, smoothing=0.5)
 SEED = 5  # no key: keys start JAX's threads, which do not survive a fork
 
 
@@ -153,6 +156,12 @@ def train(folder, pause=0.0):
     Path(f"{folder}.ledger").write_text(done.ledger.to_json())
 
 
+def train_without_writing(folder):
+    """Train in a folder while no file may exceed 300 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    train(folder)
+
+
 def fork(function, *arguments):
     """Call a function in a child process, which has imported everything already."""
     child = os.fork()
@@ -172,7 +181,7 @@ def wait(child):
 
 
 def train_and_kill(folder, kills):
-    """Train once without interruption, and once with kills."""
+    """Train once without interruption, and once with kills and a failure to write."""
     alone = fork(train, folder / "alone")
     chance, journal = random.Random(kills), folder / "killed" / "examples-0.jsonl"
     for kill in range(kills):
@@ -185,6 +194,8 @@ def train_and_kill(folder, kills):
         os.kill(child, signal.SIGKILL)
         if wait(child) != -signal.SIGKILL:
             raise RuntimeError("the run ended before it was killed")
+    if not wait(fork(train_without_writing, folder / "killed")):
+        raise RuntimeError("the run did not notice that it cannot write")
     last = fork(train, folder / "killed")
     if wait(alone) or wait(last):
         raise RuntimeError("a run has failed")

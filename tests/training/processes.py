@@ -19,20 +19,20 @@ def main(port, rank, folder):
     """Train with the other process; write the examples that this process has read."""
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
     from optax_lsdp import training  # after the processes are connected
-    from tests.training.problem import Source, fit, make_data
+    from tests.training.problem import TWENTY, Source, fit, make_data
     from tests.training.test_resume import Faulty, raising
 
     source = Source(make_data())
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    done = fit(data=source, mesh=mesh, folder=folder / "run", save_every=20)
+    done = fit(TWENTY, source, mesh=mesh, folder=folder / "run", save_every=10)
     training.export_params(folder / "model.npz", done.params)
     # Two processes restart a run of one process, and the second has no journal yet.
     before = json.loads((folder / "before.json").read_text())
-    after = fit(mesh=mesh, folder=folder / "single", callbacks=[stop])
+    after = fit(TWENTY, mesh=mesh, folder=folder / "single", callbacks=[stop])
     assert after.steps + before["counted"] - before["steps"] == after.ledger.steps
     # An example that one process cannot read stops both, and the run can be resumed. Both
     # processes share its fresh key.
-    options = {"mesh": mesh, "folder": folder / "faulty", "key": None}
+    options = {"plan": TWENTY, "mesh": mesh, "folder": folder / "faulty", "key": None}
     try:
         fit(data=Faulty(make_data(), raising), **options)
         raise AssertionError("the broken example was not noticed")

@@ -23,6 +23,7 @@ from tests.training.problem import (
     PLAN,
     SEED,
     SHORT,
+    TWENTY,
     Source,
     assert_close,
     bits,
@@ -67,7 +68,7 @@ def test_fit_equals_a_loop_of_the_parts():
 
 
 def test_microbatches_change_nothing_but_memory():
-    assert_close(fit(microbatch_size=16).params, reference().params)
+    assert_close(fit(TWENTY, microbatch_size=16).params, reference(TWENTY).params)
 
 
 def make_reader(plan, thread, size):
@@ -123,13 +124,13 @@ def test_a_large_batch_takes_the_memory_of_a_microbatch():
 
 
 def test_averages_are_those_of_the_parameters():
-    seen = train_by_hand(PLAN, optax.sgd(0.5), PLAN.steps)
+    seen = train_by_hand(TWENTY, optax.sgd(0.5), TWENTY.steps)
     mean = jax.tree.map(lambda *leaves: np.mean(leaves, axis=0), *seen)
-    assert_close(fit(optimizer=optax.sgd(0.5), average="polyak").average, mean)
+    assert_close(fit(TWENTY, optimizer=optax.sgd(0.5), average="polyak").average, mean)
     expected = make_params()
     for params in seen:
         expected = jax.tree.map(lambda m, p: 0.9 * m + 0.1 * np.asarray(p), expected, params)
-    assert_close(fit(optimizer=optax.sgd(0.5), average=0.9).average, expected)
+    assert_close(fit(TWENTY, optimizer=optax.sgd(0.5), average=0.9).average, expected)
 
 
 def test_callbacks_get_a_report_of_every_step():

@@ -20,11 +20,10 @@ from optax_lsdp.training._multihost import Placement
 from optax_lsdp.training._step import CompiledStep, State, make_step
 from tests.smoothing.test_sharded import moved
 from tests.training.problem import (
-    PLAN,
     SEED,
+    TWENTY,
     assert_close,
     bits,
-    copy_crashed,
     crash,
     fit,
     make_params,
@@ -57,9 +56,9 @@ def sharded(mesh, params):
 def test_eight_devices_train_what_one_trains(kind, layout):
     mesh = make_mesh(kind)
     params = sharded(mesh, make_params()) if layout == "sharded" else make_params()
-    done = fit(mesh=mesh, params=params)
-    assert_close(done.params, reference().params, atol=1e-5)  # sums in another order
-    assert done.ledger == reference().ledger
+    done, alone = fit(TWENTY, mesh=mesh, params=params), reference(TWENTY)
+    assert_close(done.params, alone.params, atol=1e-5)  # sums in another order
+    assert done.ledger == alone.ledger
     if layout == "sharded":
         assert done.params["kernel"].sharding.spec[0] == "data"
 
@@ -80,16 +79,16 @@ def test_noise_is_the_same_to_the_bit_on_any_mesh(kind):
 
 
 def test_microbatches_are_spread_over_devices():
-    done = fit(mesh=make_mesh(AxisType.Auto), microbatch_size=16)
-    assert_close(done.params, reference().params, atol=1e-5)
+    done = fit(TWENTY, mesh=make_mesh(AxisType.Auto), microbatch_size=16)
+    assert_close(done.params, reference(TWENTY).params, atol=1e-5)
     with pytest.raises(ValueError, match=r"`microbatch_size` must be a multiple of .* devices, 8"):
         fit(mesh=make_mesh(AxisType.Auto), microbatch_size=12)
 
 
 def test_a_run_restarts_on_another_mesh_with_new_noise(tmp_path):
-    crash(tmp_path, step=20, mesh=make_mesh(AxisType.Auto))
-    done = fit(folder=tmp_path, mesh=make_mesh(AxisType.Auto, devices=4))
-    assert done.stopped == "budget" and done.ledger.steps == PLAN.steps
+    crash(tmp_path, step=9, plan=TWENTY, mesh=make_mesh(AxisType.Auto))
+    done = fit(TWENTY, folder=tmp_path, mesh=make_mesh(AxisType.Auto, devices=4))
+    assert done.stopped == "budget" and done.ledger.steps == TWENTY.steps
 
 
 def free_port():
@@ -100,7 +99,7 @@ def free_port():
 
 def test_two_processes_train_what_one_trains(tmp_path):
     port = free_port()
-    copy_crashed(tmp_path / "single", step=9)  # the last checkpoint has seven steps
+    crash(tmp_path / "single", step=9, plan=TWENTY)  # the last checkpoint has seven steps
     (tmp_path / "before.json").write_text(json.dumps({"steps": 7, "counted": 9}))
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=4")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
@@ -119,14 +118,14 @@ def test_two_processes_train_what_one_trains(tmp_path):
     for run in runs:
         _, errors = run.communicate(timeout=240)
         assert run.returncode == 0, errors[-3000:]
-    alone = fit(mesh=make_mesh(AxisType.Auto))
+    alone = fit(TWENTY, mesh=make_mesh(AxisType.Auto))
     with np.load(tmp_path / "model.npz") as found:
         assert_close(dict(found), dict(alone.params), atol=1e-5)
     reads = [set(json.loads((tmp_path / f"read-{rank}.json").read_text())) for rank in (0, 1)]
     run_key = fold_in_text(jax.random.key(SEED), "first")
-    sampler = PLAN.sampler(run_key, multiple_of=-(-PLAN.room // 8) * 8)
+    sampler = TWENTY.sampler(run_key, multiple_of=-(-TWENTY.room // 8) * 8)
     halves = [set(), set()]
-    for step in range(PLAN.steps):
+    for step in range(TWENTY.steps):
         batch = sampler.batch(step)
         for rank, part in enumerate(np.split(np.arange(sampler.size), 2)):
             halves[rank] |= set(batch.indices[part][batch.mask[part]].tolist())
@@ -135,9 +134,9 @@ def test_two_processes_train_what_one_trains(tmp_path):
     with np.load(tmp_path / "fresh-key-0.npz") as one, np.load(tmp_path / "fresh-key-1.npz") as two:
         assert all(one[name].tobytes() == two[name].tobytes() for name in one)
     errors = [(tmp_path / f"error-{rank}.txt").read_text() for rank in (0, 1)]
-    assert any("example 123" in error for error in errors)
+    assert any("must return example 12" in error for error in errors)
     # One process with another number of devices reads the checkpoint of both.
-    again = fit(folder=tmp_path / "run", mesh=make_mesh(AxisType.Auto, devices=2))
+    again = fit(TWENTY, folder=tmp_path / "run", mesh=make_mesh(AxisType.Auto, devices=2))
     with np.load(tmp_path / "model.npz") as found:
         for name, leaf in again.params.items():
             np.testing.assert_array_equal(found[name], jnp.asarray(leaf))

@@ -1,9 +1,8 @@
 """A killed, stopped or failed run resumes; if anything has changed, its repeated steps count."""
 
 import errno
-import gc
 import os
-import resource
+import re
 import shutil
 import signal
 import subprocess
@@ -50,11 +49,13 @@ def last_checkpoint(folder):
 
 
 @pytest.mark.parametrize("kills", [3, *slow(20)])
-def test_a_killed_run_ends_like_an_uninterrupted_one(kills, tmp_path):
+def test_a_run_that_is_killed_or_cannot_write_ends_like_an_uninterrupted_one(kills, tmp_path):
     script = [sys.executable, str(ROOT / "tests/training/problem.py"), str(tmp_path), str(kills)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
+    message = f"`folder` must accept journal and checkpoints.*{os.strerror(errno.EFBIG)}"
+    assert re.search(message, done.stderr)
     with np.load(tmp_path / "alone.npz") as one, np.load(tmp_path / "killed.npz") as other:
         for name in one:
             assert one[name].tobytes() == other[name].tobytes()
@@ -246,24 +247,6 @@ def test_a_restart_counts_the_epoch_of_its_new_order_though_it_crashes_at_once(t
     assert ledgers[0] == expected
 
 
-def test_a_failure_to_write_is_named_and_the_run_resumes_later(tmp_path):
-    """A limit on the size of files makes every write of journal and checkpoints fail."""
-    before, reason = resource.getrlimit(resource.RLIMIT_FSIZE), os.strerror(errno.EFBIG)
-
-    def limit_files(report):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
-
-    try:
-        with pytest.raises(OSError, match=f"`folder` must accept journal and .*{reason}") as caught:
-            fit(folder=tmp_path, callbacks=[limit_files])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert reason in str(caught.value.__context__)
-    del caught
-    gc.collect()  # Orbax's tasks log their errors here, and not in another test
-    assert_ends_as_uninterrupted(tmp_path)
-
-
 def test_a_full_disk_is_named_and_the_run_resumes_later(tmp_path, monkeypatch):
     def fail(number):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -277,7 +260,7 @@ def test_a_full_disk_is_named_and_the_run_resumes_later(tmp_path, monkeypatch):
 
 
 class Faulty(Source):
-    """A source whose example 123 is broken in some way."""
+    """A source whose examples 120 to 129 are broken in some way."""
 
     def __init__(self, data, fault):
         super().__init__(data)
@@ -285,7 +268,7 @@ class Faulty(Source):
 
     def __getitem__(self, index):
         example = super().__getitem__(index)
-        return self.fault(example) if index == 123 else example
+        return self.fault(example) if index // 10 == 12 else example
 
 
 def raising(example):
@@ -295,11 +278,11 @@ def raising(example):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (raising, "must return example 123, but raised OSError"),
-        (lambda example: {**example, "x": example["x"] * np.nan}, "infinity in example 123"),
+        (raising, r"must return example 12\d, but raised OSError"),
+        (lambda example: {**example, "x": example["x"] * np.nan}, r"infinity in example 12\d"),
         pytest.param(
             lambda example: {**example, "x": example["x"][:3]},
-            r"float32\[3\].* at index 123",
+            r"float32\[3\].* at index 12\d",
             marks=pytest.mark.full,
         ),
     ],
