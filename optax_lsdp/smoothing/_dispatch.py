@@ -30,49 +30,33 @@ from optax_lsdp.smoothing.methods import (
     smooth_recursive,
 )
 
-SmoothLeaves: TypeAlias = Callable[
-    [Sequence[Leaf], jax.Array | float, Operator, Scope], list[jax.Array]
-]
-SmoothArray: TypeAlias = Callable[[jax.Array, jax.Array | float, Operator, int], jax.Array]
+SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
+SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # over the last axes
 _LARGEST_FAST_MATRIX = 256  # entries per axis up to which matrix products beat the FFT
 _LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precise enough
 
 
 def smooth_leaves(
-    leaves: Sequence[Leaf],
-    smoothing: jax.Array | float,
-    operator: Operator,
-    scope: Scope,
-    method: str,
+    leaves: Sequence[Leaf], operator: Operator, scope: Scope, method: str
 ) -> list[jax.Array]:
     """Return the smoothed leaves: each by itself, or all in one ring if `scope` is "tree"."""
+    members: dict[str, list[int]] = {}
     if scope == "tree":
-        members = {_method_of_tree(leaves, smoothing, operator, method): list(range(len(leaves)))}
+        members[_method_of_tree(leaves, operator, method)] = list(range(len(leaves)))
     else:
-        members = {}
         for index, leaf in enumerate(leaves):
-            name = _choose_method(
-                method,
-                leaf.arrangement,
-                operator,
-                smoothing,
-                dtype=wide_dtype(leaf.array),
-                is_split=leaf.is_split,
-            )
+            name = _choose_method(method, leaf, operator)
             members.setdefault(name, []).append(index)
     results = dict[int, jax.Array]()
     for name, indices in members.items():
         chosen = [leaves[index] for index in indices]
         if name != "halo":
             _check_whole(name, chosen)
-        smoothed = _METHODS[name](chosen, smoothing, operator, scope)
-        results |= dict(zip(indices, smoothed, strict=True))
+        results |= dict(zip(indices, _METHODS[name](chosen, operator, scope), strict=True))
     return [results[index] for index in range(len(leaves))]
 
 
-def _method_of_tree(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, method: str
-) -> str:
+def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> str:
     """Return the method for all leaves in one ring."""
     arrangements = [leaf.arrangement for leaf in leaves]
     if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
@@ -81,51 +65,29 @@ def _method_of_tree(
             "got one; use scope='leaf'."
         )
     size = sum(one.grid[0] for one in arrangements)
-    return _choose_method(
-        method,
-        Arrangement((size,), (0,), 1, (size,)),
-        operator,
-        smoothing,
-        dtype=wide_dtype(*(leaf.array for leaf in leaves)),
-        is_split=any(leaf.is_split for leaf in leaves),
-    )
+    widest = max((leaf.array for leaf in leaves), key=lambda x: wide_dtype(x).itemsize)
+    is_split = any(leaf.is_split for leaf in leaves)
+    ring = Leaf(widest, Arrangement((size,), (0,), 1, (size,)), jax.P(), is_split)
+    return _choose_method(method, ring, operator)
 
 
-def _choose_method(
-    method: str,
-    arrangement: Arrangement,
-    operator: Operator,
-    smoothing: jax.Array | float,
-    *,
-    dtype: jnp.dtype,
-    is_split: bool,
-) -> str:
-    """Return the method for one leaf, or raise if the requested one does not fit.
-
-    `is_split` says whether the leaf may be spread over several devices.
-    """
+def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
+    """Return the method for one leaf, or raise if the requested one does not fit."""
     if method == "auto":
-        order = ["halo"] if is_split else []
+        order = ["halo"] if leaf.is_split else []
         order += ["recursive"]
-        order += ["matrix"] if max(arrangement.grid) <= _LARGEST_FAST_MATRIX else []
+        order += ["matrix"] if max(leaf.arrangement.grid) <= _LARGEST_FAST_MATRIX else []
         order += ["banded", "fft"]
-        fitting = (m for m in order if not _obstacle(m, arrangement, operator, smoothing, dtype))
-        return next(fitting)
-    obstacle = _obstacle(method, arrangement, operator, smoothing, dtype)
+        return next(name for name in order if not _obstacle(name, leaf, operator))
+    obstacle = _obstacle(method, leaf, operator)
     if obstacle:
         raise ValueError(f"`method` must fit the task, got {method!r}, which {obstacle}.")
     return method
 
 
-def _obstacle(
-    method: str,
-    arrangement: Arrangement,
-    operator: Operator,
-    smoothing: jax.Array | float,
-    dtype: jnp.dtype,
-) -> str | None:
+def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
     """Return why a method cannot smooth a leaf, or None if it can."""
-    grid = arrangement.grid
+    arrangement, grid = leaf.arrangement, leaf.arrangement.grid
     if method in ("recursive", "halo", "banded") and len(grid) > 1:
         return f"smooths along one axis, not along a grid of {grid}; use 'auto'"
     if method == "halo" and arrangement.reshapes:
@@ -135,9 +97,9 @@ def _obstacle(
     if method == "matrix" and max(grid) > _LARGEST_MATRIX:
         return f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use 'auto'"
     if method == "banded":
-        if not isinstance(smoothing, float):
+        if not isinstance(operator.smoothing, float):
             return "needs σ as a number, not a schedule or an injected value; use 'recursive'"
-        least = 2 * band_reach(smoothing, operator, dtype) + 1
+        least = 2 * band_reach(operator, wide_dtype(leaf.array)) + 1
         if least > grid[0]:
             return f"needs {least} entries for this σ, not {grid[0]}; use 'auto'"
     return None
@@ -156,61 +118,39 @@ def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _run_recursive(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
-) -> list[jax.Array]:
-    def run(arrays: list[jax.Array], smoothing: jax.Array | float) -> list[jax.Array]:
+def _run_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
+    def run(arrays: list[jax.Array], operator: Operator) -> list[jax.Array]:
         pairs = zip(leaves, arrays, strict=True)
         own = [leaf._replace(array=array) for leaf, array in pairs]
-        return smooth_recursive(own, smoothing, operator, scope)
+        return smooth_recursive(own, operator, scope)
 
-    return _keep_shardings(run, leaves, smoothing)
+    return _keep_shardings(run, leaves, operator)
 
 
 def _run_on_arrays(
-    solve: SmoothArray,
-    leaves: Sequence[Leaf],
-    smoothing: jax.Array | float,
-    operator: Operator,
-    scope: Scope,
+    solve: SmoothArray, leaves: Sequence[Leaf], operator: Operator, scope: Scope
 ) -> list[jax.Array]:
     """Apply a method for one array to each leaf, or to the concatenation of all leaves."""
-    if scope == "leaf":
-        return [
-            smoothed
-            for leaf in leaves
-            for smoothed in _keep_shardings(
-                partial(_solve_leaf, solve, leaf, operator), [leaf], smoothing
-            )
-        ]
-    return _keep_shardings(partial(_solve_tree, solve, leaves, operator), leaves, smoothing)
+    groups = [leaves] if scope == "tree" else [[leaf] for leaf in leaves]
+    return [
+        smoothed
+        for group in groups
+        for smoothed in _keep_shardings(partial(_solve_joined, solve, group), group, operator)
+    ]
 
 
-def _solve_leaf(
-    solve: SmoothArray,
-    leaf: Leaf,
-    operator: Operator,
-    arrays: list[jax.Array],
-    smoothing: jax.Array | float,
+def _solve_joined(
+    solve: SmoothArray, leaves: Sequence[Leaf], arrays: list[jax.Array], operator: Operator
 ) -> list[jax.Array]:
-    (array,), arrangement = arrays, leaf.arrangement
-    wide = arrangement.arrange(array.astype(wide_dtype(array)))
-    solved = solve(wide, smoothing, operator, len(arrangement.grid))
-    return [arrangement.restore(solved, array).astype(array.dtype)]
-
-
-def _solve_tree(
-    solve: SmoothArray,
-    leaves: Sequence[Leaf],
-    operator: Operator,
-    arrays: list[jax.Array],
-    smoothing: jax.Array | float,
-) -> list[jax.Array]:
+    """Apply a method for one array to one leaf, or to several vectors as if they were one."""
     dtype = wide_dtype(*arrays)
-    pairs = [(leaf.arrangement, array) for leaf, array in zip(leaves, arrays, strict=True)]
-    rows = [arrangement.arrange(array).astype(dtype) for arrangement, array in pairs]
-    ends = list(accumulate(row.size for row in rows))
-    parts = jnp.split(solve(jnp.concatenate(rows), smoothing, operator, 1), ends[:-1])
+    arrangements = [leaf.arrangement for leaf in leaves]
+    pairs = list(zip(arrangements, arrays, strict=True))
+    arranged = [arrangement.arrange(array.astype(dtype)) for arrangement, array in pairs]
+    joined = arranged[0] if len(arranged) == 1 else jnp.concatenate(arranged)
+    solved = solve(joined, operator, len(arrangements[0].grid))
+    ends = list(accumulate(one.grid[0] for one in arrangements))
+    parts = [solved] if len(arranged) == 1 else jnp.split(solved, ends[:-1])
     return [
         arrangement.restore(part, array).astype(array.dtype)
         for part, (arrangement, array) in zip(parts, pairs, strict=True)
@@ -218,16 +158,16 @@ def _solve_tree(
 
 
 def _keep_shardings(
-    run: Callable[[list[jax.Array], jax.Array | float], list[jax.Array]],
+    run: Callable[[list[jax.Array], Operator], list[jax.Array]],
     leaves: Sequence[Leaf],
-    smoothing: jax.Array | float,
+    operator: Operator,
 ) -> list[jax.Array]:
-    """Return `run(arrays, σ)`, each result sharded like its array, on any kind of mesh."""
-    arrays = [leaf.array for leaf in leaves]
+    """Return `run(arrays, operator)`, each result sharded like its array, on any kind of mesh."""
+    arrays, smoothing = [leaf.array for leaf in leaves], operator.smoothing
     traced = [] if isinstance(smoothing, float) else [jnp.asarray(smoothing)]
 
     def call(arrays: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:
-        return run(arrays, traced[0] if traced else smoothing)
+        return run(arrays, operator._replace(smoothing=traced[0]) if traced else operator)
 
     shardings = [jax.typeof(array).sharding for array in arrays]
     if any(AxisType.Explicit in (sharding.mesh.axis_types or ()) for sharding in shardings):

@@ -22,8 +22,9 @@ LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would 
 
 
 class Operator(NamedTuple):
-    """Everything that determines A except σ: what happens at the ends, and the order n."""
+    """The operator A: σ, what happens at the ends, and the order n."""
 
+    smoothing: jax.Array | float
     boundary: Boundary = "periodic"
     order: int = 1
 
@@ -38,10 +39,10 @@ def energies(waves: jax.Array, size: int) -> jax.Array:
 
 
 def inverse_spectrum(
-    energy: Sequence[jax.Array], smoothing: jax.Array | float, order: int, dtype: jnp.dtype
+    energy: Sequence[jax.Array], operator: Operator, dtype: jnp.dtype
 ) -> jax.Array:
     """Return 1/λ = 1/(1 + σ (Σₐ Eₐ)ⁿ) on the grid, from the energies Eₐ along each axis."""
     total = jnp.zeros([1] * len(energy), dtype)
     for axis, along in enumerate(energy):
         total += along.reshape([-1 if i == axis else 1 for i in range(len(energy))])
-    return 1 / (1 + jnp.asarray(smoothing, dtype) * total**order)
+    return 1 / (1 + jnp.asarray(operator.smoothing, dtype) * total**operator.order)

@@ -96,7 +96,6 @@ def laplacian_smooth(
     check_choice("method", method, METHODS)
     check_layout(layout)
     check_shard_specs(shard_specs)
-    operator = Operator(boundary, order or 1)
 
     def init(params: optax.Params) -> LaplacianSmoothState:
         del params
@@ -128,7 +127,8 @@ def laplacian_smooth(
             if (leaf := arrange_leaf(layout, path_name(path), array, shard)) is not None
         }
         if arranged:
-            smoothed = smooth_leaves([*arranged.values()], now, operator, scope, method)
+            operator = Operator(now, boundary, order or 1)
+            smoothed = smooth_leaves([*arranged.values()], operator, scope, method)
             for index, array in zip(arranged, smoothed, strict=True):
                 results[index] = _unless_zero_or_invalid(now, results[index], array)
         return jax.tree.unflatten(structure, results), state

@@ -89,7 +89,7 @@ def test_long_vectors_with_a_traced_smoothing(method, boundary):
 @pytest.mark.parametrize("boundary", ["periodic", "neumann"])
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_banded_vectors(smoothing, boundary):
-    reach = band_reach(smoothing, Operator(boundary), jnp.dtype("float32"))
+    reach = band_reach(Operator(smoothing, boundary), jnp.dtype("float32"))
     sizes = [n for n in (20, 100, 300, 1_000, 10_007, 100_000) if n > 2 * reach]
     vectors = [vector(size, size) for size in sizes]
     smoothed = smooth_all(vectors, [smoothing], method="banded", boundary=boundary)[smoothing]

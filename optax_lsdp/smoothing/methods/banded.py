@@ -14,21 +14,20 @@ from optax_lsdp.smoothing._spectrum import line_kernel
 _WIDTHS = (32, 64, 128, 256)
 
 
-def band_reach(smoothing: float, operator: Operator, dtype: jnp.dtype) -> int:
+def band_reach(operator: Operator, dtype: jnp.dtype) -> int:
     """Return how many entries the band has on either side of its centre."""
-    return len(_half_kernel(smoothing, operator, dtype)) - 1
+    return len(_half_kernel(operator, dtype)) - 1
 
 
-def _half_kernel(smoothing: float, operator: Operator, dtype: jnp.dtype) -> np.ndarray:
-    return line_kernel(smoothing, operator.order, float(jnp.finfo(dtype).eps) / 8)
+def _half_kernel(operator: Operator, dtype: jnp.dtype) -> np.ndarray:
+    error = float(jnp.finfo(dtype).eps) / 8
+    return line_kernel(float(operator.smoothing), operator.order, error)
 
 
-def smooth_banded(
-    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
-) -> jax.Array:
+def smooth_banded(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
     """Return A⁻¹ x along the last axis of x; σ must be a number, and `dims` 1."""
     del dims
-    half = _half_kernel(float(smoothing), operator, x.dtype)
+    half = _half_kernel(operator, x.dtype)
     reach, size = len(half) - 1, x.shape[-1]
     rows = x.shape[:-1]
     beside_rows = [(0, 0)] * len(rows)

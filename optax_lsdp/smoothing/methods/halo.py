@@ -121,23 +121,20 @@ class Pack(NamedTuple):
     rows: Rows
 
 
-def smooth_recursive(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
-) -> list[jax.Array]:
+def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, each of which this device or `shard_map` holds."""
     arrays, arrangements, specs, _ = zip(*leaves, strict=True)
-    return _smooth_segments(arrays, smoothing, specs, Task(arrangements, scope, operator.boundary))
+    task = Task(arrangements, scope, operator.boundary)
+    return _smooth_segments(arrays, operator.smoothing, specs, task)
 
 
-def smooth_halo(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
-) -> list[jax.Array]:
+def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, each with its sharding: no device gathers a leaf."""
     if manual_axes():
-        return smooth_recursive(leaves, smoothing, operator, scope)
+        return smooth_recursive(leaves, operator, scope)
     arrays = [leaf.array for leaf in leaves]
     task = Task(tuple(leaf.arrangement for leaf in leaves), scope, operator.boundary)
-    smoothing = jnp.asarray(smoothing, wide_dtype(*arrays))
+    smoothing = jnp.asarray(operator.smoothing, wide_dtype(*arrays))
     stated = [jax.typeof(array).sharding for array in arrays]
     explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
     if explicit:

@@ -13,9 +13,7 @@ import numpy as np
 from optax_lsdp.smoothing._operator import Operator, energies, inverse_spectrum
 
 
-def smooth_fft(
-    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
-) -> jax.Array:
+def smooth_fft(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
     """Return A⁻¹ x along the last `dims` axes of x, by dividing its Fourier transform by λ.
 
     An axis whose ends reflect becomes a ring of twice the size: the axis, then its mirror image.
@@ -31,14 +29,12 @@ def smooth_fft(
         for waves, size in zip(kept, sizes, strict=True)
     ]
     spectrum = jnp.fft.rfftn(x, axes=axes)
-    inverse = inverse_spectrum(energy, smoothing, operator.order, x.dtype)
+    inverse = inverse_spectrum(energy, operator, x.dtype)
     smoothed = jnp.fft.irfftn(spectrum * inverse.astype(spectrum.dtype), s=sizes, axes=axes)
     return smoothed[(..., *map(slice, grid))]
 
 
-def smooth_matrix(
-    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
-) -> jax.Array:
+def smooth_matrix(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
     """Return A⁻¹ x along the last `dims` axes of x, by products with matrices of waves."""
     periodic = operator.boundary == "periodic"
     axes = range(x.ndim - dims, x.ndim)
@@ -52,7 +48,7 @@ def smooth_matrix(
     x = x - mean
     for axis, basis in zip(axes, bases, strict=True):
         x = _multiply_along(axis, x, basis)
-    x = x * inverse_spectrum(energy, smoothing, operator.order, x.dtype)
+    x = x * inverse_spectrum(energy, operator, x.dtype)
     for axis, basis in zip(axes, bases, strict=True):
         x = _multiply_along(axis, x, basis.T)
     return x + mean
