@@ -189,13 +189,13 @@ def _gradient(loss: Model, params: optax.Params, example: PyTree) -> optax.Updat
 
 
 class _Claim:
-    """A claim that holds while no measured error exceeds its limit; it remembers the worst one."""
+    """A claim about errors: it holds if none exceeds its limit, and keeps the worst one."""
 
     def __init__(self) -> None:
         self.worst, self.wrong = 1.0, ""
 
     def add(self, error: float, limit: float, text: str) -> None:
-        """Record an error if it is worse than those before, relative to its limit; NaN is worse."""
+        """Record an error if it is the worst so far relative to its limit; NaN is the worst."""
         excess = error / limit
         if not excess <= self.worst:
             self.worst, self.wrong = (excess if np.isfinite(excess) else np.inf), text
