@@ -133,7 +133,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 
 
 def _check_full_batches() -> str:
-    """Compare with δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = √T/z."""
+    """Compare a plan's ε with δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = √T/z."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
         mu, epsilon = math.sqrt(plan.steps) / plan.noise_multiplier, plan.epsilon
         log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
@@ -144,7 +144,7 @@ def _check_full_batches() -> str:
 
 
 def _check_poisson_batches() -> str:
-    """Compose the privacy losses of all steps numerically, each rounded down."""
+    """Compare a plan's ε with a numerical composition of privacy losses, each rounded down."""
     plan = _poisson_plan(steps=_STEPS)
     rate, noise = plan.expected_batch_size / plan.dataset_size, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
@@ -192,7 +192,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 
 def _check_budget() -> str:
-    """Ask how many steps remain after repeated steps, and compute the ε of all of them."""
+    """Check the ε of all steps that a plan allows after some steps were counted twice."""
     plan = _poisson_plan(steps=_STEPS, epsilon=1.1 * _poisson_plan(steps=_STEPS).epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:

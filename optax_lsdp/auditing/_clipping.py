@@ -172,13 +172,14 @@ def hard_cases(key: jax.Array, models: Sequence[str], *scales: Sequence[float]) 
 def oracle_case(loss: Model, params: optax.Params, batch: PyTree) -> Case:
     """Return a batch with the gradient of each example, computed one by one in float64."""
 
-    def widen(x: jax.Array) -> jax.Array:
-        return x.astype(jnp.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    def widen(x: jax.Array) -> np.ndarray:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return np.asarray(x).astype(np.float64) if is_float else np.asarray(x)
 
+    params, wide = jax.tree.map(widen, (params, batch))
+    count = len(jax.tree.leaves(batch)[0])
+    examples = [jax.tree.map(lambda x, i=i: x[i], wide) for i in range(count)]
     with jax.enable_x64(True):
-        params = jax.tree.map(widen, params)
-        count = len(jax.tree.leaves(batch)[0])
-        examples = [jax.tree.map(lambda x, i=i: widen(x[i]), batch) for i in range(count)]
         return Case(batch, [jax.device_get(_gradient(loss, params, one)) for one in examples])
 
 
@@ -188,13 +189,13 @@ def _gradient(loss: Model, params: optax.Params, example: PyTree) -> optax.Updat
 
 
 class _Claim:
-    """A claim that holds while no measured error exceeds its limit; it remembers the worst one."""
+    """A claim about errors: it holds if none exceeds its limit, and keeps the worst one."""
 
     def __init__(self) -> None:
         self.worst, self.wrong = 1.0, ""
 
     def add(self, error: float, limit: float, text: str) -> None:
-        """Record an error if it is worse than those before, relative to its limit; NaN is worse."""
+        """Record an error if it is the worst so far relative to its limit; NaN is the worst."""
         excess = error / limit
         if not excess <= self.worst:
             self.worst, self.wrong = (excess if np.isfinite(excess) else np.inf), text

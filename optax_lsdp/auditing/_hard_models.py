@@ -161,8 +161,8 @@ def hard_params(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
     rng = _generator(key)
 
     def draw(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-        values = jnp.asarray(rng.normal(size=shape) / np.sqrt(_WIDTH), jnp.float32)
-        return values.astype(dtype)
+        values = (rng.normal(size=shape) / np.sqrt(_WIDTH)).astype(np.float32)
+        return jnp.asarray(values.astype(dtype))
 
     return {
         name: {leaf: draw(shape, model.dtype) for leaf, shape in model.shapes.items()}
@@ -183,10 +183,10 @@ def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
         "long": long,
         "toward": rng.normal(size=(size, _WIDTH)),
     }
-    batch = {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
+    batch = {name: jnp.asarray(x.astype(np.float32)) for name, x in drawn.items()}
     tokens = rng.integers(_VOCABULARY, size=(size, 6))
     tokens[:, 2:4] = tokens[:, :1]  # one token occurs three times
-    return {**batch, "tokens": jnp.asarray(tokens, jnp.int32)}
+    return {**batch, "tokens": jnp.asarray(tokens.astype(np.int32))}
 
 
 def _generator(key: jax.Array) -> np.random.Generator:

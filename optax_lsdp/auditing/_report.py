@@ -108,9 +108,10 @@ def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
 
 
 def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
-    """Return "" if this library refuses a call, the error if another one is raised, or `otherwise`.
+    """Return "" if a call raises an error of this library, or else what happened instead.
 
-    Error messages of this library start with the name of an argument in backquotes.
+    If nothing is raised, that is `otherwise`. An error of this library starts with the name of an
+    argument in backquotes.
     """
     try:
         call()

@@ -56,7 +56,7 @@ class SensitivityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether examples had an effect, and none a larger one than declared."""
+        """Whether examples have an effect, at most the declared one, and none outside the mask."""
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
@@ -114,7 +114,7 @@ class _NeighbouringBatch(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The difference between two neighbours, and by how much it exceeds what it is granted."""
+    """The distance between two neighbours, and its excess over the granted rounding error."""
 
     distance: float
     how: str
@@ -232,7 +232,7 @@ def _distance(one: PyTree, other: PyTree) -> float:
 
 
 def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_NeighbouringBatch]:
-    """Yield batches of random examples: in turn all, few, of two scales, and a crowd of one."""
+    """Yield batches: in turn with all examples, few examples, two scales, and copies of one."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
         kind = ("all", "few", "two scales", "crowd")[number % 4]
@@ -272,7 +272,7 @@ def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
 
 @jax.jit
 def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
-    """Multiply all floats of an example by a factor, or those of each example of a batch."""
+    """Multiply the floats of one example by a factor, or those of a batch by one per example."""
 
     def scale(x: jax.Array) -> jax.Array:
         if not _is_float(x):
@@ -324,7 +324,10 @@ def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> 
 def _moved(
     pair: _Neighbours, slopes: list[jax.Array], other_slopes: list[jax.Array], rate: float
 ) -> tuple[PyTree, PyTree]:
-    """Move the batch and the example by a share of their size; other rows are in both batches."""
+    """Apply a step of gradient ascent to the batch and to the example.
+
+    All rows but `row` are in both batches, so their two gradients add up.
+    """
 
     def move(x: jax.Array, slope: jax.Array) -> jax.Array:
         size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
@@ -344,6 +347,6 @@ def _floats(tree: PyTree) -> list[jax.Array]:
 
 
 def _with_floats(tree: PyTree, floats: list[jax.Array]) -> PyTree:
-    """Return the tree with other floats in place of its own."""
+    """Return the tree with its floating-point leaves replaced."""
     new = iter(floats)
     return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

@@ -200,7 +200,7 @@ def _two_sided(cdf: float) -> float:
 
 
 def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) -> float:
-    """Return the smallest p-value times their number, at most 1; without any, return 1."""
+    """Return the smallest p-value times their number (Bonferroni), at most 1; 1 without any."""
     count = len(p_values) if count is None else count
     return min(1.0, count * float(np.min(p_values))) if count else 1.0
 
@@ -277,7 +277,7 @@ def _pairs_of_parts(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _equal_numbers_p_value(everything: np.ndarray) -> float:
-    """Count equal magnitudes: they reveal reuse in any order, if much is used again."""
+    """Test how many numbers have equal magnitudes; this finds much reuse, in any order."""
     few = min(len(everything), max(2, _MOST_VALUES // everything.shape[1]))
     some_steps = everything[np.linspace(0, len(everything) - 1, few).astype(int)]
     values = np.abs(some_steps).ravel()
@@ -286,7 +286,7 @@ def _equal_numbers_p_value(everything: np.ndarray) -> float:
 
 
 def _equal_neighbours_p_value(everything: np.ndarray) -> float:
-    """Count equal pairs of neighbouring magnitudes: they reveal reuse of few among many numbers."""
+    """Test how many neighbouring pairs have equal magnitudes; this finds even little reuse."""
     values = np.abs(everything)
     pairs = (values[:, :-1] + 1j * values[:, 1:]).ravel()
     equal = pairs.size - len(np.unique(pairs))
@@ -320,7 +320,7 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often examples come with one companion: the next example, then a random one."""
+    """Test how often examples come with a fixed companion: their neighbour, or a random one."""
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):
@@ -331,7 +331,7 @@ def _companions_p_value(included: np.ndarray, together: float) -> float:
 
 
 def _couples_p_value(included: np.ndarray, together: float) -> float:
-    """Test the two examples that come together most often, among all pairs."""
+    """Test how often the most frequent pair of examples comes together."""
     steps, size = included.shape
     some = np.sort(np.random.default_rng(0).permutation(size)[:_MOST_EXAMPLES])
     part = included[:, some].astype(np.float32)
