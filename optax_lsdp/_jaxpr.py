@@ -21,12 +21,7 @@ ClosedJaxpr: TypeAlias = core.ClosedJaxpr
 Equation: TypeAlias = core.JaxprEqn
 MappedAxes: TypeAlias = frozenset[Hashable]
 
-_CUSTOM_BACKWARD = (
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "linear_call",
-    "custom_transpose_call",
-)
+_CUSTOM = ("custom_vjp_call", "custom_vjp_call_jaxpr", "linear_call", "custom_transpose_call")
 _CONTROL_FLOW = ("scan", "while", "cond")
 
 
@@ -67,7 +62,7 @@ def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
 
 def has_custom_backward(equation: Equation) -> bool:
     """Return whether a user wrote the backward pass of an equation, or of one inside it."""
-    if equation.primitive.name in _CUSTOM_BACKWARD:
+    if equation.primitive.name in _CUSTOM:
         return True
     return any(
         has_custom_backward(inner) for called in _inner_jaxprs(equation) for inner in called.eqns

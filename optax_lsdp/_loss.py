@@ -265,9 +265,9 @@ def _describe_arrays(example: PyTree) -> PyTree:
 
 
 def _describe_call(example: PyTree) -> str:
-    """Return a note on what a loss was called with, which authors of a failing loss overlook."""
+    """Return a note that describes the example with which a loss was called."""
     return (
-        f"`loss_fn(params, example)` was called with one example without batch axis, "
+        f"`loss_fn(params, example)` was given one example without batch axis, "
         f"{_describe_arrays(_shapes(example))}; several arrays come as one tuple, and "
         "keep_batch_axis=True, or `training.keep_batch_axis` for `fit`, adds an axis of length 1."
     )

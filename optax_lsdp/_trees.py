@@ -24,8 +24,9 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 
     The text is the leaf's `keystr` if all keys on its path are plain: those of dicts, lists and
     attributes. The `keystr` of any other key may equal that of another key, or of two joined keys.
-    Such a key is therefore written with the length of its text and, as a count, how many siblings
-    before it have the same text. Masking out other leaves does not change an address.
+    Such a key, and a key whose text an earlier sibling has too, is therefore written with the
+    length of its text and the number of earlier siblings with that text. Masking out other leaves
+    does not change an address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:

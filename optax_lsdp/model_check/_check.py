@@ -38,7 +38,7 @@ from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import Rows, mixing
 
 _CHUNK = 8  # examples whose gradients are in memory at the same time
-_STEP = 1e-2  # between two points, relative to the size of a leaf's entries, or absolute below 1
+_STEP = 1e-2  # of a perturbation, relative to a leaf's root mean square or to 1 if that is larger
 _REMEDY = "look for labels out of range, large scales, logarithms and divisions by zero"
 
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
