@@ -24,12 +24,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block, and where the kernel is short
-_CHUNK = 2**19  # so many entries stay in a CPU's cache while they are filtered
-_LONG = (
-    2**23
-)  # arrays of this size are filtered in place: a CPU allocates their memory anew each step
-_PADDED = 2**20  # the same for arrays that blocks do not divide, which would be padded otherwise
+# Entries per block: the short width if the kernel reaches no further than that.
+_WIDTH, _SHORT_WIDTH = 64, 32
+_CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
+_LONG = 2**23  # from so many entries on, a CPU filters a line in place, chunk by chunk
+_PADDED = 2**20  # the same for a line that its blocks do not divide evenly
 
 
 class Kernel(NamedTuple):
@@ -38,7 +37,8 @@ class Kernel(NamedTuple):
     Attributes:
         rate: −log ρ.
         gain: the kernel at its centre.
-        reach: how many entries from its centre the kernel is too small to matter, if σ is known.
+        reach: the distance from the centre beyond which the kernel is too small to matter;
+            infinite if σ is traced.
     """
 
     rate: jax.Array
