@@ -362,7 +362,7 @@ class PrivacyProfile:
         return math.log(single) + _log_powers(each, self.group_size)
 
     def _group_epsilon(self, delta: float, most: float) -> float:
-        """Return an ε at which `_log_group_delta` is at most log δ, or `most` if the search passes it.
+        """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds none.
 
         The search starts at k times the ε of one example. A smaller ε cannot suffice, because
         δ(ε/k) must be at most δ.

@@ -221,9 +221,9 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, so the composition
-    of the pairs dominates the composition of the lattices. The mesh is refined until a finer mesh
-    gains nothing.
+    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, so the
+    composition of the pairs dominates the composition of the lattices. The mesh is refined until a
+    finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     if (single := _single(steps)) is not None:
@@ -338,6 +338,6 @@ def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delt
     gap = math.log(lattice_delta / contour)
     if gap < -2e-6 or (gap > expected and lattice_delta > 1e-20):  # smaller gaps are rounding
         raise ArithmeticError(
-            f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; report the "
-            "arguments of this call as a bug of optax_lsdp."
+            f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; report "
+            "the arguments of this call as a bug of optax_lsdp."
         )

@@ -98,7 +98,10 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses, their mirror image with P and Q exchanged, and the other mass at 0."""
+    """Return the positive losses and their mirror image, which has P and Q exchanged.
+
+    All other mass moves to 0.
+    """
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -222,7 +225,7 @@ class TiltedSum(NamedTuple):
         growth: a bound on the logarithm of the factor by which rounding may have changed masses.
         infinite: the mass of P at an infinite loss.
         slack: a bound on how far the true sum of losses can exceed the sum on the lattice.
-        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S. They bound the upper tail of S.
+        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S, to bound its upper tail.
     """
 
     mesh: float
