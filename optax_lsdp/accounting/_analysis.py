@@ -63,7 +63,8 @@ class PhaseAnalysis(NamedTuple):
     """Bounds on what one phase reveals.
 
     Attributes:
-        mu: μ if the whole phase is one Gaussian mechanism, else None.
+        mu: μ if the whole phase is one Gaussian mechanism, else None. With μ, the phase counts as
+            one step.
         upper: for each case, a step that dominates one step of the phase. Cases are, for example,
             adding an example and removing an example. A single entry covers every case.
         lower: pairs for lower bounds. For each pair, one step of the phase reveals at least as much

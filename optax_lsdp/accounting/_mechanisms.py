@@ -38,9 +38,9 @@ class SampledGaussian(Mechanism):
 
     Attributes:
         noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C.
-            C is the largest norm that one example can contribute. If groups of parameters have
-            different clip norms Cᵢ, C = √ΣCᵢ². z has the same meaning for every relation: with
-            "replace_one", the accountant itself considers that the sum can move by 2C.
+            C is the largest norm that one example can contribute. If groups of parameters are
+            clipped separately, to norms Cᵢ, C is √ΣCᵢ². z has the same meaning for every relation:
+            with "replace_one", the accountant itself considers that the sum can move by 2C.
         sampling_rate: q, the expected share of the dataset in a batch.
         steps: T, the number of noisy sums that are released.
         sampling: the sampling scheme:
@@ -225,8 +225,8 @@ def steps_of_epochs(
         epochs: the number of passes over the data, not necessarily whole.
         dataset_size: n.
         batch_size: b, the expected or fixed size of a batch.
-        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. Only an
-            epoch of shuffled batches has ⌊n/b⌋ steps, and leaves out the remaining examples.
+        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. With
+            shuffled batches, an epoch has ⌊n/b⌋ steps and leaves out the remaining examples.
 
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
     14063

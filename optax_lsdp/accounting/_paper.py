@@ -167,7 +167,7 @@ def _refusal(setting: _TheoremSetting, epsilon: float, splits: np.ndarray) -> st
             middle = (low + high) / 2
             held = setting.terms(middle, splits).holds.any()
             low, high = (low, middle) if held else (middle, high)
-        remedy = f"raise `epsilon` above {high:.2f}, where both hold, or "
+        remedy = f"raise `epsilon` to {high:.2f}, where both first hold, or "
     else:
         remedy = ""
     return (
