@@ -1,9 +1,10 @@
 """The table of sampling schemes, and the table of neighbouring relations.
 
-A sampling scheme says how batches are drawn. A neighbouring relation says how two datasets differ
-that an attacker must not tell apart. Samplers, the accountant, plans, statements and the command
-line read what they need from here. To add a scheme, add its name to `Sampling`, a row to `SCHEMES`,
-its sampler to `optax_lsdp.sampling`, and its analysis to `optax_lsdp.accounting`.
+A sampling scheme says how batches are drawn. A neighbouring relation says in which way two datasets
+differ. An attacker must not be able to distinguish two such datasets. Samplers, the accountant,
+plans, statements and the command line read these tables. To add a scheme, add its name to
+`Sampling`, a row to `SCHEMES`, its sampler to `optax_lsdp.sampling`, and its analysis to
+`optax_lsdp.accounting`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,7 @@ class Relation:
     """One neighbouring relation.
 
     Attributes:
-        sensitivity: how far two neighbouring clipped sums can be apart, in clip norms.
+        sensitivity: the largest distance of two neighbouring clipped sums, in clip norms.
         change: what happens to one example, in a few words.
         secret: what an attacker tries to find out about one example, for statements.
     """
@@ -39,14 +40,15 @@ class Scheme:
         neighbouring: the relations for which the accountant has an analysis.
         batches: how batches are drawn, for statements. `describe` fills in `{rate}`, the sampling
             rate, and `{epoch}`, the number of batches in an epoch.
-        remark: what to add to an ε of this scheme in a list of several schemes.
+        remark: a remark after the ε of this scheme, in a list of several schemes.
         amplified: whether the analysis gains from the randomness of the batches.
-        tight: whether the accountant's ε is the true one up to rounding, not only an upper bound.
+        tight: whether the accountant's ε is the true ε up to rounding. Otherwise it is only an
+            upper bound.
         random_size: whether the size of a batch is random. Such batches are padded, and
             `max_batch_size` can limit them.
         whole_dataset: whether every batch is the whole dataset.
-        once_per_epoch: whether an epoch uses each example at most once. It then has ⌊n/b⌋ batches,
-            and the accountant counts a part of an epoch as a whole one.
+        once_per_epoch: whether an epoch uses each example at most once. Such an epoch has ⌊n/b⌋
+            batches, and the accountant counts a part of an epoch as a whole epoch.
     """
 
     title: str
@@ -62,7 +64,7 @@ class Scheme:
 
     @property
     def default_neighbouring(self) -> Neighbouring | None:
-        """Return "add_remove" if it has an analysis; otherwise users must choose a relation."""
+        """Return "add_remove" if it has an analysis. Otherwise return None: users must choose."""
         return "add_remove" if "add_remove" in self.neighbouring else None
 
     def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋") -> str:

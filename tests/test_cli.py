@@ -29,7 +29,7 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ("demo --steps 1.5", "'1.5' is not a whole number"),
         ("demo --output picture.pdf", "must end in .png, got 'picture.pdf'"),
         ("demo --output nowhere/picture.png", "no such folder: 'nowhere'"),
-        ("demo --record .", "is a folder: '.'"),
+        ("demo --record .", "must be a file, got the folder '.'"),
         (f"epsilon {SETTING}", "required: --noise-multiplier"),
         (f"epsilon {SETTING} --noise-multiplier 0", "`noise_multiplier` must be positive"),
         (f"epsilon {SETTING} --noise-multiplier 1 --epochs 3", "not allowed with"),

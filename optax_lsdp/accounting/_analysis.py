@@ -44,31 +44,32 @@ from optax_lsdp.accounting._quadrature import Steps
 if TYPE_CHECKING:
     from optax_lsdp.accounting._mechanisms import SampledGaussian
 
-# Beyond these limits the analysis ignores sampling, or counts less noise or a higher rate.
+# Beyond these limits the analysis ignores sampling, or assumes less noise or a higher rate.
 _LARGEST_SHIFT = 12.0  # standard deviations of the noise by which one example moves the sum
-_LARGEST_DATASET = 10**12  # beyond it, rounding hides how often batches are truncated
+_LARGEST_DATASET = 10**12  # above this size, rounding hides how often batches are truncated
 _MOST_NOISE, _LEAST_RATE = 1e7, 1e-12
 _MOST_RATE = 1 - 1e-9
 _MOST_MEMBERS = 500  # members of a group in one batch
-_MOST_MISSING = 1e-3  # probability of more members than the pair models
-_LARGEST_MU = 4.0  # of one Gaussian mechanism on the lattice
+_MOST_MISSING = 1e-3  # probability of drawing more members than the pair models
+_LARGEST_MU = 4.0  # μ of one Gaussian mechanism on the lattice
 _LARGEST_DELTA = 0.9
-_LEAST_TRUNCATED = 1e-300  # a probability that stands for zero
-_PROFILE = 400  # points of ε from which a trade-off curve is bounded
+_LEAST_TRUNCATED = 1e-300  # replaces a probability of zero
+_PROFILE = 400  # number of ε at which δ(ε) is computed for a trade-off curve
 
 T = TypeVar("T")
 
 
 class PhaseAnalysis(NamedTuple):
-    """What one phase reveals.
+    """Bounds on what one phase reveals.
 
     Attributes:
-        mu: μ if the whole phase is one Gaussian mechanism, else None.
-        upper: the steps that dominate one step of the phase, one for each case to consider (for
-            example adding and removing an example). A single entry covers every case.
-        lower: pairs that some two neighbouring datasets attain, one for each case; empty if no
-            good ones are known.
-        steps: the number of such steps.
+        mu: μ if the whole phase is one Gaussian mechanism, else None. With μ, the phase counts as
+            one step.
+        upper: for each case, a step that dominates one step of the phase. Cases are, for example,
+            adding an example and removing an example. A single entry covers every case.
+        lower: pairs for lower bounds. For each pair, one step of the phase reveals at least as much
+            about two particular neighbouring datasets. Empty if no useful pair is known.
+        steps: how often the steps in `upper`, or the pairs in `lower`, are composed.
     """
 
     mu: float | None
@@ -80,15 +81,17 @@ class PhaseAnalysis(NamedTuple):
 def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
     """Return the pairs that dominate one step of a phase, and the number of steps.
 
-    Where double precision cannot follow, the phase counts as one with less noise, with a higher
-    sampling rate, or without sampling. Each of these reveals more.
+    Where double precision does not suffice, the analysis assumes less noise, a higher sampling
+    rate or no sampling instead. Each of these assumptions can only raise ε.
     """
     if phase.noise_multiplier > _MOST_NOISE or phase.sampling_rate < _LEAST_RATE:
         noise = min(phase.noise_multiplier, _MOST_NOISE)
         rate = max(phase.sampling_rate, _LEAST_RATE)
         worse = dataclasses.replace(phase, noise_multiplier=noise, sampling_rate=rate)
         if phase.max_batch_size is not None and rate > phase.sampling_rate:
-            size = _LARGEST_DATASET + 1  # a higher rate is not always worse in truncated batches
+            # In truncated batches a higher rate can reveal less. This size selects a bound that
+            # grows with the rate.
+            size = _LARGEST_DATASET + 1
             worse = dataclasses.replace(worse, dataset_size=size)
         return analyse(worse)._replace(lower=())
     if is_gaussian(phase):
@@ -106,45 +109,48 @@ def is_gaussian(phase: "SampledGaussian") -> bool:
 
 
 def has_group_analysis(phase: "SampledGaussian") -> bool:
-    """Return whether `analyse` handles groups of this phase directly, not by the general bound."""
+    """Return whether `analyse` handles groups. If not, a bound for all mechanisms covers them."""
     if phase.sampling == "poisson" and phase.max_batch_size is None:
         return phase.neighbouring != "replace_one" or phase.sampling_rate == 1
     return is_gaussian(phase)
 
 
 def unamplified_mu(phase: "SampledGaussian") -> float:
-    """Return μ as if every batch contained the example, which bounds what the phase reveals."""
+    """Return μ without any gain from sampling. This μ bounds what the phase reveals."""
     sensitivity = _largest_sensitivity(phase)
     return math.sqrt(uses(phase)) * sensitivity * phase.group_size / phase.noise_multiplier
 
 
 def uses(phase: "SampledGaussian") -> int:
-    """Return how many steps can use one example: all, or one per epoch that was begun."""
+    """Return how many steps can use one example: all, or one per epoch, partial epochs included."""
     if SCHEMES[phase.sampling].once_per_epoch:
         return math.ceil(phase.steps / steps_per_epoch(phase))
     return phase.steps
 
 
 def steps_per_epoch(phase: "SampledGaussian") -> int:
-    """Return ⌊1/q⌋, which is 235 if q is the float next to 1/235."""
+    """Return ⌊1/q⌋. If q is the float nearest to 1/235, return 235 despite rounding."""
     return math.floor(1 / phase.sampling_rate * (1 + 1e-12))
 
 
 def _shift(phase: "SampledGaussian") -> float:
-    """Return how far neighbouring sums are apart, in standard deviations of the noise."""
+    """Return the largest distance of neighbouring sums, in standard deviations of the noise."""
     sensitivity = RELATIONS[phase.neighbouring].sensitivity
     return sensitivity * (phase.group_size / phase.noise_multiplier)
 
 
 def _largest_sensitivity(phase: "SampledGaussian") -> float:
-    """Return the sensitivity in clip norms; it is 2 where truncation can replace an example."""
+    """Return the sensitivity in clip norms: 2 with truncation, which can replace an example."""
     if phase.max_batch_size is not None:
         return 2.0
     return RELATIONS[phase.neighbouring].sensitivity
 
 
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether a step reveals too much, or there are too many, to count the sampling."""
+    """Return whether the analysis ignores sampling.
+
+    It does so if a step reveals too much, if there are too many steps, or if q is almost 1.
+    """
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True
@@ -164,7 +170,7 @@ def _gaussian(mu: float) -> PhaseAnalysis:
 
 
 def _without_replacement(phase: "SampledGaussian") -> PhaseAnalysis:
-    """Analyse fixed-size batches: an upper bound, and a pair that some datasets attain."""
+    """Analyse fixed-size batches: an upper bound, and two pairs that some datasets attain."""
     rate, shift = phase.sampling_rate, _shift(phase)
     attained = removal_pair(rate, shift), addition_pair(rate, shift)
     return PhaseAnalysis(None, (((1.0, fixed_size_pair(rate, shift)),),), attained, phase.steps)
@@ -196,19 +202,20 @@ def _poisson_pairs(
 def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     """Analyse Poisson batches that are truncated to `most` = B examples.
 
-    Let N be the number of other examples that were drawn; it does not depend on the example. If
-    N < B, the step is an ordinary Poisson step. Otherwise the batch has B examples: a uniform
-    subset of the others, or, with probability q·B/(N + 1), one in which the example has taken
-    another's place. The example is then at most replaced, as in a batch of fixed size. The analysis
-    assumes that the attacker learns which of the two happened, which reveals more than the step. A
-    dataset of n examples has n − 1 others, or n if an example is added to it.
+    Let N be the number of other examples that were drawn. N does not depend on the example. If
+    N < B, the step is an ordinary Poisson step. If N ≥ B, the batch has B examples. With
+    probability q·B/(N + 1), the example is one of them and takes the place of another example.
+    Otherwise the batch is a uniform subset of the other examples. So the step at most replaces an
+    example, as in a batch of fixed size. The analysis assumes that the attacker learns whether
+    N < B. This knowledge can only reveal more. A dataset of n examples has n − 1 other examples, or
+    n if the example is added to the dataset.
 
-    Lower bounds use datasets whose other examples contribute zero. There truncation only makes it
-    less likely that the example is in the batch.
+    Lower bounds use datasets whose other examples contribute zero. In such datasets, truncation
+    only makes it less likely that the example is in the batch.
 
-    The probabilities of both events are known up to rounding. The uncertain remainder counts as a
-    pair that dominates both: replacing an example of a fixed-size batch at rate q. It reveals more
-    than `replacement_pair`, whose centres are no further apart.
+    The probabilities of N < B and N ≥ B are known up to rounding. The uncertain remainder gets a
+    pair that dominates both cases: `fixed_size_pair` at rate q, with an example replaced. It also
+    dominates `replacement_pair`, because the centres of `replacement_pair` are no further apart.
     """
     rate, noise, size = phase.sampling_rate, phase.noise_multiplier, phase.dataset_size or 0
     dominating = fixed_size_pair(rate, 2 / noise)
@@ -251,16 +258,17 @@ _AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], PhaseAnalysis]] = {
 class PrivacyProfile:
     """The function δ(ε) of several phases together, bounded from above and from below.
 
-    Phases that are Gaussian mechanisms count as one. If there is nothing else, it is answered in
-    closed form.
+    All phases that are Gaussian mechanisms are combined into one Gaussian mechanism. If there are
+    no other phases, δ(ε) has a closed form.
 
     Attributes:
         mu: μ of all Gaussian phases together.
-        upper: the other phases' steps for upper bounds, for each case; see `PhaseAnalysis`.
-        mu_lower, lower: the same for lower bounds. `lower` is empty if `upper` is.
-        group_size: the size of groups that have no analysis of their own. The bound for groups
-            that holds for every mechanism covers them.
-        mu_unamplified: μ as if every batch contained every example, which bounds everything.
+        upper: for each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if
+            all phases are Gaussian mechanisms.
+        mu_lower, lower: the same for lower bounds. If `upper` is empty, so is `lower`.
+        group_size: the size of groups that `analyse` does not handle, otherwise 1. A bound that
+            holds for every mechanism covers such groups.
+        mu_unamplified: μ without any gain from sampling. No answer exceeds the ε or δ of this μ.
     """
 
     mu: float
@@ -292,7 +300,7 @@ class PrivacyProfile:
         return cls(mu, tuple(most), mu_lower, tuple(least), group_size, mu_unamplified)
 
     def epsilon(self, delta: float) -> float:
-        """Return an upper bound on the smallest ε: the largest of all cases."""
+        """Return an upper bound on the smallest ε: the maximum over all cases."""
         delta = min(delta, _LARGEST_DELTA)
         if not self.upper and self.group_size == 1:
             return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
@@ -302,7 +310,7 @@ class PrivacyProfile:
         return min(most, max(upper_epsilon(case, delta, most) for case in self.upper))
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper bound on δ(ε): the largest of all cases."""
+        """Return an upper bound on δ(ε): the maximum over all cases."""
         if not self.upper and self.group_size == 1:
             return gaussian_delta(epsilon, self.mu) if self.mu else 0.0
         most = gaussian_delta(epsilon, self.mu_unamplified)
@@ -311,7 +319,7 @@ class PrivacyProfile:
         return min(most, max(upper_delta(case, epsilon) for case in self.upper))
 
     def lower_epsilon(self, delta: float, upper: float) -> float:
-        """Return a lower bound on the smallest ε; `upper` is an upper bound on it."""
+        """Return a lower bound on the smallest ε. `upper` must be an upper bound on the same ε."""
         if not self.lower:
             return gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
         highest = 0.0
@@ -323,7 +331,7 @@ class PrivacyProfile:
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
         """Return a lower bound on the false-negative rate at each false-positive rate α.
 
-        Every (ε, δ) puts two lines below the curve: 1 − δ − e^ε α and e^(−ε)(1 − δ − α).
+        Every valid (ε, δ) gives two lines below the curve: 1 − δ − e^ε α and e^(−ε)(1 − δ − α).
         """
         if not self.upper and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
@@ -334,7 +342,10 @@ class PrivacyProfile:
         return np.maximum(0.0, np.maximum(steep, flat).max(axis=0))
 
     def _deltas(self, epsilons: np.ndarray) -> np.ndarray:
-        """Return upper bounds on δ at rising ε; for groups a few of them cover the rest."""
+        """Return an upper bound on δ at each of several increasing ε.
+
+        For groups, δ is computed at every 20th ε. The larger ε in between get the same bound.
+        """
         if self.group_size > 1:
             few = np.array([self.delta(one) for one in epsilons[::20]])
             return np.repeat(few, 20)[: len(epsilons)]
@@ -346,15 +357,16 @@ class PrivacyProfile:
         return dataclasses.replace(self, group_size=1)
 
     def _log_group_delta(self, epsilon: float) -> float:
-        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, the bound along a chain of k neighbours."""
+        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, the bound for a chain of k neighbours."""
         each = epsilon / self.group_size
         single = max(self._single.delta(each), 1e-300)
         return math.log(single) + _log_powers(each, self.group_size)
 
     def _group_epsilon(self, delta: float, most: float) -> float:
-        """Return an ε at which `_log_group_delta` is at most log δ, or `most` if that is less.
+        """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds none.
 
-        The search starts at k times the ε of one example, since δ(ε/k) must be at most δ.
+        The search starts at k times the ε of one example. A smaller ε cannot suffice, because
+        δ(ε/k) must be at most δ.
         """
         low = high = self.group_size * self._single.epsilon(delta)
         previous = math.inf
@@ -379,7 +391,7 @@ def _log_powers(x: float, count: int) -> float:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return the parts of every phase for each case; phases with fewer cases repeat theirs."""
+    """Return the parts of all phases for each case. A phase with fewer cases repeats its cases."""
     return [
         [(cases[case % len(cases)], count) for cases, count in parts]
         for case in range(max((len(cases) for cases, _ in parts), default=0))
@@ -387,6 +399,6 @@ def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
 
 
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
-    """Return a Gaussian mechanism as several equal ones that the lattice can handle."""
+    """Split a Gaussian mechanism into equal mechanisms whose μ the lattice can handle."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
     return removal_pair(1.0, mu / math.sqrt(count)), count

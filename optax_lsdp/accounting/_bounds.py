@@ -1,9 +1,9 @@
 """Certified bounds on ε and δ: in closed form for a Gaussian mechanism, on a lattice otherwise.
 
-A Gaussian mechanism has one parameter μ, its sensitivity over the noise's standard deviation. T
-equal Gaussian mechanisms are one with √T·μ. All other steps are composed on a lattice (`_lattice`)
-with settings from `_quadrature`. Upper bounds are never below the true value, and lower bounds are
-never above it: each function says how.
+The parameter μ of a Gaussian mechanism is its sensitivity divided by the standard deviation of its
+noise. T Gaussian mechanisms with μ compose to one Gaussian mechanism with √T·μ. All other steps are
+composed on a lattice (`_lattice`) with settings from `_quadrature`. Upper bounds are never below
+the true value, and lower bounds are never above the true value.
 """
 
 import itertools
@@ -30,11 +30,12 @@ from optax_lsdp.accounting._quadrature import (
 )
 
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
-_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # the δ of a profile's settings
-_PRECISION = 1e-8  # relative, of the root search for ε
-_FEW = 256  # frequencies; with more, the contour integral never gives a value
+# `upper_profile` chooses settings for each of these δ.
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)
+_PRECISION = 1e-8  # relative precision of the root search for ε
+_FEW = 256  # frequencies; if there are more, the contour integral never gives a value
 _LARGEST_EPSILON = 1e300
-_LARGEST = 2_000_000  # lattice points of a lower bound
+_LARGEST = 2_000_000  # most lattice points for a lower bound
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
@@ -63,10 +64,10 @@ def _gaussian_rounding(epsilon: float, mu: float) -> float:
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
-    """Return the smallest ε ≥ 0 with δ(ε) ≤ δ of a Gaussian mechanism, rounded up.
+    """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded up.
 
-    The privacy loss is N(μ²/2, μ²), so that ε = μ²/2 + μ√(−2 log δ) suffices. Bisection goes down
-    from there and returns a point at which δ(ε) ≤ δ holds.
+    The privacy loss is N(μ²/2, μ²), so ε = μ²/2 + μ√(−2 log δ) suffices. Bisection goes down
+    from this ε and returns a point at which δ(ε) ≤ δ holds.
 
     >>> round(gaussian_epsilon(1e-5, 1.0), 4)
     4.3772
@@ -78,10 +79,10 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 
 
 def gaussian_lower_epsilon(delta: float, mu: float) -> float:
-    """Return the smallest ε ≥ 0 with δ(ε) ≤ δ of a Gaussian mechanism, rounded down.
+    """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
     The search goes down from `gaussian_epsilon` to a point at which δ(ε) exceeds δ by more than
-    its rounding error.
+    the rounding error of δ(ε).
     """
     upper = gaussian_epsilon(delta, mu)
     if upper == math.inf:
@@ -96,7 +97,7 @@ def gaussian_lower_epsilon(delta: float, mu: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the largest μ of a Gaussian mechanism with δ(ε) ≤ δ, rounded down.
+    """Return the largest μ at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
     >>> round(gaussian_mu(4.3772, 1e-5), 4)
     1.0
@@ -111,7 +112,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """Return the point where `holds` turns true, rounded to the side where it is true."""
+    """Return the point above which `holds` is true, rounded up so that `holds` is true there."""
     if holds(low):
         return low
     if high == math.inf:
@@ -126,9 +127,9 @@ def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
 
 
 def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
-    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if it is not below `limit`.
+    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if this ε reaches `limit`.
 
-    ε is raised until `upper_delta` certifies it too.
+    `upper_epsilons` gives a first ε, which is raised until `upper_delta` certifies it too.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
@@ -141,13 +142,13 @@ def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
         epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
     if epsilon >= limit:
         return math.inf
-    if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first settings were not good
+    if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first settings were bad
         epsilon = _refined(steps, delta, epsilon)
     return epsilon
 
 
 def _refined(steps: Steps, delta: float, high: float) -> float:
-    """Return an ε below `high` that `upper_delta` certifies too, near the smallest such ε."""
+    """Return an ε up to `high` that `upper_delta` certifies, close to the smallest such ε."""
     low, stride = high, 1e-3 * high
     while low > 0 and upper_delta(steps, low) <= delta:
         low, high, stride = max(0.0, low - stride), low, 3 * stride
@@ -160,7 +161,7 @@ def _refined(steps: Steps, delta: float, high: float) -> float:
 
 
 def _union_bound(steps: Steps) -> float:
-    """Return Σ T·δ(0) over the steps, which bounds δ(ε) of their composition at every ε ≥ 0."""
+    """Return Σ T·δ(0) over the steps. It bounds δ(ε) of their composition at every ε ≥ 0."""
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
@@ -168,7 +169,7 @@ def _union_bound(steps: Steps) -> float:
 def upper_epsilons(
     steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
 ) -> np.ndarray:
-    """Return upper bounds on ε, one for each row of `counts`, with settings for the last row."""
+    """Return an upper bound on ε for each row of `counts`. The settings suit the last row."""
     limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
 
@@ -185,7 +186,7 @@ def upper_epsilons(
 
 
 def upper_delta(steps: Steps, epsilon: float) -> float:
-    """Return an upper bound on δ(ε): the smallest of the bounds that several settings give."""
+    """Return an upper bound on δ(ε): the smallest bound from several settings."""
     if (single := _single(steps)) is not None:
         return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
     counts = _row(steps)
@@ -194,11 +195,11 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
         tilted = _compose([step for step, _ in steps], counts, settings)
         found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
-        if is_worse and delta < 1:  # the settings suit a tail that does not matter
+        if is_worse and delta < 1:  # the settings suit an irrelevant tail
             settings = settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
-        elif tilted.infinite[0] > 1e-3 * delta:  # the tail is heavy, and the cut was too large
+        elif tilted.infinite[0] > 1e-3 * delta:  # too much of a heavy tail was cut
             settings = settings_for_delta(steps, epsilon, math.log(delta) - 7)
-        elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # Chernoff was far off
+        elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # Chernoff's bound was off
             settings = settings_for_epsilon(steps, delta, epsilon or None)
         else:
             break
@@ -208,7 +209,7 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
 
 
 def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
-    """Return upper bounds on δ at many ε: at each ε the best of a few settings."""
+    """Return an upper bound on δ at each ε: the smallest bound from a few settings."""
     if (most := min(1.0, _union_bound(steps))) <= _LEVELS[-1]:
         return np.full(len(epsilons), most)
     counts = _row(steps)
@@ -218,10 +219,11 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 
 
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
-    """Return the largest ε for which δ(ε) ≥ δ is certified, or 0; `upper` is an upper bound on ε.
+    """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    Each pair dominates its optimistic lattice, so the composition of the pairs dominates the
-    composition of the lattices. The mesh is refined until that gains nothing.
+    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, so the
+    composition of the pairs dominates the composition of the lattices. The mesh is refined until a
+    finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     if (single := _single(steps)) is not None:
@@ -253,12 +255,12 @@ def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
 
 
 def _single(steps: Steps) -> Step | None:
-    """Return the only step if there is just one, because it needs no composition."""
+    """Return the step if there is only one, which needs no composition. Otherwise return None."""
     return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
 
 
 def _row(steps: Steps) -> np.ndarray:
-    """Return how often each step is taken, as a matrix of one row."""
+    """Return how often each step is taken, as a matrix with one row."""
     return np.array([[count for _, count in steps]], float)
 
 
@@ -280,13 +282,15 @@ def _solve(
     is_upper: bool = True,
     limit: float = _LARGEST_EPSILON,
 ) -> np.ndarray:
-    """Return the ε at which a decreasing bound on δ(ε) meets δ, for each row.
+    """Return, for each row, the ε at which a decreasing bound on δ(ε) equals δ.
 
-    The search goes up from `start`, then down in growing strides, and then narrows the bracket.
-    With an upper bound on δ it returns the bracket's upper end, with a lower bound the lower end.
-    The result is ∞ if ε is far above `limit`. It is 0 if an upper bound is at most δ at ε = 0, or
-    if a lower bound exceeds δ nowhere: lower bounds drop to 0 to the left of the ε that their
-    settings suit.
+    The search goes up from `start`, then down in growing strides, and then narrows the bracket. If
+    `delta_bound` is an upper bound on δ(ε), return the upper end of the bracket. If it is a lower
+    bound, return the lower end.
+
+    If ε is far above `limit`, the result is ∞. If an upper bound is at most δ at ε = 0, the result
+    is 0. If the search finds no ε at which a lower bound exceeds δ, the result is 0 too. A lower
+    bound at ε = 0 decides nothing: it drops to 0 below the ε that its settings suit.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -323,7 +327,7 @@ def _solve(
 
 
 def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delta: float) -> None:
-    """Raise if the contour integral gives a value and it contradicts the lattice."""
+    """Raise an ArithmeticError if the contour integral contradicts the lattice."""
     quadratures = settings.quadratures
     if len(quadratures) < len(steps):
         quadratures = [(quadrature(step, settings.tail), count) for step, count in steps]
@@ -334,6 +338,6 @@ def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delt
     gap = math.log(lattice_delta / contour)
     if gap < -2e-6 or (gap > expected and lattice_delta > 1e-20):  # smaller gaps are rounding
         raise ArithmeticError(
-            f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; please "
-            "report the settings."
+            f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; report "
+            "the arguments of this call as a bug of optax_lsdp."
         )

@@ -18,7 +18,7 @@ _CLOSE = 2e-5  # relative distance between an answer and the smallest sufficient
 _STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # in log z, away from a good guess
 _LONG_STRIDES = (1.0,) * 60  # away from a bad guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MANY_STEPS = 10**5  # cheap to account for, unlike the largest number of steps
+_MANY_STEPS = 10**5  # tried before MOST_STEPS, because ε is cheaper to compute
 
 
 class _Options(TypedDict, total=False):
@@ -46,7 +46,7 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier z with which training is (ε, δ)-differentially private.
 
-    With z the budget (ε, δ) is never exceeded; with 1e-4 less noise it would be. The other
+    Training with z never exceeds the budget (ε, δ). With 0.01 % less noise it would. The other
     arguments are those of `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
@@ -71,13 +71,14 @@ def calibrate_noise_multiplier(
     if is_gaussian(unit) and unit.mu is not None:  # the closed form
         return unit.mu / mu * (1 + 1e-12)
 
-    # The guess is the noise of a Gaussian mechanism with the same variance of its loss.
+    # The guess is the z at which the privacy loss has about the variance μ², as the loss of a
+    # Gaussian mechanism that spends exactly (ε, δ).
     sensitivity = unit.group_size * RELATIONS[unit.neighbouring].sensitivity
     ratio = min(max(mu / (unit.sampling_rate * math.sqrt(unit.steps)), 1e-150), 1e150)
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
     guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
-    worst_case: list[int] = []  # after the first call only this case is computed
+    worst_case: list[int] = []  # the first call sets it; later calls compute only this case
 
     def family(noise: float) -> SampledGaussian:
         return replace(unit, noise_multiplier=noise)
@@ -97,9 +98,9 @@ def calibrate_noise_multiplier(
 def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, delta: float) -> float:
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
-    Use it for noise that follows a schedule: `family` maps s to all phases, with noise multipliers
-    in proportion to s. At the returned scale the budget (ε, δ) is never exceeded. Raise a
-    ValueError if no scale suffices.
+    Use this function for noise that follows a schedule. `family` maps s to the sum of all phases,
+    whose noise multipliers are proportional to s. At the returned scale, training never exceeds the
+    budget (ε, δ). Raise a ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
@@ -124,9 +125,9 @@ def _smallest_scale(
 ) -> float:
     """Return the smallest sufficient scale s, rounded up.
 
-    `spent` is δ(ε) as a function of s, and `guess` is a guess of log s. The search goes away from
-    the guess in `strides` until it has a bracket and narrows the bracket. Then it raises s until
-    `epsilon` of the mechanism is within the budget.
+    `spent` is δ(ε) as a function of s, and `guess` is a guess of log s. The search moves away from
+    the guess in `strides` until it has a bracket, and then narrows the bracket. Finally it raises s
+    until `family(s).epsilon(delta)` is at most ε.
     """
 
     def excess(log_scale: float) -> float:
@@ -141,7 +142,7 @@ def _smallest_scale(
             if high > math.log(_MOST_NOISE):
                 raise ValueError(
                     f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
-                    f"got {epsilon!r} at delta={delta!r}; take fewer steps."
+                    f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
                 )
     else:
         for stride in strides:
@@ -167,8 +168,8 @@ def calibrate_steps(
 ) -> int:
     """Return the largest number of steps that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Raise a ValueError if one step is too
-    many, or if steps cost next to nothing.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if a single step
+    exceeds the budget, or if 10⁹ steps do not exceed it.
 
     >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
     2432
@@ -185,8 +186,8 @@ def calibrate_steps(
         )
     if spent(_MANY_STEPS) <= epsilon and spent(MOST_STEPS) <= epsilon:
         raise ValueError(
-            f"`epsilon` must be spent within {MOST_STEPS:.0e} steps, got {epsilon!r}, but these "
-            "steps cost next to nothing; lower the noise multiplier or raise the sampling rate."
+            f"`epsilon` must be below the ε of {MOST_STEPS:.0e} steps, got {epsilon!r}; lower "
+            "`epsilon` or the noise multiplier, or raise the sampling rate."
         )
     return largest(spent, epsilon, MOST_STEPS)
 
@@ -202,8 +203,8 @@ def calibrate_batch_size(
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Raise a ValueError if batches of one
-    example are too large.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if even batches of
+    one example exceed the budget.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
@@ -215,8 +216,8 @@ def calibrate_batch_size(
     check_whole("steps", steps)
     if options.get("sampling") == "full":
         raise ValueError(
-            "`sampling` must not be 'full', because a full batch is the whole dataset; choose a "
-            "scheme that samples."
+            "`sampling` must not be 'full', because a full batch is always the whole dataset; pass "
+            "'poisson', 'without_replacement' or 'shuffled'."
         )
 
     def spent(size: int) -> float:
@@ -234,10 +235,10 @@ def calibrate_batch_size(
 
 
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
-    """Return the largest whole number up to `most` whose cost `spent` is at most ε, or 0.
+    """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    The cost must not decrease. It grows like a power, so a secant in logarithms lands close to the
-    answer.
+    `spent` must not decrease. It grows like a power of n, so a secant in logarithms lands close to
+    the answer.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

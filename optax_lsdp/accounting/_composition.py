@@ -1,7 +1,7 @@
-"""Questions about the privacy of one phase, or of several phases on the same data.
+"""The privacy of one phase, or of several phases on the same data.
 
-A phase is a number of equal steps, described by a `SampledGaussian`. `Mechanism` holds the
-questions that a phase, a `Composition` of phases and a `Ledger` all answer.
+A phase is a number of equal steps, described by a `SampledGaussian`. `Mechanism` holds the methods
+that a phase, a `Composition` of phases and a `Ledger` share.
 """
 
 import math
@@ -27,48 +27,51 @@ if TYPE_CHECKING:
 
     from optax_lsdp.accounting._mechanisms import SampledGaussian
 
-_MOST_KINDS = 64  # different sampled steps; if there are more, similar ones count as equal
+_MOST_KINDS = 64  # different sampled steps; if there are more, similar steps are made equal
 
 
 class Mechanism:
-    """Questions about the privacy of steps; `a + b` takes a's steps and then b's on the same data.
+    """The privacy of training steps. `a + b` is a's steps, followed by b's on the same data.
 
-    Answers hold for adaptively chosen steps. Every answer errs towards less privacy.
+    Guarantees also hold if each step depends on the results of earlier steps. Every answer errs
+    towards less privacy.
     """
 
-    if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field
+    if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
 
         @property
         def phases(self) -> tuple[SampledGaussian, ...]:
-            """The phases in the order in which they take place."""
+            """The phases in the order in which they are taken."""
             ...
 
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
-        """The phases with equal ones merged, in no particular order."""
+        """The phases in no particular order, with equal phases merged."""
         return merge(self.phases)
 
     def group(self, size: int) -> "Mechanism":
-        """Return the same steps, accounted for groups of `size` examples that change together.
+        """Return the same steps with a guarantee for any `size` examples that change together.
 
         Full batches are accounted for exactly. Poisson batches with "add_remove" or "zero_out" have
-        a tight analysis, unless a batch is likely to draw so many members that they move the sum by
-        more than 20 standard deviations of the noise. In all other cases ε comes from a bound that
-        holds for every mechanism, and may be far above the true ε.
+        a tight analysis, unless a batch is likely to contain so many members of the group that they
+        move the sum by more than 20 standard deviations of the noise. In all other cases ε comes
+        from a general bound. The general bound holds for every mechanism and may be far above the
+        true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))
 
     def to_dp_event(self) -> "dp_accounting.DpEvent":
-        """Return the steps as an event of dp-accounting, which must be installed.
+        """Return the steps as a `DpEvent` of the package dp-accounting, which must be installed.
 
-        An event does not contain the neighbouring relation: pass it to the accountant.
+        A `DpEvent` does not contain the neighbouring relation. Pass the relation to the accountant
+        of dp-accounting.
         """
         try:
             import dp_accounting as dp
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(
-                "to_dp_event needs dp-accounting; pip install dp-accounting."
+                "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
             ) from error
         events = [
             dp.SelfComposedDpEvent(_step_event(phase, dp), phase.steps) for phase in self.phases
@@ -88,10 +91,11 @@ class Mechanism:
     def epsilon_bounds(self, delta: float) -> tuple[float, float]:
         """Return certified lower and upper bounds on the smallest ε.
 
-        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches it is
-        0, because no good datasets are known. For groups without an analysis of their own it is the
-        bound for one example. It may be far below the true ε, or 0, where losses are rare and
-        large: at noise multipliers below 1 with sampling rates near 1/steps.
+        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches the
+        lower bound is 0, because no useful datasets are known. For groups that only the general
+        bound covers (see `group`), it is the lower bound for one example. The lower bound may be
+        far below the true ε, or 0, if privacy losses are rare and large: at noise multipliers below
+        1 with sampling rates near 1/steps.
         """
         check_delta("delta", delta)
         profile = privacy_profile(self.parts)
@@ -99,16 +103,16 @@ class Mechanism:
         lower = profile.lower_epsilon(float(delta), upper)
         if lower > upper:
             raise ArithmeticError(
-                f"the bounds on ε contradict each other, {lower!r} and {upper!r}; please report "
-                "the settings."
+                f"the bounds on ε contradict each other, {lower!r} and {upper!r}; report the "
+                "arguments of this call as a bug of optax_lsdp."
             )
         return lower, upper
 
     def trade_off(self, alpha: float | np.ndarray) -> float | np.ndarray:
-        """Return a lower bound on the false-negative rate of any test for one example.
+        """Return a lower bound on the false-negative rate of tests between neighbouring datasets.
 
-        This is the function f of f-differential privacy. `alpha` is the test's false-positive rate,
-        a number or an array of numbers.
+        This bound is the function f of f-differential privacy. `alpha` is the false-positive rate
+        of the test, a number or an array of numbers.
         """
         rates = np.asarray(alpha, float)
         if not np.all((rates >= 0) & (rates <= 1)):
@@ -117,14 +121,14 @@ class Mechanism:
         return float(missed) if rates.ndim == 0 else missed
 
     def advantage(self) -> float:
-        """Return the most that a test for one example gains over guessing, δ(0).
+        """Return δ(0), the most that a test between neighbouring datasets can gain over guessing.
 
-        This is the largest 1 − α − f(α), where f is the `trade_off`.
+        δ(0) is the largest value of 1 − α − f(α), where f is `trade_off`.
         """
         return self.delta(0.0)
 
     def __add__(self, other: "Mechanism") -> "Composition":
-        """Return these steps, followed by the other's steps on the same data."""
+        """Return these steps, followed by the steps of `other` on the same data."""
         if not isinstance(other, Mechanism):
             return NotImplemented
         return Composition((*self.phases, *other.phases))
@@ -153,14 +157,15 @@ class Composition(Mechanism):
             if len(values) > 1:
                 raise ValueError(
                     f"`{name}` must be the same in all phases of a composition, got "
-                    f"{' and '.join(sorted(map(repr, values)))}; ask for one guarantee at a time."
+                    f"{' and '.join(sorted(map(repr, values)))}; pass the same value to each phase."
                 )
 
 
 def merge(phases: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
-    """Return the phases with the steps of equal ones added up.
+    """Return the phases, with equal phases merged into one phase that has all their steps.
 
-    Parts of shuffled epochs are not merged: two parts of different epochs may use an example twice.
+    Phases that end within a shuffled epoch are not merged, because parts of two different epochs
+    may use an example twice.
     """
     counts: dict[SampledGaussian, int] = {}
     apart = []
@@ -189,7 +194,10 @@ def privacy_profile(phases: "tuple[SampledGaussian, ...]") -> PrivacyProfile:
 def simplify(
     phases: "tuple[SampledGaussian, ...]", *, more_private: bool = False
 ) -> "tuple[SampledGaussian, ...]":
-    """Return few different phases that are no more private, or no less if `more_private`."""
+    """Return few different phases that are at most as private as `phases`.
+
+    With `more_private`, the returned phases are at least as private instead.
+    """
     if len(phases) <= _MOST_KINDS:
         return phases
     return merge(simplify_in_order(phases, more_private=more_private))
@@ -198,9 +206,10 @@ def simplify(
 def simplify_in_order(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Round noise and rates of the phases so coarsely that few different ones remain.
+    """Round the noise and the rates of the phases until few different phases remain.
 
-    Noise is rounded down and rates are rounded up, or the other way if `more_private`.
+    Noise is rounded down and rates are rounded up. With `more_private`, noise is rounded up and
+    rates are rounded down.
     """
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
@@ -220,7 +229,7 @@ def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "Samp
     smaller, larger = (max, min) if more_private else (min, max)
     noise = math.exp(grid * down(math.log(phase.noise_multiplier) / grid))
     rate = math.exp(grid * up(math.log(phase.sampling_rate) / grid))
-    if phase.max_batch_size is not None:  # a higher rate is not always worse in truncated batches
+    if phase.max_batch_size is not None:  # a higher rate can reveal less in truncated batches
         rate = phase.sampling_rate
     return replace(
         phase,
@@ -230,16 +239,16 @@ def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "Samp
 
 
 def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEvent":
-    """Return the event of one step, from the module dp_accounting."""
+    """Return one step as a `DpEvent`. `dp` is the module dp_accounting."""
     if SCHEMES[phase.sampling].once_per_epoch:
         raise ValueError(
             f"`sampling` must not be {phase.sampling!r} for to_dp_event, because dp-accounting has "
-            "no such event; use poisson, without_replacement or full."
+            "no such event; use 'poisson', 'without_replacement' or 'full'."
         )
     if phase.group_size != 1:
         raise ValueError(
-            f"`group_size` must be 1 for to_dp_event, got {phase.group_size!r}; an event describes "
-            "single examples."
+            f"`group_size` must be 1 for to_dp_event, got {phase.group_size!r}, because a DpEvent "
+            "describes single examples; call to_dp_event before `group`."
         )
     event = dp.GaussianDpEvent(phase.noise_multiplier)
     if phase.max_batch_size is not None:
@@ -254,8 +263,8 @@ def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEv
     if phase.sampling == "without_replacement":
         if phase.dataset_size is None:
             raise ValueError(
-                "`dataset_size` must be a number for to_dp_event without replacement, got None; "
-                "give it to SampledGaussian."
+                "`dataset_size` must be a number for to_dp_event with "
+                "sampling='without_replacement', got None; pass `dataset_size` to SampledGaussian."
             )
         size = math.ceil(phase.sampling_rate * phase.dataset_size * (1 - 1e-12))
         return dp.SampledWithoutReplacementDpEvent(phase.dataset_size, size, event)

@@ -1,12 +1,12 @@
 """Dominating pairs: two Gaussian mixtures P and Q that reveal at least as much as a training step.
 
-A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q is at least as large
-as that of the step's outputs on neighbouring datasets. If each step is replaced by its pair, the
-composition of the pairs dominates the composition of the steps. `_analysis` chooses the pairs of
-each sampling scheme.
+A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q is no smaller than
+the divergence between the step's outputs on any two neighbouring datasets. If each step is replaced
+by its pair, the composition of the pairs dominates the composition of the steps. `_analysis`
+chooses the pairs of each sampling scheme.
 
-The noise has variance 1, q is the sampling rate, and the shift μ is the largest contribution of one
-example divided by the noise's standard deviation.
+The noise has variance 1, and N(m) stands for N(m, 1). q is the sampling rate. The shift μ is the
+largest contribution of one example, divided by the standard deviation of the noise.
 """
 
 import functools
@@ -18,26 +18,27 @@ import numpy as np
 from scipy.special import betainc, betaincc, ndtr
 
 _EPS = 2.0**-52
-_LARGEST_REACH = 20.0  # most standard deviations by which a group is allowed to move the sum
+_LARGEST_REACH = 20.0  # most standard deviations by which a group may move the sum
 _UNLIKELY = 1e-40
-_LARGEST_LOSS = 700.0  # exp of it is still a double
+_LARGEST_LOSS = 700.0  # e^700 is still a double
 _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double precision
 
 
 class Pair(NamedTuple):
     """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x.
 
-    The weights of P are stored as differences d from the weights of Q. This keeps their digits
-    where P and Q are almost equal.
+    The weights of P are stored as differences d from the weights of Q. If P and Q are almost equal,
+    this avoids cancellation.
 
     Attributes:
         centres: the means mᵢ.
         base: the weights b of Q.
         change: the differences d.
         point: the inverse of `loss`: maps a loss to x, or to ±∞ if no x has that loss.
-        folded: whether (P, Q) dominates both directions at ε ≥ 0, and (Q, P) does at ε < 0, as for
-            sampling without replacement.
-        missing: the mass of P outside its Gaussians. The accountant gives it an infinite loss.
+        folded: whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both
+            directions at ε < 0. Sampling without replacement has such a pair.
+        missing: the mass of P that no Gaussian models. The accountant gives this mass an infinite
+            loss.
     """
 
     centres: np.ndarray
@@ -72,9 +73,9 @@ Step = tuple[tuple[float, Pair], ...]
 
 
 def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return δ(ε) of one step at each ε ≥ 0 in closed form, and a bound on its rounding error."""
+    """Return δ(ε) of one step at each ε ≥ 0 in closed form, and a bound on its error."""
     value, error = np.zeros(len(epsilon)), np.full(len(epsilon), 1e-300)
-    epsilon = np.minimum(epsilon, 600.0)  # δ is below the smallest double from here on
+    epsilon = np.minimum(epsilon, 600.0)  # beyond 600, δ is below the smallest double
     for share, pair in step:
         gaps = pair.centres - pair.point(epsilon)[:, None]
         tails = ndtr(gaps)
@@ -112,11 +113,12 @@ def addition_pair(rate: float, shift: float) -> Pair:
 def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
-    Why no contributions u and v of norm μ are worse: for α = e^ε ≥ 1 the divergence is that of the
-    single Gaussian qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the distances
-    from u to the mixture's centres 0 and v (Choquette-Choo et al. 2023, Privacy Amplification for
-    Matrix Mechanisms). These are at most μ and 2μ, and u = −v attains both. For α < 1 exchange u
-    and v.
+    Let the two values of the example contribute u and v, of norm at most μ. The pair covers the
+    worst case, u = −v of norm μ. For α = e^ε ≥ 1, the divergence is the divergence of the single
+    Gaussian qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the distances from u
+    to the mixture's centres 0 and v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix
+    Mechanisms). The two distances are at most μ and 2μ, and u = −v attains both. For α < 1,
+    exchange u and v.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -151,9 +153,9 @@ def fixed_size_pair(rate: float, shift: float) -> Pair:
 
 
 def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
-    """Return the most members m of a group that pairs model, and a bound on P(more than m drawn).
+    """Return m, the most group members per batch that pairs model, and a bound on P(more than m).
 
-    Larger numbers of members in one batch are either unlikely or move the sum too far.
+    More than m members in one batch are either unlikely or move the sum too far.
     """
     most = int(min(size, max(1, _LARGEST_REACH // shift)))
     low, high = 0, most
@@ -167,10 +169,11 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
 
 
 def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
-    """Return P = Σ Binomial(j; k, q)·N(jμ) and Q = N(0), for removing k examples.
+    """Return P = Σ Binomial(j; k, q)·N(jμ) and Q = N(0), for removing k = `size` examples.
 
-    Drawing more members than `group_members` counts as an infinite loss, and weights are rounded
-    up. An optimistic pair, for lower bounds on ε, counts it as no loss and rounds weights down.
+    Batches with more members than `group_members` returns count as an infinite loss, and weights
+    are rounded up. An optimistic pair, for lower bounds on ε, counts such batches as no loss and
+    rounds weights down.
 
     References:
         Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
@@ -180,10 +183,11 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 
 
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
-    """Return `group_removal_pair` with P and Q exchanged, for adding k examples.
+    """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks the mass of unlikely numbers of members. Both
-    make the divergence of P from Q larger. An optimistic pair gives that mass to N(0).
+    The weights of Q are rounded down, and Q lacks the mass of batches with more members than
+    `group_members` returns. Both make the divergence of P from Q larger. An optimistic pair gives
+    the missing mass to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 
@@ -193,7 +197,7 @@ def _group_pair(rate: float, shift: float, size: int, rounding: float, optimisti
     last, missing = group_members(rate, shift, size)
     members = np.arange(last + 1)
     logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)
-    if rate < 1:  # each term from the previous one; the logarithms err by less than 1e-9
+    if rate < 1:  # each term follows from the previous term; the logs err by less than 1e-9
         odds = (size - members[:-1]) / members[1:] * (rate / (1 - rate))
         logs[1:] += np.cumsum(np.log(odds))
     elif last == size:
@@ -251,14 +255,14 @@ def binomial_lower_tail(least: int, trials: int, rate: float) -> float:
 def binomial_rounding(trials: int) -> float:
     """Return a bound on the relative error of both binomial tails.
 
-    Measured against sums in mpmath with up to 10⁹ trials, the error is at most a tenth of this.
-    `scipy.special.bdtrc` is not accurate enough: from 10⁶ trials on it errs by 4e-4.
+    Compared with sums in mpmath of up to 10⁹ trials, the error is at most a tenth of the bound.
+    `scipy.special.bdtrc` is not accurate enough: from 10⁶ trials on, its error is 4e-4.
     """
     return 1e-13 + 1e-15 * trials
 
 
 def _swapped(pair: Pair) -> Pair:
-    """Return (Q, P), mirrored at x = 0 so that its loss grows with x."""
+    """Return the pair (Q, P), mirrored at x = 0 so that its loss grows with x."""
     return Pair(
         centres=-pair.centres,
         base=pair.weights,

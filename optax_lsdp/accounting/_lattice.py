@@ -2,9 +2,9 @@
 
 `pessimistic_lattice` and `optimistic_lattice` round one step's privacy loss to whole multiples of
 the mesh h. `convolve` adds up the losses of all steps: it tilts the masses p at losses ℓ to
-p·e^(θℓ − K(θ)), convolves them by FFT, and tilts back. Without the tilt, the FFT's rounding errors
-would swamp the tail that δ consists of. With θ near the Chernoff optimum, that tail becomes the
-bulk of the distribution.
+p·e^(θℓ − K(θ)), where K(θ) makes their sum 1, convolves the tilted masses by FFT, and tilts back.
+Without the tilt, the FFT's rounding errors would swamp the tail that determines δ. With θ near the
+Chernoff optimum, this tail becomes the bulk of the distribution.
 
 Every error is bounded and added on the safe side: towards larger δ in upper bounds, and towards
 smaller δ in lower bounds.
@@ -28,7 +28,7 @@ _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summ
 
 
 class Lattice(NamedTuple):
-    """Masses of P at losses `positions`·h and at ∞.
+    """The mass of P at each loss `positions`·h, and at an infinite loss.
 
     Attributes:
         positions: whole numbers.
@@ -46,7 +46,7 @@ class Lattice(NamedTuple):
 def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return a lattice whose hockey-stick divergence is at least the step's, at every ε.
 
-    See `_connect_dots` for how. The step's pairs contribute in proportion to their probabilities.
+    `_connect_dots` explains why. The step's pairs contribute in proportion to their probabilities.
     """
     parts = []
     for weight, pair in step:
@@ -66,15 +66,15 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
     """Move the mass of each cell to the cell's two ends, so that divergences can only grow.
 
     A cell [ℓ, ℓ′] with masses P and Q gives u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)) to its upper end and
-    P − u to its lower end. The two ends then have the cell's P and the cell's Q. This spreads P/Q
-    about its mean under Q. A divergence is convex in P/Q, so it grows at every ε, and also after
-    composition (Doroshenko et al. 2022, Connect the Dots).
+    P − u to its lower end. The two ends together then have the cell's masses P and Q. This spreads
+    P/Q about its mean under Q. A divergence is convex in P/Q, so the divergence grows at every ε,
+    before and after composition (Doroshenko et al. 2022, Connect the Dots).
 
-    Mass below the lattice moves up to the lowest end, mass above it moves to infinity, and bounds
-    on rounding errors are added to P and u. Cells have the width of the mesh near zero, and a fixed
-    share of the loss further out. The ends of cells are known up to a loss of s. With e^(−s)Q for
-    Q, no loss of a cell is below its lower end, and none is above its upper end by more than 2s.
-    The slack of 3s covers both.
+    Mass below the lattice moves up to the lowest end, and mass above the lattice moves to infinity.
+    Bounds on rounding errors are added to P and u. Near zero, a cell is as wide as the mesh.
+    Further out, its width is a fixed share of the loss. The losses at the ends of cells are known
+    up to an error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and no
+    loss exceeds the cell's upper end by more than 2s. The slack of 3s covers both errors.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
@@ -98,7 +98,10 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses, their mirror image with P and Q exchanged, and the rest at 0."""
+    """Return the positive losses and their mirror image, which has P and Q exchanged.
+
+    All other mass moves to 0.
+    """
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -112,12 +115,12 @@ def _fold(lattice: Lattice, mesh: float) -> Lattice:
 def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return a lattice whose hockey-stick divergence is at most the pair's, at every ε.
 
-    A divergence is convex in α = e^ε. If all losses are on the lattice, it is also linear between
-    lattice points. In each cell, the chord of the pair's divergence is above the divergence by at
-    most its distance from a tangent. Each lattice point is lowered by the larger of these
-    distances in the two cells that meet there, so every chord is below the divergence. The largest
-    convex function below the lowered points, which is 1 at α = 0 and 0 at the last positive point,
-    is the divergence of a distribution on the lattice. Its slopes give the masses.
+    A divergence is convex in α = e^ε. If all losses are on the lattice, the divergence is also
+    linear between lattice points. In each cell, the chord of the pair's divergence is above the
+    divergence by at most the chord's distance from a tangent. Each lattice point is lowered by the
+    larger of the distances in its two cells, so every chord is below the divergence. Now take the
+    largest convex function below the lowered points that is 1 at α = 0 and 0 at the last positive
+    point. It is the divergence of a distribution on the lattice, and its slopes give the masses.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
@@ -148,7 +151,10 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence at α = e^loss and its slope in α, less 1 − α in cells left of 0."""
+    """Return the divergence at α = e^loss, and its slope in α.
+
+    In cells left of 0, 1 − α is subtracted from the divergence first.
+    """
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base
@@ -169,11 +175,11 @@ def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
 
 
 def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Φ(b) − Φ(a) between consecutive rows, and a bound on the error of each.
+    """Return Φ(b) − Φ(a) for consecutive rows a and b, and a bound on the error of each.
 
     Differences are taken in the nearer tail, where Φ is small. The relative error of `ndtr` grows
-    with its exponent x²/2. Measured against mpmath, it is at most 1.05·ε·(4 + x²), and a difference
-    has two such errors.
+    with its exponent x²/2. Against mpmath, the measured error is at most 1.05·ε·(4 + x²), where ε
+    is the machine precision. A difference has two such errors.
     """
     left, right = ends[:-1], ends[1:]
     far = np.where(left > 0, -left, right)
@@ -183,7 +189,15 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Sums(NamedTuple):
-    """δ(ε)/weight, a bound on its error, weight, e^(−θNh), and the log of a safety factor."""
+    """Sums over all frequencies; see `TiltedSum`.
+
+    Attributes:
+        value: δ(ε)/weight.
+        error: a bound on the error of `value`.
+        weight: e^(log_scale − θs₀), where s₀ is the smallest loss above ε on the lattice.
+        wrapped: e^(−θNh).
+        growth: the logarithm of a factor that covers rounding errors.
+    """
 
     value: np.ndarray
     error: np.ndarray
@@ -195,14 +209,15 @@ class _Sums(NamedTuple):
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    There is one sum per row of counts. Arrays have one entry or row per sum, and one column per
-    frequency where they depend on the frequency.
+    There is one sum for each row of `counts` in `convolve`. Arrays have one row for each sum and,
+    if they depend on the frequency, one column for each frequency. φⱼ is the j-th Fourier
+    coefficient of the tilted masses of one step, and T is how often the step is taken.
 
     Attributes:
         mesh: h, the spacing of the lattice.
         tilt: θ.
         size: N, the length of the FFT. Losses that differ by N·h are not distinguished.
-        log_scale: Σ T·K(θ). The mass of P at s is the tilted mass times e^(log_scale − θs).
+        log_scale: Σ T·K(θ). The mass of P at loss s is the tilted mass times e^(log_scale − θs).
         frequencies: the whole numbers j of the coefficients that are kept.
         gaps: Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, where r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
         ends: Π φⱼ^T/((1 − r′)N).
@@ -210,7 +225,7 @@ class TiltedSum(NamedTuple):
         growth: a bound on the logarithm of the factor by which rounding may have changed masses.
         infinite: the mass of P at an infinite loss.
         slack: a bound on how far the true sum of losses can exceed the sum on the lattice.
-        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S, which bound its upper tail.
+        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S, to bound its upper tail.
     """
 
     mesh: float
@@ -246,17 +261,19 @@ class TiltedSum(NamedTuple):
     def _sums(self, epsilon: np.ndarray) -> _Sums:
         """Sum over all frequencies.
 
-        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT's residues are read as losses s in
-        (ε, ε + Nh]. The first of them, s₀, factors out the weight e^(log_scale − θs₀). What
-        remains, e^(−θs) and e^(−(θ + 1)s), are geometric series with the Fourier sums 1/(1 − r) and
-        1/(1 − r′). By Parseval's theorem no inverse FFT is needed.
+        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh. They are read
+        as losses s in the window (ε, ε + Nh]. If s₀ is the smallest of these losses, the weight
+        e^(log_scale − θs₀) is factored out. The remaining factors e^(−θs) and e^(−(θ + 1)s) are
+        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′). By Parseval's theorem no
+        inverse FFT is needed.
 
-        A loss above the window is read too low. Its true share of δ is at most weight·e^(−θNh),
-        which upper bounds add. It adds at most weight times its tilted mass, which a Chernoff bound
-        limits and lower bounds subtract. Losses below the window are read too high. They add at
-        most Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
+        Losses above the window are read too low. Their true contribution to δ is at most
+        weight·e^(−θNh), so upper bounds add this term. The contribution that is read is at most
+        weight times their tilted mass. A Chernoff bound limits this mass, and lower bounds subtract
+        the limit. Losses below the window are read too high. They contribute at most
+        Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), so lower bounds subtract this term.
         """
-        epsilon = np.minimum(epsilon, 1e15 * self.mesh)  # δ only decreases beyond
+        epsilon = np.minimum(epsilon, 1e15 * self.mesh)  # beyond this limit, δ only decreases
         first = np.floor(epsilon / self.mesh).astype(np.int64) + 1
         start = first * self.mesh
         window = self.size * self.mesh
@@ -276,14 +293,17 @@ class TiltedSum(NamedTuple):
 def convolve(
     lattices: Sequence[Lattice], counts: np.ndarray, settings: LatticeSettings
 ) -> TiltedSum:
-    """Convolve tilted losses, each as many times as a row of `counts` says, and bound the errors.
+    """Convolve the tilted losses of all steps, and bound the errors.
+
+    Each row of `counts` says how often each step is taken, and gives one sum.
 
     Every input of an FFT reaches every output through log₂N additions and multiplications by
-    numbers of modulus 1. So for inputs of sum 1 an output errs by at most η = 8·log₂N·ε, where ε
-    is the machine precision. Its T-th power errs by T·η·(|φ| + η)^(T − 1), and by a relative
-    ε·(T|log φ| + 16) for the power's own arithmetic. A tilted mass is exact up to a factor e^(ε·c),
-    where c is the size of its exponents; T such factors multiply. Dropped coefficients add at most
-    e^(−42) to the mean of all.
+    numbers of modulus 1. So, for inputs that sum to 1, the error of an output φ is at most
+    η = 8·log₂N·ε, where ε is the machine precision. The error of φ^T is at most
+    T·η·(|φ| + η)^(T − 1), plus a relative error of ε·(T|log φ| + 16) from computing the power. A
+    tilted mass is exact up to a factor e^(ε·c), where c is the size of its exponents. T such
+    factors multiply. The Fourier coefficients that are dropped add at most e^(−42) to the mean of
+    all coefficients.
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)
@@ -306,7 +326,7 @@ def convolve(
     spectrum = np.array([one[kept] for one in spectra])
     log_spectrum = np.log(np.where(spectrum == 0, 1e-300, spectrum))
     bounds = np.abs(spectrum) + eta
-    sides = np.where((kept == 0) | (2 * kept == size), 1.0, 2.0) / size  # 2: with the conjugate
+    sides = np.where((kept == 0) | (2 * kept == size), 1.0, 2.0) / size  # 2 adds the conjugate
     angles = 2j * math.pi / size * kept
     end = 1 / -np.expm1(-(tilt + 1) * mesh + angles)
     gap = np.exp(-tilt * mesh + angles) * math.expm1(-mesh) / np.expm1(-tilt * mesh + angles) * end

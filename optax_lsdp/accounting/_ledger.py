@@ -1,4 +1,4 @@
-"""The ledger: the steps that were really taken, and what they have cost at any time."""
+"""The ledger: a record of the steps that a run has taken, and of the ε that they have spent."""
 
 import json
 import math
@@ -22,17 +22,17 @@ from optax_lsdp.accounting._composition import (
 from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _VERSION = 1
-_LONGEST = 10**8  # steps of a curve
-_RATIO = 5e-4  # between consecutive numbers of steps at which a curve is computed
+_LONGEST = 10**8  # most steps of a curve
+_RATIO = 5e-4  # relative distance of the numbers of steps at which a curve is computed
 
 
 class Ledger(Mechanism):
-    """The phases that were really taken. Steps are appended and never changed.
+    """A record of the steps that a run has taken. Steps are appended and never changed.
 
-    A ledger answers the same questions as a `SampledGaussian`, and no question changes it. Steps
-    that equal the last ones are merged into one phase, so a ledger of 10⁵ equal steps is as small
-    as a ledger of one. Shuffled batches are merged only if they `continue` an epoch: otherwise
-    each part of an epoch counts as a whole epoch.
+    A ledger has the methods of a `SampledGaussian`, such as `epsilon`, and none of them changes the
+    ledger. Steps that equal the last step are merged into one phase, so a ledger of 10⁵ equal steps
+    is as small as a ledger of one step. Shuffled batches are merged only if they are appended with
+    `continues=True`. Otherwise each part of an epoch counts as a whole epoch.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -56,17 +56,17 @@ class Ledger(Mechanism):
 
         Args:
             phase: one or more equal steps.
-            continues: whether shuffled batches continue the order of the last phase.
+            continues: whether shuffled batches continue the epochs of the last phase.
         """
         if not isinstance(phase, SampledGaussian):
             raise TypeError(
-                f"`phase` must be a SampledGaussian, got {phase!r}; append phases one by one."
+                f"`phase` must be a SampledGaussian, got {phase!r}; append each phase separately."
             )
         can_merge = continues or not SCHEMES[phase.sampling].once_per_epoch
         if phase is self._last and can_merge:  # the usual case, made fast
             self._steps[-1] += phase.steps
             return
-        Composition((*self._kinds[:1], phase))  # raises if their guarantees differ
+        Composition((*self._kinds[:1], phase))  # raises if relations or group sizes differ
         kind = replace(phase, steps=1)
         if self._kinds and self._kinds[-1] == kind and can_merge:
             self._steps[-1] += phase.steps
@@ -89,13 +89,14 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return an upper bound on ε after each step.
 
-        ε is computed after some steps; each step in between gets the value of the next of these.
+        ε is computed only after some of the steps. Every other step gets the ε of the next step at
+        which ε is computed.
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
             raise ValueError(
-                f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}; ask for "
-                "`epsilon` at the end."
+                f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}; call "
+                "`epsilon` for the ε after the last step."
             )
         return _epsilon_curve(self.phases, delta)
 
@@ -107,7 +108,9 @@ class Ledger(Mechanism):
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:
-            raise ValueError("`remaining_steps` must follow a step that it can repeat; append one.")
+            raise ValueError(
+                "`remaining_steps` must follow a step, got an empty ledger; append a step first."
+            )
         past, next_step = Composition(simplify(self.parts)), self._kinds[-1]
 
         def spent(steps: int) -> float:
@@ -122,31 +125,31 @@ class Ledger(Mechanism):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the ledger that `to_json` wrote; refuse a text that is anything else."""
+        """Return the ledger that `to_json` wrote as `text`. Refuse any other text."""
         try:
             found = read_json(text)
             version, phases = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
-                "pass it on unchanged."
+                "pass the return value of to_json unchanged."
             ) from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
                 f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
-                "read it with the optax_lsdp that wrote it, or a newer one."
+                "read it with the version of optax_lsdp that wrote it, or with a newer version."
             )
         if set(found) != {"optax_lsdp_ledger", "phases"}:
             raise ValueError(
                 "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', got "
-                f"{str(sorted(found))[:200]}; pass on what to_json returned."
+                f"{str(sorted(found))[:200]}; pass the return value of to_json unchanged."
             )
         known = {field.name for field in fields(SampledGaussian)}
         for phase in phases if isinstance(phases, list) else [str(phases)]:
             if not isinstance(phase, dict) or set(phase) != known:
                 raise ValueError(
                     f"`text` must have phases with the keys {sorted(known)}, got "
-                    f"{str(phase)[:200]}; pass on what to_json returned."
+                    f"{str(phase)[:200]}; pass the return value of to_json unchanged."
                 )
         return cls(SampledGaussian(**phase) for phase in phases)
 
@@ -160,7 +163,7 @@ class Ledger(Mechanism):
 def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
-    ε is computed at `_knots`, in blocks within which the number of steps at most doubles. The
+    ε is computed at `_knots`, in blocks within which the number of steps less than doubles. The
     Fourier coefficients of a block are computed once and raised to one power per knot.
     """
     total = sum(phase.steps for phase in phases)
@@ -170,8 +173,9 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
         return np.zeros(0)
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
         raise ValueError(
-            f"`group_size` must be 1 for a curve, got {kinds[0].group_size!r}, because groups have "
-            "no analysis of their own here; ask for ε at the steps of interest."
+            f"`group_size` must be 1 for a curve, got {kinds[0].group_size!r}, because only the "
+            "general bound covers these groups; call `epsilon` of a ledger that ends at the step "
+            "of interest."
         )
     knots = _knots(total)
     counts = _counts(phases, kinds, knots)
@@ -193,7 +197,7 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
 
 
 def _knots(total: int) -> np.ndarray:
-    """Return rising numbers of steps from 1 to `total`: all the small ones, fewer large ones."""
+    """Return increasing numbers of steps from 1 to `total`: all small numbers, fewer large ones."""
     knots = [1]
     while knots[-1] < total:
         knots.append(min(total, max(knots[-1] + 1, math.floor(knots[-1] * (1 + _RATIO)))))
@@ -201,7 +205,7 @@ def _knots(total: int) -> np.ndarray:
 
 
 def _blocks(knots: np.ndarray) -> list[slice]:
-    """Cut the knots into blocks within which they less than double."""
+    """Cut the knots into blocks within which the number of steps less than doubles."""
     cuts, start = [], 0
     while start < len(knots):
         end = int(np.searchsorted(knots, 2 * knots[start]))
@@ -213,7 +217,10 @@ def _blocks(knots: np.ndarray) -> list[slice]:
 def _counts(
     phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
 ) -> np.ndarray:
-    """Return how many steps of each kind were taken at each knot; epochs if each counts whole."""
+    """Return how many steps of each kind were taken up to each knot.
+
+    For schemes that use each example at most once per epoch, count epochs instead, rounded up.
+    """
     counts = np.zeros((len(knots), len(kinds)))
     before = 0
     for phase in phases:

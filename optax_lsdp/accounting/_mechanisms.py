@@ -1,9 +1,9 @@
-"""The mechanisms that the accountant knows: what training releases, and what that guarantees.
+"""The mechanisms whose privacy the accountant can compute.
 
 `SampledGaussian` is Gaussian noise on clipped sums over sampled batches. `DiscreteGaussian` is
-discrete Gaussian noise on full batches. A new mechanism belongs here. If its steps have a
-dominating pair, it is a `Mechanism` and gets that pair in `_analysis`. Otherwise, like
-`DiscreteGaussian`, it has `epsilon` and `delta` with a proof of its own.
+discrete Gaussian noise on full batches. To add a mechanism whose steps have a dominating pair,
+derive it from `Mechanism` and add the pair to `_analysis`. A mechanism without a dominating pair
+needs its own `epsilon` and `delta`, as `DiscreteGaussian` has.
 """
 
 import math
@@ -28,8 +28,8 @@ from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import analyse
 from optax_lsdp.accounting._composition import Mechanism
 
-_ROUNDING = 1e-9  # relative amount added to bounds of discrete noise against rounding
-DEFAULT_RELATION = cast(Neighbouring, None)  # `SampledGaussian` replaces it by the default
+_ROUNDING = 1e-9  # relative amount that covers rounding in bounds for discrete noise
+DEFAULT_RELATION = cast(Neighbouring, None)  # `SampledGaussian` replaces None by the default
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SampledGaussian(Mechanism):
     """A phase of `steps` noisy clipped sums, each over a sampled batch.
 
     Attributes:
-        noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C,
-            the largest norm that one example can contribute (√ΣC² with groups of parameters). z
-            has the same meaning for every relation: the accountant itself considers that replacing
-            an example can move the sum by 2C.
+        noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C.
+            C is the largest norm that one example can contribute. If groups of parameters are
+            clipped separately, to norms Cᵢ, C is √ΣCᵢ². z has the same meaning for every relation:
+            with "replace_one", the accountant itself considers that the sum can move by 2C.
         sampling_rate: q, the expected share of the dataset in a batch.
         steps: T, the number of noisy sums that are released.
         sampling: the sampling scheme:
@@ -50,15 +50,15 @@ class SampledGaussian(Mechanism):
             "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch, in any order. No tight
             analysis is known. The reported ε holds for every order, as if the attacker knew which
             batch contains each example.
-        neighbouring: the neighbouring relation, that is, how two datasets differ that an attacker
-            must not tell apart:
-            "add_remove": one of them has one example more;
-            "zero_out": a blank that contributes nothing takes the place of one example;
-            "replace_one": one example has another value.
-            The default is "add_remove" if the scheme has an analysis for it. Otherwise there is
-            no default.
-        max_batch_size: larger Poisson batches are truncated to this size, uniformly at random.
-        dataset_size: n, needed with `max_batch_size`.
+        neighbouring: the neighbouring relation. An attacker must not be able to distinguish two
+            datasets that differ in this way:
+            "add_remove": one dataset has one more example;
+            "zero_out": one example is replaced by a blank that contributes nothing;
+            "replace_one": one example has a different value.
+            The default is "add_remove" with the schemes "poisson" and "full". Other schemes have no
+            default.
+        max_batch_size: larger Poisson batches are truncated to a random subset of this size.
+        dataset_size: n, required with `max_batch_size`.
         group_size: how many examples one person contributes; see `group`.
 
     Every answer errs towards a larger ε. The accountant ignores sampling if one example can move
@@ -100,10 +100,10 @@ class SampledGaussian(Mechanism):
             object.__setattr__(self, "neighbouring", scheme.default_neighbouring)
         if self.neighbouring not in scheme.neighbouring:
             choices = " or ".join(map(repr, scheme.neighbouring))
-            why = "there is no default" if self.neighbouring is None else "nothing else is analysed"
+            why = "there is no default" if self.neighbouring is None else "no other is analysed"
             raise ValueError(
                 f"`neighbouring` must be {choices} with sampling={self.sampling!r}, "
-                f"got {self.neighbouring!r}; {why}."
+                f"got {self.neighbouring!r}, but {why}; pass {choices}."
             )
         if scheme.whole_dataset and self.sampling_rate != 1:
             raise ValueError(
@@ -126,12 +126,12 @@ class SampledGaussian(Mechanism):
 
     @property
     def phases(self) -> tuple[Self, ...]:
-        """This phase alone."""
+        """This phase, as a tuple of one phase."""
         return (self,)
 
     @property
     def mu(self) -> float | None:
-        """μ of the Gaussian mechanism that is exactly as private, or None if there is none."""
+        """μ if the accountant treats this phase as one Gaussian mechanism, otherwise None."""
         return analyse(self).mu if self.steps else 0.0
 
     def group(self, size: int) -> Self:
@@ -144,15 +144,17 @@ class SampledGaussian(Mechanism):
 class DiscreteGaussian:
     """Steps of `discrete.add_discrete_gaussian_noise` on full batches.
 
-    In any dimension, each step satisfies ½/z²-zero-concentrated differential privacy, just as with
-    continuous noise. T steps have ρ = T/2z², or four times that if the relation is "replace_one".
-    Then ε = min over α of αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound. The
-    result is somewhat larger than for continuous noise, which has an exact analysis.
+    In any dimension, each step satisfies ρ-zero-concentrated differential privacy with
+    ρ = 1/(2z²), just as with continuous noise. T steps together have ρ = T/(2z²). With
+    "replace_one", ρ is four times as large. Then ε = min over α > 1 of
+    αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound. This ε is somewhat larger than
+    the ε of continuous noise, which has an exact analysis.
 
     Args:
-        noise_multiplier: z, the noise in units of the sensitivity.
-        steps: T.
-        sampling: must be "full": the accountant has no analysis of discrete noise with sampling.
+        noise_multiplier: z, the scale of the noise, divided by the largest norm that one example
+            can contribute.
+        steps: T, the number of noisy sums that are released.
+        sampling: must be "full". The accountant has no analysis of discrete noise with sampling.
         neighbouring: the neighbouring relation; see `SampledGaussian`. The dataset's size is
             public.
 
@@ -173,14 +175,14 @@ class DiscreteGaussian:
         check_whole("steps", self.steps)
         if self.sampling != "full":
             raise ValueError(
-                f'`sampling` must be "full", got {self.sampling!r}; discrete noise on sampled '
-                "batches is not analysed: use `SampledGaussian` with `add_gaussian_noise`."
+                f'`sampling` must be "full", got {self.sampling!r}, because discrete noise on '
+                "sampled batches has no analysis; use `add_gaussian_noise` and `SampledGaussian`."
             )
         check_choice("neighbouring", self.neighbouring, SCHEMES["full"].neighbouring)
 
     @property
     def rho(self) -> float:
-        """The ρ of zero-concentrated differential privacy."""
+        """ρ of zero-concentrated differential privacy, for all steps together."""
         shift = RELATIONS[self.neighbouring].sensitivity / float(self.noise_multiplier)
         return self.steps * shift * shift / 2
 
@@ -210,7 +212,7 @@ class DiscreteGaussian:
 
 
 def _smallest(bound: Callable[[float], float]) -> float:
-    """Return nearly the minimum of a family of valid bounds, so the result is valid too."""
+    """Return a value of `bound` near its minimum. Every value of `bound` is a valid bound."""
     return float(minimize_scalar(bound, bounds=(-20.0, 30.0), method="bounded").fun)
 
 
@@ -223,8 +225,8 @@ def steps_of_epochs(
         epochs: the number of passes over the data, not necessarily whole.
         dataset_size: n.
         batch_size: b, the expected or fixed size of a batch.
-        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. An epoch of
-            shuffled batches has ⌊n/b⌋ steps and leaves out the remaining examples.
+        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. With
+            shuffled batches, an epoch has ⌊n/b⌋ steps and leaves out the remaining examples.
 
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
     14063
@@ -237,12 +239,12 @@ def steps_of_epochs(
     check_choice("sampling", sampling, SCHEMES)
     if batch_size > dataset_size:
         raise ValueError(
-            f"`batch_size` must be at most `dataset_size`, got {batch_size} of {dataset_size}."
+            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size}."
         )
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > MOST_STEPS:
         raise ValueError(
-            f"`epochs` must take at most {MOST_STEPS:.0e} steps, got {epochs!r}, which takes "
-            f"{steps:.2g}; lower it or raise `batch_size`."
+            f"`epochs` must take at most {MOST_STEPS:.0e} steps, got {epochs!r}, that is, "
+            f"{steps:.2g} steps; lower `epochs` or raise `batch_size`."
         )
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11

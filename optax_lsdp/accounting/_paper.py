@@ -1,8 +1,9 @@
-"""The noise of Theorem 1 in the paper DP-LSSGD, its conditions, and the true ε of that noise.
+"""Theorem 1 of the DP-LSSGD paper: its noise, its conditions, and the true ε of its noise.
 
-Wang et al. 2019, DP-LSSGD. The theorem demands noise ν² = 20TαG²/(μn²ε) on the mean, where
-α = log(1/δ)/((1 − μ)ε) + 1. With S = 5b²Tα/(μn²ε), its conditions are α ≤ log(n/(b(1 + S))) and
-S ≥ 1.5.
+The paper is Wang et al. 2019, DP-LSSGD. There are n examples, T steps and batches of b examples,
+and G bounds the norm of one example's gradient. For any μ in (0, 1), the theorem demands noise of
+variance ν² = 20TαG²/(μn²ε) on the mean gradient, where α = log(1/δ)/((1 − μ)ε) + 1. With
+S = 5b²Tα/(μn²ε), its conditions are α ≤ log(n/(b(1 + S))) and S ≥ 1.5.
 """
 
 import math
@@ -24,13 +25,13 @@ class PaperNoise(NamedTuple):
             gradient.
         noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
         alpha: α, the order of the Rényi divergence.
-        mu: μ, which splits the budget.
-        largest_alpha: the right-hand side of the first condition, α ≤ largest_alpha.
-        spread: S of the second condition, S ≥ 1.5.
+        mu: μ in (0, 1), the theorem's parameter that splits the budget.
+        largest_alpha: log(n/(b(1 + S))). The first condition is α ≤ largest_alpha.
+        spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
-        poisson_epsilon: the true ε with Poisson batches, if one example is added or removed.
-        fixed_size_epsilon: an upper bound on the true ε with batches without replacement, if one
-            example is replaced.
+        poisson_epsilon: the true ε with Poisson batches and the relation "add_remove".
+        fixed_size_epsilon: an upper bound on the true ε with fixed-size batches without replacement
+            and the relation "replace_one".
     """
 
     noise_stddev: float
@@ -55,18 +56,19 @@ def paper_noise(
     mu: float | None = None,
     number_alone: bool = False,
 ) -> PaperNoise:
-    """Return the noise of the paper's Theorem 1, or raise a ValueError if its conditions fail.
+    """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
     Args:
-        epsilon: the ε that the theorem shall guarantee.
-        delta: the δ that the theorem shall guarantee.
+        epsilon: the ε that the theorem should guarantee.
+        delta: the δ that the theorem should guarantee.
         dataset_size: n.
         batch_size: b.
         steps: T.
         lipschitz: G, the largest norm of one example's gradient; the clip norm.
-        mu: μ in (0, 1). The default is the μ with the least noise.
+        mu: μ in (0, 1). The default is the μ with the least noise among those that satisfy the
+            conditions.
         number_alone: return the noise even if the conditions fail. The theorem then guarantees
-            nothing; see the true ε in the result.
+            nothing. The result still contains the true ε.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,
@@ -142,7 +144,7 @@ class _TheoremSetting(NamedTuple):
 
     def terms(self, epsilon: float, mu: np.ndarray) -> _Terms:
         """Return every term of the theorem at each μ, for G = 1."""
-        with np.errstate(over="ignore", divide="ignore"):  # ∞ fails both conditions
+        with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
             alpha = -math.log(self.delta) / ((1 - mu) * epsilon) + 1
             share = self.steps * alpha / (mu * self.size**2 * epsilon)
             spread = 5 * self.batch**2 * share
@@ -153,7 +155,7 @@ class _TheoremSetting(NamedTuple):
 
 
 def _refusal(setting: _TheoremSetting, epsilon: float, splits: np.ndarray) -> str:
-    """Return a message that says how far the conditions fail, and at which ε they hold first."""
+    """Return a message: by how much the conditions fail, and the smallest ε at which they hold."""
     terms = setting.terms(epsilon, splits)
     short = np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)
     best = int(np.argmin(short))
@@ -165,12 +167,12 @@ def _refusal(setting: _TheoremSetting, epsilon: float, splits: np.ndarray) -> st
             middle = (low + high) / 2
             held = setting.terms(middle, splits).holds.any()
             low, high = (low, middle) if held else (middle, high)
-        remedy = f"both hold first at ε = {high:.2f}"
+        remedy = f"raise `epsilon` to {high:.2f}, where both first hold, or "
     else:
-        remedy = "no larger ε makes both hold"
+        remedy = ""
     return (
         f"`epsilon` must satisfy both conditions of Theorem 1, got {epsilon!r}: at the best μ, "
         f"{splits[best]:.3f}, α = {terms.alpha[best]:.2f} must be at most "
         f"{terms.largest_alpha[best]:.2f}, and S = {terms.spread[best]:.3g} at least 1.5; "
-        f"{remedy}; use calibrate_noise_multiplier, which has no such conditions."
+        f"{remedy}use calibrate_noise_multiplier, which has no such conditions."
     )

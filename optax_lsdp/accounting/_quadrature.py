@@ -1,8 +1,9 @@
 """The privacy loss at quadrature nodes: close to exact, but without a bound on its error.
 
-Nothing here carries the guarantee. The quadrature serves two purposes. It chooses the settings of
-the lattice (the tilt, the mesh, the window); bad settings make a bound loose, never wrong. And it
-gives a second, independent value of δ(ε), by a contour integral, to check the lattice against.
+The privacy guarantee does not depend on this module. The quadrature serves two purposes. First, it
+chooses the settings of the lattice: the tilt, the mesh and the window. Bad settings make a bound
+loose, never wrong. Second, a contour integral over the quadrature gives an independent value of
+δ(ε), which is compared with the lattice's value.
 """
 
 import math
@@ -16,18 +17,21 @@ from scipy.special import ndtri
 from optax_lsdp.accounting._dominating_pairs import Pair, Step
 
 _PANEL, _PANEL_WEIGHTS = np.polynomial.legendre.leggauss(12)
-_LOOSENESS = 1e-4  # the share of ε that the mesh may cost
-_CUT = 1e-5  # the share of δ that the cut tails of all steps may have together
-_STEEPEST = 1e6  # largest θ·ε; beyond it all losses are at their maximum and δ drops to zero
-_MOST_KINDS = 16  # different steps of which a quadrature is taken
-_FURTHEST = 1e15  # largest position on the lattice; int64 holds it
+_LOOSENESS = 1e-4  # the mesh may raise ε by this share
+_CUT = 1e-5  # share of δ that the tails cut off all steps may have
+_STEEPEST = 1e6  # largest θ·ε; beyond it, all losses are maximal and δ drops to zero
+_MOST_KINDS = 16  # most different steps that get a quadrature
+_FURTHEST = 1e15  # largest position on the lattice; it fits into int64
 _MOST_RESIDUES = 1_500_000  # lattice points in the window; more would take seconds
-_AGREEMENT = 1e-6  # relative, between the values of two spacings and of two lines
-_BLOCK, _MOST_POINTS = 32, 512  # of a contour integral; it gives up if it needs more
+_AGREEMENT = 1e-6  # largest relative difference between two spacings or two lines
+_BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral: in one step of the loop, and in all
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes and the masses of P there. A mass missing to 1 has loss zero."""
+    """Losses at quadrature nodes, and the mass of P at each node.
+
+    If the masses sum to less than 1, the rest of the mass has loss zero.
+    """
 
     losses: np.ndarray
     masses: np.ndarray
@@ -44,13 +48,14 @@ class LatticeSettings(NamedTuple):
         tilt: θ.
         mesh: h, the spacing of the lattice.
         window: the width of the interval in which losses are distinguished.
-        extra_tilt: a tilt in addition to θ that bounds the mass above the window.
-        per_octave: the number of cells between a loss and its double.
+        extra_tilt: a tilt that is added to θ to bound the mass above the window.
+        per_octave: the number of cells between a loss and twice that loss.
         quadratures: quadratures of the steps, and how often each step is taken.
         tail: the mass that is cut off each tail of a step's P.
-        epsilon: the ε, or the scale of losses, that the settings suit.
+        epsilon: the ε, or the scale of losses, for which the settings are chosen.
         log_delta: log δ at that ε.
-        cost: how much of ε the mesh may cost, more than intended where it had to be coarser.
+        cost: how much the mesh may add to ε. If the mesh had to be coarser than intended, this is
+            more than intended.
     """
 
     tilt: float
@@ -66,7 +71,7 @@ class LatticeSettings(NamedTuple):
 
 
 def quadrature(step: Step, tail: float) -> Quadrature:
-    """Return a step's losses at the nodes of a Gauss–Legendre rule, without a mass of `tail`."""
+    """Return a step's losses at Gauss–Legendre nodes, with a mass of `tail` cut off each tail."""
     parts = [_quadrature(weight, pair, tail / weight) for weight, pair in step if weight]
     return Quadrature(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
@@ -88,7 +93,7 @@ def _quadrature(weight: float, pair: Pair, tail: float) -> Quadrature:
 
 
 def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
-    """Return a low and a high point, beyond each of which P has a mass of at most `tail`."""
+    """Return two points: P has a mass of at most `tail` below the first, and above the second."""
     held = pair.weights > 0
     shares = tail / (pair.weights[held] * np.sum(held))
     reach = -ndtri(np.minimum(shares, 0.01))
@@ -98,7 +103,7 @@ def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
 def settings_for_epsilon(
     steps: Steps, delta: float, epsilon: float | None = None
 ) -> LatticeSettings:
-    """Return settings for finding the ε with δ(ε) = δ; `epsilon` is a guess of it, if known."""
+    """Return settings for finding the ε with δ(ε) = δ. `epsilon` may be a guess of this ε."""
     log_delta = math.log(delta)
     quadratures, tail = _quadratures(steps, log_delta)
 
@@ -111,7 +116,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings for finding δ(ε); a guess `log_delta` of it limits the tails to cut."""
+    """Return settings for finding δ(ε). `log_delta`, a guess of log δ(ε), limits the cut tails."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -125,9 +130,10 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 
 
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
-    """Return the steps' quadratures and the tail cut off them.
+    """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, neighbours in the list count as the widest among them.
+    If there are too many different steps, consecutive steps in the list share the quadrature of the
+    widest among them.
     """
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
@@ -169,9 +175,10 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
 
 
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
-    """Return the smallest log δ that the Chernoff bound with θ gives, and the ε of that minimum.
+    """Return the Chernoff bound on log δ at the ε for which θ is the best tilt, and this ε.
 
-    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion from Rényi divergence.
+    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion from Rényi divergence, where K
+    is log E_P[e^(θS)].
     """
     known = _cumulants(quadratures, tilt)
     epsilon = known.mean + math.log(tilt / (tilt + 1))
@@ -188,7 +195,7 @@ def _gentle_tilt(quadratures: Quadratures) -> float:
 
 
 def _root(decreasing: Callable[[float], float], low: float) -> float:
-    """Return the root above `low` of a decreasing function, or `low` if it is negative there."""
+    """Return the root of a decreasing function above `low`, or `low` if its value there is ≤ 0."""
     if decreasing(low) <= 0:
         return low
     for _ in range(60):
@@ -206,10 +213,10 @@ def _settings(
     log_delta: float,
     epsilon: float | None = None,
 ) -> LatticeSettings:
-    """Choose the mesh so that it costs no more than the intended share of ε.
+    """Return settings whose mesh, if possible, raises ε by no more than the intended share.
 
-    Rounding to the lattice adds a variance V to each step, which costs Σ T·V·(θ + 1)/2 of ε. V is
-    h²/6 where losses are larger than the mesh h, and h|ℓ| where they are smaller.
+    Rounding to the lattice adds a variance V to the loss of each step, which adds Σ T·V·(θ + 1)/2
+    to ε. V is h²/6 for losses ℓ that are larger than the mesh h, and h|ℓ| for smaller losses.
     """
     known = _cumulants(quadratures, tilt)
     scale = max(_chernoff(quadratures, tilt)[1], math.sqrt(known.variance))
@@ -252,8 +259,9 @@ def _window(
 ) -> tuple[float, float]:
     """Return an extra tilt and the window's width.
 
-    Over the window e^(−θs) falls to δ·e^(−25), and the tilted sum has a mass of at most e^(−20)
-    above the window. As on the lattice, the tail that is cut off counts at the largest loss.
+    Over the width of the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted
+    sum has a mass of at most e^(−20). As on the lattice, mass that is cut off counts with the
+    largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -275,8 +283,9 @@ def contour_delta(
 ) -> float | None:
     """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ, or None if unsure.
 
-    M(s) = Π E_P[e^(sL)]^T. The trapezoidal rule's spacing is such that e^(−θs) falls by e^(−decay)
-    over one period. The value is returned only if twice the spacing and another line agree with it.
+    M(s) = Π E_P[e^(sL)]^T. The spacing of the trapezoidal rule is πθ/decay. Even with twice this
+    spacing, the aliasing error is only of the order e^(−decay). The value is sure if the sums with
+    twice the spacing, and along a second line, agree with it.
     """
     spacing = math.pi * tilt / decay
     values = [
@@ -292,7 +301,10 @@ def contour_delta(
 def _trapezoids(
     quadratures: Quadratures, epsilon: float, line: float, spacing: float
 ) -> tuple[float, float]:
-    """Return the trapezoidal sums along one line with the spacing and twice the spacing, or NaN."""
+    """Return the trapezoidal sums along one line, with `spacing` and with twice `spacing`.
+
+    If the sums are not accurate, return NaN twice.
+    """
     terms = np.zeros(0)
     while len(terms) < _MOST_POINTS:
         heights = spacing * (len(terms) + np.arange(_BLOCK))
@@ -316,7 +328,7 @@ def _trapezoids(
 
 
 def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndarray:
-    """Return log E_P[e^(sL)] at s = line + i·heights, NaN where the nodes do not resolve e^(sL)."""
+    """Return log E_P[e^(sL)] at s = line + i·heights, or NaN if the nodes are too coarse."""
     losses, masses = nodes
     top = max(0.0, line * float(losses.max()))
     tilted = masses * np.exp(line * losses - top)

@@ -8,17 +8,17 @@ from optax_lsdp._schemes import RELATIONS, SCHEMES
 from optax_lsdp.accounting._analysis import steps_per_epoch
 from optax_lsdp.accounting._composition import Mechanism
 
-_LARGE = 8.0  # an ε above it gets the remark that it promises little
+_LARGE = 8.0  # above this ε, the statement says that ε promises little
 
 
 def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
-    """Return what a mechanism guarantees at δ, and everything that is assumed.
+    """Return in plain words what a mechanism guarantees at δ, and every assumption.
 
     Args:
-        mechanism: a `SampledGaussian`, a sum of them or a `Ledger`. All phases must sample in the
-            same way, otherwise a ValueError is raised. Their noise may differ.
+        mechanism: a `SampledGaussian`, a sum of several, or a `Ledger`. The phases may have
+            different noise. If they sample in different ways, a ValueError is raised.
         delta: δ.
-        reserved: the part of δ that is reserved for what the mechanism does not describe.
+        reserved: the part of δ that is reserved for events that `mechanism` does not describe.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> print(statement(SampledGaussian(1.1, 256 / 60_000, 14_100), 1e-5).splitlines()[0])
@@ -29,8 +29,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.phases}
     if len(alike) > 1:
         raise ValueError(
-            f"`mechanism` must sample in the same way in all its phases, got {alike!r}; ask for a "
-            "statement of each."
+            f"`mechanism` must sample in the same way in all its phases, got {alike!r}; call "
+            "`epsilon` for the total, and `statement` for each phase."
         )
     scheme = SCHEMES[phase.sampling]
     least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
@@ -74,7 +74,7 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
-    """Return a few digits of ε, rounded up, or rounded down if it is a lower bound.
+    """Return a few digits of ε, rounded up. With `is_lower_bound`, round down.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')

@@ -21,7 +21,7 @@ from optax_lsdp._schemes import RELATIONS, SCHEMES
 
 _EPILOG = """\
 How to read the answer. A training run is (ε, δ)-differentially private if one example makes no
-conclusion from its output more than e^ε times as probable, except with probability δ. The noise
+conclusion from the output more than e^ε times as probable, except with probability δ. The noise
 multiplier z is the standard deviation of the noise on the *sum* of clipped gradients, divided by
 the clip norm. δ should be well below one over the number of examples.
 
@@ -35,14 +35,14 @@ Examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one line."""
+    """A parser that reports a mistake in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Print the mistake and how to get help, and exit."""
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, error: ValueError) -> NoReturn:
-        """Print an error about arguments of a function as one about options, and exit."""
+        """Print an error with the names of options in place of arguments, and exit."""
         self.error(in_options(str(error)))
 
 
@@ -73,7 +73,7 @@ def number(
 
 
 def in_options(sentence: str) -> str:
-    """Return a sentence about arguments of a function as one about options of a command.
+    """Return a sentence with the names of function arguments replaced by the names of options.
 
     >>> in_options("`max_batch_size` must come with sampling='poisson', got None.")
     '--max-batch-size must come with --sampling poisson, got none'
@@ -84,7 +84,7 @@ def in_options(sentence: str) -> str:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a PNG file that can be written."""
+    """Return the path of a PNG file, or raise if the file cannot be written."""
     path = writable(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -92,12 +92,12 @@ def picture(text: str) -> Path:
 
 
 def writable(text: str) -> Path:
-    """Return the path of a file that can be written."""
+    """Return the path of a file, or raise if the file cannot be written."""
     path = Path(text)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"is a folder: {text!r}")
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
     if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}")
+        raise argparse.ArgumentTypeError(f"no such folder: {str(path.parent)!r}; create it first")
     return path
 
 
@@ -126,7 +126,7 @@ def _add_demo_options(command: Parser) -> None:
 
 
 def _add_run_options(command: Parser, target: str, meaning: str) -> None:
-    """Add the options that describe a training run; `target` is the noise or the budget."""
+    """Add the options that describe a training run. `target` is the noise or the budget."""
     schemes = (
         textwrap.fill(f"{name}: {scheme.describe()}.", 96, subsequent_indent="    ")
         for name, scheme in SCHEMES.items()
@@ -135,7 +135,7 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     command.formatter_class = argparse.RawDescriptionHelpFormatter
     for name, text in (
         ("dataset_size", "number of examples in the dataset"),
-        ("batch_size", "number of examples in a batch, or its expectation"),
+        ("batch_size", "fixed or expected number of examples in a batch"),
     ):
         command.add_argument(
             _option(name), type=_whole(name), metavar="N", required=True, help=text
@@ -146,7 +146,7 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
         "--epochs",
         type=number("epochs", check_positive),
         metavar="X",
-        help="passes over the data, of dataset size/batch size steps each (shuffled: rounded down)",
+        help="number of epochs of dataset size/batch size steps each (shuffled: rounded down)",
     )
     command.add_argument(
         _option(target),
@@ -180,7 +180,7 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
         "--max-batch-size",
         type=_whole("max_batch_size"),
         metavar="N",
-        help="larger Poisson batches are truncated to a random subset of N examples",
+        help="truncate larger Poisson batches to a random subset of N examples",
     )
     command.add_argument("--json", action="store_true", help="print JSON instead of words")
     command.add_argument(
@@ -219,11 +219,11 @@ COMMANDS = {
     ),
     "audit": Command(
         "attack this installation: clipping, noise, samplers, plans and whole steps",
-        "Search for neighbouring batches whose clipped sums are too far apart. Compare the clipped "
-        "sums of models that are hard to clip with sums of per-example gradients. Test noise at "
-        "distant steps, samplers, plans, resumed runs and eight devices. Try to tell steps with a "
-        "canary from steps without one. Each test of noise, samplers and steps rejects a correct "
-        "installation with probability 1e-5 at most.",
+        "Search for neighbouring batches whose clipped sums are too far apart. For models "
+        "that are hard to clip, compare the clipped sums with sums of per-example gradients. Test "
+        "noise at distant steps, samplers, plans, resumed runs and eight devices. Try to "
+        "distinguish steps with a canary from steps without a canary. Each test of noise, samplers "
+        "and steps rejects a correct installation with a probability of at most 1e-5.",
         _add_audit_options,
     ),
 }

@@ -8,7 +8,7 @@ from optax_lsdp.cli.epsilon import answer, read_run
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the smallest noise multiplier that keeps the budget, and what the run guarantees."""
+    """Print the smallest noise multiplier within the budget, and what the run guarantees."""
     unit, delta = read_run(args)
     try:
         noise_multiplier = calibrate_noise_multiplier(
@@ -23,6 +23,6 @@ def run(args: argparse.Namespace) -> None:
         )
     except ValueError as error:
         args.parser.refuse(error)
-    if not args.json:  # rounded up, since less noise would not suffice
+    if not args.json:  # round up, because less noise would not suffice
         print(f"Noise multiplier z = {show_epsilon(noise_multiplier, 6)}.\n")
     answer(args, replace(unit, noise_multiplier=noise_multiplier), delta)

@@ -23,7 +23,7 @@ from optax_lsdp.accounting import SampledGaussian, calibrate_noise_multiplier
 SMOOTHINGS = (0.0, 0.3, 1.0, 3.0)
 STEP_SIZES = (1.0, 2.0, 4.0, 8.0)
 CLIP_NORM = 1.0
-TRAIN, VALIDATION = 1257, 180  # the other 360 of the 1,797 images are for the test
+TRAIN, VALIDATION = 1257, 180  # the other 360 of the 1,797 images are for testing
 BAR = "{desc:20}{percentage:3.0f}%|{bar:30}| {n}/{total}, {remaining} left"
 
 
@@ -42,7 +42,7 @@ class DemoSettings(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Test accuracies of one model at one σ and the step size that is best on validation data."""
+    """Test accuracies of one model at one σ, with the step size that is best on validation data."""
 
     model: str
     smoothing: float
@@ -102,7 +102,10 @@ def load_data() -> Data:
 def trainer(
     model: nn.Module, data: Data, noise_multiplier: float, steps: int
 ) -> Callable[[jax.Array, float, float], jax.Array]:
-    """Return `train(keys, smoothing, step_size)`: validation and test accuracy for each key."""
+    """Return `train(keys, smoothing, step_size)`, which returns two accuracies for each key.
+
+    They are the accuracy on validation data and the accuracy on test data.
+    """
     training, *held_out = data
 
     def loss(params: optax.Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -140,7 +143,7 @@ def trainer(
 
 
 def compare(settings: DemoSettings, noise_multiplier: float) -> list[Result]:
-    """Train every model at every σ, with the step size that is best on validation data."""
+    """Train every model at every σ and step size. Keep the step size that validates best."""
     data = load_data()
     keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
     results = []
@@ -243,7 +246,7 @@ def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the statement and the table; write the figure and, with `--record`, the numbers."""
+    """Print the statement and the table. Write the figure and, with `--record`, the numbers."""
     settings = DemoSettings(args.epsilon, args.delta, args.steps, args.seeds)
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=settings.epsilon,

@@ -18,7 +18,7 @@ from optax_lsdp.accounting import (
 
 
 class Alternative(NamedTuple):
-    """ε at the same noise and batch size under another scheme or relation."""
+    """ε under one scheme and one relation, with the same noise and batch size."""
 
     sampling: Sampling
     neighbouring: Neighbouring
@@ -41,9 +41,7 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
         args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
     )
     if delta * size >= 1:
-        print(
-            f"--delta should be far below 1/n = {1 / size:.2g}: {delta:g} is not", file=sys.stderr
-        )
+        print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
         args.parser.error(
             f"--batch-size must be {size}, the whole dataset, with --sampling {args.sampling}"
@@ -64,7 +62,7 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
 
 
 def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -> None:
-    """Print what a run guarantees, and draw ε if `--plot` asks for it."""
+    """Print what a run guarantees. With `--plot`, also draw ε."""
     if args.plot:
         _plot(mechanism, delta, args.plot)
     others = _alternatives(mechanism, delta)
@@ -75,9 +73,9 @@ def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -
 
 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
-    """Return ε for all schemes with batches of this size, and all relations.
+    """Return ε for every scheme with batches of this size, and for every relation.
 
-    Of relations with the same sensitivity, only the first is listed.
+    If several relations have the same sensitivity, only the first of them is listed.
     """
     if mechanism.sampling_rate == 1:
         return []

@@ -247,15 +247,15 @@ BAD = {
     "relation": (lambda: build(1.0, 0.1, 1, ("poisson", "swap")), "`neighbouring` .* got 'swap'"),
     "no relation": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", None)),
-        "must be 'replace_one' with sampling='without_replacement', got None; there is no default",
+        "must be 'replace_one' with sampling='without_replacement', got None, but there is no",
     ),
     "no relation, shuffled": (
         lambda: build(1.0, 0.1, 1, ("shuffled", None)),
-        "must be 'zero_out' or 'replace_one' with sampling='shuffled', got None; there is no",
+        "must be 'zero_out' or 'replace_one' with sampling='shuffled', got None, but there is no",
     ),
     "no analysis": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", "add_remove")),
-        "must be 'replace_one' with sampling='without_replacement', got 'add_remove'; nothing else",
+        "must be 'replace_one' with sampling='without_replacement', got 'add_remove', but no",
     ),
     "shuffled, adding": (
         lambda: build(1.0, 0.1, 1, ("shuffled", "add_remove")),
@@ -279,7 +279,7 @@ BAD = {
     ),
     "batch larger than the dataset": (
         lambda: steps_of_epochs(1, dataset_size=3, batch_size=9),
-        "`batch_size` must be at most `dataset_size`, got 9 of 3",
+        "`batch_size` must be at most `dataset_size`, 3, got 9",
     ),
     "epochs of an unknown scheme": (
         lambda: steps_of_epochs(1, dataset_size=9, batch_size=3, sampling="sorted"),

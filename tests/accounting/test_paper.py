@@ -29,7 +29,7 @@ def test_noise_without_its_conditions_comes_with_the_true_epsilon(
 )
 def test_a_refusal_says_how_far_the_conditions_fail_and_where_they_hold(batch, steps, first):
     setting = {**SETTING, "batch_size": batch, "steps": steps}
-    with pytest.raises(ValueError, match=rf"α = 117\.12 must be .* first at ε = {first};"):
+    with pytest.raises(ValueError, match=rf"α = 117\.12 must be .* to {first}, where both"):
         paper_noise(epsilon=0.1, **setting)
     for epsilon, holds in ((float(first) - 0.02, False), (float(first) + 0.02, True)):
         if holds:

@@ -228,7 +228,7 @@ def test_updates_and_arguments_that_allow_no_exact_noise_are_refused():
         quantized_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
     with pytest.raises(ValueError, match="`noise_multiplier` must keep the noise at"):
         add_discrete_gaussian_noise(1e4, key=jax.random.key(0)).update(total, link.init(None))
-    with pytest.raises(ValueError, match="discrete noise on sampled batches is not analysed"):
+    with pytest.raises(ValueError, match="discrete noise on sampled batches has no analysis"):
         accounting.DiscreteGaussian(1.0, 10, sampling="poisson")
     with pytest.raises(ValueError, match="`mask` must be a bool array"):
         quantized(BATCH, jnp.ones(3, bool))
