@@ -213,8 +213,8 @@ class RunFolder:
         if version != FORMAT:
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got format {version} in "
-                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or start again "
-                "in another folder, and add the ε that the run in this folder has spent."
+                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or start "
+                "again in another folder, and add the ε that the run in this folder has spent."
             )
         if damage:
             warn_caller(

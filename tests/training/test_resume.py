@@ -162,7 +162,9 @@ def test_a_changed_fingerprint_is_named_and_gets_a_new_nonce(change, named, tmp_
         options["data"]["x"][7] += 1
     else:
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
-    with pytest.warns(UserWarning, match=f"with other {named}: it restarts from step") as caught:
+    with pytest.warns(
+        UserWarning, match=f"with different {named}: it restarts from step"
+    ) as caught:
         done = fit(folder=tmp_path, **options)
     assert {Path(warning.filename).name for warning in caught} == {"problem.py"}  # the caller
     after = Journal(tmp_path, 60)
@@ -295,7 +297,7 @@ def raising(example):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (raising, "must return example 123, but raised OSError"),
+        (raising, "must return example 123, got OSError"),
         (lambda example: {**example, "x": example["x"] * np.nan}, "infinity in example 123"),
         pytest.param(
             lambda example: {**example, "x": example["x"][:3]},
