@@ -1,4 +1,4 @@
-"""Plans: from one set of numbers, a sampler, a gradient, an optimizer and ε that agree."""
+"""Privacy plans: one set of settings gives a sampler, gradient, optimizer and ε that agree."""
 
 from optax_lsdp.planning._plan import PrivacyPlan
 from optax_lsdp.planning._settings import Piecewise

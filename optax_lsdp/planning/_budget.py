@@ -1,7 +1,7 @@
-"""The privacy budget of a plan: what its steps cost, and which steps it still covers.
+"""The privacy budget of a plan: what steps cost, and how many steps the budget still covers.
 
-A `Budget` holds the planned steps and the (ε, δ) that they may spend. It compares them with a
-`Ledger`, the record of the steps that a run has taken. It knows nothing else about the plan.
+A `Budget` holds the planned steps and the (ε, δ) that they may spend. Its methods compare the
+planned steps with a `Ledger`, the record of the steps that a run has taken.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optax_lsdp.accounting import (
 )
 from optax_lsdp.planning._settings import Piecewise
 
-RECORDED_AT_MOST = 2  # ledgers may hold this many times T steps, since restarts can repeat steps
+RECORDED_AT_MOST = 2  # a ledger may hold 2·T steps, because restarts can repeat steps
 _SHARED = {field.name for field in fields(SampledGaussian)} - {"noise_multiplier", "steps"}
 
 
@@ -35,8 +35,8 @@ class Budget:
 
     Attributes:
         mechanism: all planned steps.
-        epsilon: ε, at least that of the planned steps.
-        delta: δ, as the accountant uses it.
+        epsilon: the budget ε, at least the ε of the planned steps.
+        delta: the part of δ that covers the noise; see `PrivacyPlan.delta_of_noise`.
     """
 
     mechanism: Composition
@@ -49,7 +49,7 @@ class Budget:
         return sum(phase.steps for phase in self.mechanism.phases)
 
     def event(self, step: int) -> SampledGaussian:
-        """Return a planned step in the form that `Ledger.append` takes."""
+        """Return a planned step as an argument for `Ledger.append`."""
         check_whole("step", step, least=0)
         if step >= self.steps:
             raise ValueError(
@@ -60,7 +60,7 @@ class Budget:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the last step + 1 of each phase, and one step of each phase."""
+        """Return the end of each phase (its last step + 1), and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]
@@ -79,14 +79,14 @@ class Budget:
         return Ledger(self.mechanism.phases).epsilons(self.delta)
 
     def spent(self, ledger: Ledger) -> float:
-        """Return ε of all recorded steps."""
+        """Return the ε of all steps in the ledger."""
         _check_ledger(ledger)
         if self._follows_plan(ledger):
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta)
 
     def allows(self, ledger: Ledger, step: int) -> bool:
-        """Return whether the budget covers all recorded steps, followed by `step`."""
+        """Return whether the budget covers the steps in the ledger plus the planned step `step`."""
         _check_ledger(ledger)
         if ledger.steps == step < self.steps and self._follows_plan(ledger):
             return True
@@ -95,7 +95,7 @@ class Budget:
         return (ledger + self.event(step)).epsilon(self.delta) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, if they follow the recorded steps."""
+        """Return ε after each planned step from `step` on, added to the steps in the ledger."""
         _check_ledger(ledger)
         if ledger.steps == step and self._follows_plan(ledger):
             return np.minimum(self._curve[step:], self.epsilon)
@@ -103,11 +103,12 @@ class Budget:
         return whole.epsilons(self.delta)[ledger.steps :]
 
     def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
-        """Return how many of the planned steps from `step` on the budget covers.
+        """Return how many planned steps the budget still covers, starting at `step`.
 
         Args:
-            ledger: the recorded steps.
-            step: the next step; by default `ledger.steps`, as in a run that repeated no step.
+            ledger: the steps that the run has taken.
+            step: the next step. The default, `ledger.steps`, is right for a run that has repeated
+                no step.
         """
         _check_ledger(ledger)
         step = ledger.steps if step is None else step
@@ -128,7 +129,7 @@ class Budget:
                 yield replace(phase, steps=min(left, phase.steps))
 
     def _follows_plan(self, ledger: Ledger) -> bool:
-        """Return whether the recorded steps are the first planned steps, each taken once."""
+        """Return whether the steps in the ledger are the first planned steps, each taken once."""
         *whole, last = ledger.phases or (self.event(0),)
         planned = self.mechanism.phases
         return (
@@ -140,10 +141,10 @@ class Budget:
 
 
 def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) -> Composition:
-    """Return `steps` steps like `step`, whose noise multipliers follow the schedule `factors`."""
+    """Return `steps` copies of `step`, with noise multipliers scaled by the schedule `factors`."""
     factors = factors or Piecewise((0,), (1.0,))
     ends = [*factors.starts[1:], steps]
-    ledger = Ledger()  # it merges equal phases
+    ledger = Ledger()  # a ledger merges equal phases
     for start, end, factor in zip(factors.starts, ends, factors.values, strict=True):
         if start < steps:
             noise_multiplier, length = step.noise_multiplier * factor, min(end, steps) - start
@@ -165,19 +166,22 @@ def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
 def noise_and_epsilon(
     unit: Composition, delta: float, *, epsilon: float | None, noise_multiplier: float | None
 ) -> tuple[float, float]:
-    """Return the noise multiplier and the budget ε, and compute the one that is None.
+    """Return the noise multiplier and the budget ε. If one of them is None, compute it.
 
     Args:
-        unit: the planned steps with a noise multiplier of 1, times a schedule if there is one.
-        delta: δ, as the accountant uses it.
-        epsilon: the budget, or None: then it is the ε that the planned steps spend.
-        noise_multiplier: z, or None: then it is the smallest that stays within the budget.
+        unit: the planned steps for z = 1. With a noise schedule, z is multiplied by its factors.
+        delta: the part of δ that covers the noise; see `PrivacyPlan.delta_of_noise`.
+        epsilon: the budget. If None, it is the ε that the planned steps spend.
+        noise_multiplier: z. If None, it is the smallest z that stays within the budget.
     """
     if epsilon is not None:
         check_positive("epsilon", epsilon)
     if noise_multiplier is None:
         if epsilon is None:
-            raise ValueError("`epsilon` or `noise_multiplier` must be given, got neither.")
+            raise ValueError(
+                "`epsilon` or `noise_multiplier` must be given, got neither; pass one of the two, "
+                "and the plan computes the other."
+            )
         return _smallest_noise(unit, epsilon, delta), epsilon
     check_positive("noise_multiplier", noise_multiplier)
     steps = sum(phase.steps for phase in unit.phases)
@@ -185,13 +189,13 @@ def noise_and_epsilon(
     if spent == math.inf:
         raise ValueError(
             f"`noise_multiplier` must be large enough for a finite ε, got {noise_multiplier!r} for "
-            f"{steps} steps; leave it out and give `epsilon` to compute it."
+            f"{steps} steps; pass `epsilon` instead, and the plan computes the noise multiplier."
         )
     if epsilon is not None and spent > epsilon:
         raise ValueError(
             f"`epsilon` must be at least {spent:.6g}, the ε of {steps} steps with "
-            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; leave out one of the two to "
-            "compute it."
+            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; pass only one of the two, "
+            "and the plan computes the other."
         )
     return noise_multiplier, spent if epsilon is None else epsilon
 
@@ -209,6 +213,6 @@ def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
 def _check_ledger(ledger: object) -> None:
     if not isinstance(ledger, Ledger):
         raise TypeError(
-            f"`ledger` must be a Ledger, got {type(ledger).__name__}; take the one that `fit` "
-            "returns, or `Ledger()` if no step was taken."
+            f"`ledger` must be a Ledger, got {type(ledger).__name__}; pass the `ledger` of "
+            "the result of `fit`, or `Ledger()` if no step was taken."
         )

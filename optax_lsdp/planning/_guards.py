@@ -1,4 +1,4 @@
-"""Guards around a plan's gradient and optimizer: a mask for every batch, and no step too many."""
+"""Guards of a plan: the gradient needs a mask, and the optimizer takes only the planned steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Mask = jax.Array | np.ndarray
 
 
 def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
-    """Return the function, but refuse batches that may be padded and have no mask.
+    """Return `value_and_grad` with a check: batches that may be padded must have a mask.
 
-    Poisson batches are padded, and so are arrays longer than `room`. The function also refuses
-    batches with more than `room` examples, which no sampler of the plan draws.
+    Poisson batches may be padded, and so may batches longer than `room`. The returned function also
+    refuses batches with more than `room` examples, because no sampler of the plan draws such
+    batches.
     """
 
     def guarded(
@@ -35,10 +36,11 @@ def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) ->
             size = max((len(x) for x in jax.tree.leaves(batch) if jnp.shape(x)), default=0)
             if SCHEMES[sampling].random_size or size > room:
                 raise ValueError(
-                    f"`mask` must be given with {sampling!r} batches, which are padded, got none; "
-                    "pass the mask of `sampler.batch(step)`, or padding counts as examples."
+                    f"`mask` must be given with {sampling!r} batches that are padded, got none; "
+                    "pass the mask of `sampler.batch(step)`, so that padding does not count as "
+                    "examples."
                 )
-            mask = jnp.ones(size, bool)  # so small a batch has no padding
+            mask = jnp.ones(size, bool)  # a batch of at most `room` examples has no padding
         private, total = value_and_grad(params, batch, mask, **options)
         return private, total if len(mask) <= room else _within_room(total, mask, room)
 
@@ -46,11 +48,14 @@ def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) ->
 
 
 def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
-    """Raise if the mask counts more than `room` examples; inside `jit`, return NaN instead."""
+    """Return `total`, but raise if the mask has more than `room` examples.
+
+    Code inside `jit` cannot raise, so the result is NaN there.
+    """
     count = jnp.sum(mask)
     if not isinstance(count, jax.core.Tracer) and count > room:
         raise ValueError(
-            f"`mask` must count {room} examples at most, the plan's room for a batch, got {count}; "
+            f"`mask` must have at most {room} examples, the plan's room for a batch, got {count}; "
             "take batches and masks from `plan.sampler(key)`."
         )
     return jax.tree.map(lambda x: jnp.where(count <= room, x, jnp.nan), total)
@@ -59,7 +64,7 @@ def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
 def limit_steps(
     optimizer: optax.GradientTransformationExtraArgs, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer, but accept only sums with a mask, and at most `steps` updates."""
+    """Return an optimizer that accepts only sums with a mask, and takes at most `steps` steps."""
 
     def update(
         updates: optax.Updates,
@@ -73,8 +78,8 @@ def limit_steps(
         is_traced = isinstance(is_planned, jax.core.Tracer)
         if not (is_traced or is_planned):
             raise ValueError(
-                f"`state` must be of less than {steps} steps, the number that was planned, got one "
-                f"of {taken}; make a plan for more steps and start again."
+                f"`state` must have taken less than {steps} steps, the number of planned steps, "
+                f"got {taken} steps; make a plan for more steps and start again."
             )
 
         def take_step() -> tuple[optax.Updates, optax.OptState]:
@@ -90,12 +95,12 @@ def _if_planned(
     take_step: Callable[[], tuple[optax.Updates, optax.OptState]],
     state: optax.OptState,
 ) -> tuple[optax.Updates, optax.OptState]:
-    """Return the result of a planned step; otherwise zero updates and the same state.
+    """Return the result of a planned step. For any other step, return zero updates and `state`.
 
-    Code inside `jit` cannot raise. The state must not change either, because some optimizers keep
-    an average of the parameters in it.
+    Code inside `jit` cannot raise, so further steps change nothing. The state must not change
+    either, because some optimizers keep an average of the parameters in their state.
     """
-    if jax.sharding.get_abstract_mesh().explicit_axes:  # branches would have to state shardings
+    if jax.sharding.get_abstract_mesh().explicit_axes:  # `cond` would need explicit shardings
         moves, after = take_step()
         still = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
         kept = jax.tree.map(lambda new, old: jnp.where(is_planned, new, old), after, state)
@@ -105,7 +110,7 @@ def _if_planned(
     def skip_step() -> tuple[optax.Updates, optax.OptState]:
         return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_cast, state, like_state)
 
-    # A branch, not a selection per entry: XLA would draw the noise again for each selected array.
+    # `cond`, not `where`: with `where`, XLA would draw the noise again for each array.
     return jax.lax.cond(is_planned, take_step, skip_step)
 
 
@@ -124,9 +129,10 @@ def _check_masked(updates: optax.Updates) -> None:
     """Raise unless every leaf is a clipped sum that was computed with a mask."""
     for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
         if not (is_marked(leaf) and leaf.masked):
-            got = "a sum without one" if is_marked(leaf) else "arrays"
+            got = "a sum without a mask" if is_marked(leaf) else "arrays"
             raise ValueError(
-                "`updates` must be sums over batches with their mask, because samplers pad "
-                f"batches, got {got}; compute them with the plan's `clipped_grad(loss)(params, "
-                "batch, mask)`, and give a plan or `fit` an ordinary optimizer, not a private one."
+                "`updates` must be clipped sums that were computed with a mask, because samplers "
+                f"pad batches, got {got}; compute them with the plan's `clipped_grad(loss)(params, "
+                "batch, mask)`, and pass an ordinary optimizer to the plan or `fit`, not a private "
+                "optimizer."
             )

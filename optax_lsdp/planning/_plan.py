@@ -1,4 +1,4 @@
-"""PrivacyPlan: the settings of a private training run, and the parts that follow from them."""
+"""PrivacyPlan: the settings of a private training run, and the parts that are made from them."""
 
 from __future__ import annotations
 
@@ -52,35 +52,39 @@ _RESERVED = 0.01  # the fraction of δ that covers truncated Poisson batches
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """The settings of one private training run; its methods return parts that agree with them.
+    """The settings of a private training run, with a matching sampler, gradient and optimizer.
 
-    Give `steps` or `epochs`. Give `epsilon` to compute the smallest noise multiplier that keeps
-    this budget, or give `noise_multiplier` to compute its ε. You can give both if the budget is
-    larger than the planned steps need: the rest pays for steps that a restarted run repeats.
-    Plans are immutable. To change a setting, make a new plan; `dataclasses.replace` would keep the
-    noise multiplier that was computed for the old setting.
+    Pass `steps` or `epochs`, but not both. Pass `epsilon`, and the plan computes the smallest noise
+    multiplier that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε.
+    Pass both if the budget shall be larger than the planned steps need. The rest of the budget then
+    pays for steps that a restarted run repeats.
+
+    Plans are immutable. To change a setting, make a new plan. Do not use `dataclasses.replace`,
+    which would keep the noise multiplier that was computed for the old setting.
 
     Attributes:
-        dataset_size: n, which is public.
-        expected_batch_size: b.
+        dataset_size: n, the number of examples, which is public.
+        expected_batch_size: b, the expected number of examples in a batch.
         delta: δ, which should be well below 1/n.
         epsilon: ε, the budget.
-        steps: T, how many noisy sums the run releases.
-        epochs: passes over the data, of n/b steps each (⌊n/b⌋ with sampling="shuffled"). The plan
-            converts them to `steps`.
+        steps: T, the number of steps. Each step releases one noisy sum.
+        epochs: the number of passes over the data. Each pass has n/b steps (⌊n/b⌋ with
+            sampling="shuffled"). The plan converts epochs to `steps`.
         noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
             sum's sensitivity.
-        noise_schedule: factors by which z is multiplied, as a `Piecewise`; ε covers them.
-        clip_norm: C: a number, a prefix tree of numbers, or a `Piecewise`; see `clip_per_example`.
-        smoothing: σ of the Laplacian smoothing, a number or a `Piecewise`.
+        noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
+        clip_norm: C, as a number, a prefix tree of numbers, or a `Piecewise`; see
+            `clip_per_example`.
+        smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
             has no amplification by sampling); see `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
-            `accounting.SampledGaussian`. The default is "add_remove" if the scheme allows it.
-        group_size: how many examples one person contributes.
-        max_batch_size: larger Poisson batches are truncated to this size, and the accountant
-            analyses that. By default the plan computes a `room` that batches so rarely exceed that
-            a hundredth of δ covers it.
+            `accounting.SampledGaussian`. The default is "add_remove". With a sampling scheme that
+            does not allow "add_remove", choose a relation.
+        group_size: the largest number of examples that one person contributes.
+        max_batch_size: the size to which larger Poisson batches are truncated. The accountant
+            analyses this truncation. By default, the plan computes a size, `room`, that batches
+            exceed so rarely that a hundredth of δ covers the truncation.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -116,16 +120,17 @@ class PrivacyPlan:
         check_delta("delta", self.delta)
         check_sizes(self.sampling, self.dataset_size, self.expected_batch_size, self.max_batch_size)
         check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
-        self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # our own copy
+        self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
-                f"{self.delta:g}: a mechanism that publishes one example outright has δ = 1/n.",
+                f"{self.delta:g}; choose a smaller δ, because a mechanism that publishes one "
+                "example outright has δ = 1/n.",
                 stacklevel=3,
             )
         self._set("steps", _number_of_steps(self))
         self._set("epochs", None)
-        for name, value in vars(self).items():  # subclasses of int and float become plain ones
+        for name, value in vars(self).items():  # subclasses become int and float
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
         step = SampledGaussian(
@@ -154,16 +159,17 @@ class PrivacyPlan:
 
     @property
     def delta_of_noise(self) -> float:
-        """Return the part of δ for the noise; the rest covers truncated Poisson batches."""
+        """Return the part of δ that covers the noise. The rest covers truncated Poisson batches."""
         reserves = SCHEMES[self.sampling].random_size and self.max_batch_size is None
         return self.delta * (1 - _RESERVED) if reserves else self.delta
 
     @cached_property
     def room(self) -> int:
-        """Return how many examples a batch can hold.
+        """Return the largest number of examples in a batch.
 
-        A mechanism that deviates with probability P in each of T steps costs at most (1 + e^ε)·T·P
-        of δ. Here T is twice the planned number, because a restarted run can repeat steps.
+        Larger Poisson batches are truncated. If a step truncates its batch with probability P, the
+        truncations in T steps cost at most (1 + e^ε)·T·P of δ. Here T is twice the number of
+        planned steps, because a restarted run can repeat steps.
         """
         if not SCHEMES[self.sampling].random_size:
             return self.expected_batch_size
@@ -171,7 +177,7 @@ class PrivacyPlan:
             return self.max_batch_size
         most_steps = RECORDED_AT_MOST * self.steps
         log_rare = math.log(_RESERVED * self.delta / most_steps) - np.logaddexp(0, self.epsilon)
-        rare = math.exp(max(log_rare, -690.0))  # about 1e-300, since floats end there
+        rare = math.exp(max(log_rare, -690.0))  # at least about 1e-300, close to the smallest float
         return room_for_batch(
             self.dataset_size, self.expected_batch_size, rare, group_size=self.group_size
         )
@@ -193,8 +199,8 @@ class PrivacyPlan:
     ) -> Callable[..., optax.Updates]:
         """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm.
 
-        `options` are other arguments of `optax_lsdp.clipped_grad`. Poisson batches are padded, so
-        the gradient needs the mask of `sampler.batch(step)`.
+        `options` are further arguments of `optax_lsdp.clipped_grad`. Poisson batches are padded, so
+        pass the mask of `sampler.batch(step)` to the returned function.
         """
         value_and_grad = self.value_and_clipped_grad(loss_fn, **options)
 
@@ -215,7 +221,7 @@ class PrivacyPlan:
         if "clip_norm" in options:
             raise TypeError(
                 f"`clip_norm` must be a setting of the plan only, got {options['clip_norm']!r}; "
-                "give it to PrivacyPlan."
+                "pass it to PrivacyPlan instead."
             )
         self._check_unchanged()
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
@@ -232,14 +238,16 @@ class PrivacyPlan:
     ) -> optax.GradientTransformationExtraArgs:
         """Return `privatize(optimizer, …)` with the plan's noise, clip norm and batch size.
 
-        The result accepts only clipped sums that were computed with a mask, because padding would
-        count as examples without one. After the planned steps it raises; inside `jit`, where it
-        cannot raise, it leaves the parameters and its state unchanged.
+        The returned optimizer accepts only clipped sums that were computed with a mask. Without a
+        mask, padding would count as examples. After the planned steps, `update` raises a
+        ValueError. Inside `jit`, where it cannot raise, it returns zero updates and leaves its
+        state unchanged.
 
         Args:
-            optimizer: any Optax optimizer.
-            key: one typed key. It may be the key of `sampler`, since each derives its own from it.
-            smoothing: σ or a `laplacian_smooth(...)` transform, instead of the plan's σ.
+            optimizer: an ordinary Optax optimizer.
+            key: one typed key. You can pass the same key to `sampler`, because both methods derive
+                their own keys from it.
+            smoothing: σ or a `laplacian_smooth(...)` transform, to be used instead of the plan's σ.
             shard_specs: how updates are split inside `shard_map`; see `privatize`.
             replicated_axes: mesh axes over which updates are replicated; see `privatize`.
         """
@@ -262,7 +270,7 @@ class PrivacyPlan:
         return limit_steps(private, self.steps)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
-        """Return a key for one purpose: different plans and labels have independent keys."""
+        """Return a key for one purpose. Different plans and labels have independent keys."""
         check_key("key", key)
         self._check_unchanged()
         return fold_in_text(fold_in_text(key, self.digest), label)
@@ -273,7 +281,7 @@ class PrivacyPlan:
         return self.budget.mechanism
 
     def event(self, step: int) -> SampledGaussian:
-        """Return a planned step in the form that `Ledger.append` takes."""
+        """Return a planned step as an argument for `Ledger.append`."""
         return self.budget.event(step)
 
     def epsilon_after(self, steps: int) -> float:
@@ -281,23 +289,27 @@ class PrivacyPlan:
         return self.budget.epsilon_after(steps)
 
     def spent(self, ledger: Ledger) -> float:
-        """Return ε of all recorded steps."""
+        """Return the ε of all steps in the ledger."""
         return self.budget.spent(ledger)
 
     def allows(self, ledger: Ledger, step: int) -> bool:
-        """Return whether the budget covers all recorded steps, followed by `step`."""
+        """Return whether the budget covers the steps in the ledger plus the planned step `step`."""
         return self.budget.allows(ledger, step)
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, if they follow the recorded steps."""
+        """Return ε after each planned step from `step` on, added to the steps in the ledger."""
         return self.budget.epsilons(ledger, step)
 
     def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
-        """Return how many planned steps from `step` (default: `ledger.steps`) the budget covers."""
+        """Return how many planned steps the budget still covers, starting at `step`.
+
+        `step` is the next step. The default, `ledger.steps`, is right for a run that has repeated
+        no step.
+        """
         return self.budget.remaining_steps(ledger, step)
 
     def statement(self) -> str:
-        """Return in plain words what is protected, from whom, and under which assumptions.
+        """Return a text that says what is protected, from whom, and under which assumptions.
 
         >>> plan = PrivacyPlan(
         ...     dataset_size=1000,
@@ -331,17 +343,17 @@ class PrivacyPlan:
         """Raise if someone changed the tree of clip norms after the plan computed its ε."""
         if self._hash() != self.digest:
             raise ValueError(
-                f"`clip_norm` must be as it was when the plan was made, got {self.clip_norm!r}; "
-                "make another plan."
+                f"`clip_norm` must not change after the plan was made, got {self.clip_norm!r}; "
+                "make a new plan with this clip norm."
             )
 
     def to_json(self) -> str:
-        """Return the settings as JSON text, which contains no key."""
+        """Return the settings as JSON text. It contains no random key."""
         return write_settings({name: getattr(self, name) for name in _setting_names()})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyPlan:
-        """Return the plan that `to_json` wrote, and check its noise multiplier against its ε."""
+        """Return the plan that `to_json` wrote. Raise if its steps spend more than its ε."""
         return cls(**read_settings(text, set(_setting_names())))
 
 
@@ -353,7 +365,7 @@ def _number_of_steps(plan: PrivacyPlan) -> int:
     """Return T, from `steps` or from `epochs`."""
     if (plan.steps is None) == (plan.epochs is None):
         raise ValueError(
-            "`steps` or `epochs` must be given, and only one of them, got "
+            "`steps` or `epochs` must be given, but not both, got "
             f"steps={plan.steps!r} and epochs={plan.epochs!r}."
         )
     if plan.epochs is None:

@@ -1,6 +1,6 @@
-"""Settings of a plan: schedules as `Piecewise`, checks, and all settings as JSON text.
+"""Settings of a plan: `Piecewise` schedules, checks, and conversion to and from JSON.
 
-A plan is saved as JSON. It can save a schedule because a `Piecewise` consists of numbers.
+Plans are saved as JSON, so a schedule must be a `Piecewise`, which consists of numbers.
 """
 
 from __future__ import annotations
@@ -65,21 +65,22 @@ class Piecewise:
 
     @classmethod
     def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Piecewise:
-        """Return a piecewise approximation of any schedule, such as one of Optax.
+        """Return a piecewise constant approximation of a schedule, such as an Optax schedule.
 
         Each piece has the value of `schedule` at its first step.
 
         Args:
             schedule: a function from a step to a positive number.
             steps: how many steps to approximate.
-            pieces: how many pieces of equal length to use, or `steps` if that is less.
+            pieces: how many pieces of equal length to use. There are never more than `steps`
+                pieces.
         """
         check_whole("steps", steps)
         starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
         return cls(tuple(starts.tolist()), tuple(float(schedule(int(s))) for s in starts))
 
     def __call__(self, step: jax.typing.ArrayLike) -> jax.Array:
-        """Return the value at a step, which may be traced."""
+        """Return the value at a step. The step may be traced."""
         piece = jnp.searchsorted(jnp.asarray(self.starts), step, side="right") - 1
         return jnp.asarray(self.values, jnp.float32)[piece]
 
@@ -87,7 +88,7 @@ class Piecewise:
 def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
-    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    """Raise unless the sizes are whole numbers that are possible with the sampling scheme."""
     check_choice("sampling", sampling, SCHEMES)
     check_whole("dataset_size", dataset_size)
     for name, size in (
@@ -102,17 +103,17 @@ def check_sizes(
     if max_batch_size is not None and max_batch_size < expected_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
-            f"got {max_batch_size}; a smaller one would truncate most batches."
+            f"got {max_batch_size}; pass a larger size, or most batches would be truncated."
         )
     if SCHEMES[sampling].whole_dataset and expected_batch_size != dataset_size:
         raise ValueError(
-            f"`expected_batch_size` must be the dataset's size with sampling={sampling!r}, "
-            f"{dataset_size}, got {expected_batch_size}."
+            f"`expected_batch_size` must be the dataset's size, {dataset_size}, with "
+            f"sampling={sampling!r}, got {expected_batch_size}."
         )
 
 
 def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
-    """Raise unless each is in range, and a `Piecewise` where it is a function of the step."""
+    """Raise unless all values are in range and all schedules are of type `Piecewise`."""
     remedy = "convert other schedules with Piecewise.sample(schedule, steps)"
     for name, value in (("clip_norm", clip_norm), ("smoothing", smoothing)):
         if callable(value) and not isinstance(value, Piecewise):
@@ -137,19 +138,19 @@ def write_settings(settings: Mapping[str, object]) -> str:
 
 
 def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
-    """Return the settings that `write_settings` wrote; refuse any other text.
+    """Return the settings in a text that `write_settings` wrote. Raise if it is any other text.
 
     Args:
         text: the JSON text.
-        names: the names of all settings; the text must have these and no others.
+        names: the names of all settings. The text must have exactly these names.
     """
     try:
         found = read_json(text)
         version = found.pop("optax_lsdp_plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
-            "pass it unchanged."
+            f"`text` must be a text that to_json returned, got {str(text)[:40]!r} ({error}); "
+            "pass that text unchanged."
         ) from error
     if version != _VERSION or set(found) != names:
         raise ValueError(
@@ -160,7 +161,7 @@ def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
 
 
 def _to_json(name: str, value: object) -> Json:
-    """Return a value that JSON has, with a tag in place of types that it lacks."""
+    """Return a value for JSON. Types that JSON lacks get a tag, such as {"$tuple": [...]}."""
     if isinstance(value, Piecewise):
         return {"$piecewise": [list(value.starts), list(value.values)]}
     if isinstance(value, tuple):
@@ -172,19 +173,19 @@ def _to_json(name: str, value: object) -> Json:
             if not isinstance(key, str) or key.startswith("$"):
                 raise TypeError(
                     f"`{name}` must have keys that are strings and do not start with $, got "
-                    f"{key!r}; plans are saved as JSON."
+                    f"{key!r}; rename this key, because plans are saved as JSON."
                 )
         return {key: _to_json(name, part) for key, part in value.items()}
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise TypeError(
-        f"`{name}` must consist of numbers, dicts, lists and tuples, got {value!r}; plans are "
-        "saved as JSON."
+        f"`{name}` must consist of numbers, dicts, lists and tuples, got {value!r}; convert it to "
+        "one of these types, because plans are saved as JSON."
     )
 
 
 def _from_json(name: str, value: PyTree) -> PyTree:
-    """Return the value that `_to_json` was given."""
+    """Return the value that `_to_json` converted."""
     if isinstance(value, dict) and set(value) == {"$piecewise"}:
         match value["$piecewise"]:
             case [list(starts), list(values)]:

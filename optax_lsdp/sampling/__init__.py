@@ -1,4 +1,4 @@
-"""Sampling: one sampler per sampling scheme, each a function from a step to a batch."""
+"""Samplers, one for each sampling scheme. A sampler returns the batch of any step."""
 
 from optax_lsdp.sampling._samplers import (
     Batch,

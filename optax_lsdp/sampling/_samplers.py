@@ -1,10 +1,11 @@
-"""Samplers: which examples are in the batch of a step.
+"""Samplers, which decide which examples are in the batch of a step.
 
-A batch depends on the key and the step alone. Any host can draw any step, in any order, in NumPy or
-inside `jax.jit`, and gets the same bits: the only random source is Threefry under a key per step.
-The cost grows with the batch, not with the dataset. A Poisson sampler looks up the batch's size in
-a table with 64 random bits. It then draws that many different indices, each as the product of n
-and 64 random bits. The relative error of an example's rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
+in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
+Threefry with a key per step. The cost grows with the batch, not with the dataset. A Poisson sampler
+draws 64 random bits and looks up the size of the batch in a table of cumulative probabilities. It
+then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The
+relative error of an example's sampling rate is at most n·2⁻⁶⁴.
 """
 
 from __future__ import annotations
@@ -27,33 +28,34 @@ Array: TypeAlias = np.ndarray | jax.Array
 Step: TypeAlias = int | np.integer | jax.Array
 
 _MOST = 2**31 - 1  # examples, since indices are int32
-_RARE = 1e-15  # the default probability that a batch exceeds its room, about b + 8√b
-_DENSE = 4  # subsets with room for more than n/4 examples are taken from a permutation of all
+_RARE = 1e-15  # the probability that a batch exceeds the default room, about b + 8√b
+_DENSE = 4  # subsets with room for more than n/4 examples come from a permutation of all examples
 
 
 class Batch(NamedTuple):
-    """The examples of a step: `indices[mask]`, followed by padding.
+    """The batch of a step: the examples `indices[mask]`, followed by padding.
 
-    Pass both to the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
-    the mask, padding counts as examples, and the true ε is larger than the accountant's.
+    Pass the examples and the mask to the gradient: `clipped_grad(...)(params, data[batch.indices],
+    batch.mask)`. Without the mask, padding counts as examples, and the true ε is larger than the
+    accountant's ε.
 
     Attributes:
-        indices: (size,) int32. Padding consists of examples that the step did not draw. None of
-            them occurs twice unless the array is longer than the dataset.
-        mask: (size,) bool, True where there is an example. The number of examples in a Poisson
-            batch is private.
+        indices: (size,) int32. Padding consists of indices that the step did not draw. No index
+            occurs twice unless the array is longer than the dataset.
+        mask: (size,) bool, True for examples and False for padding. The number of examples in a
+            Poisson batch is private.
     """
 
-    indices: Any  # NumPy arrays, or JAX arrays if the step is one
+    indices: Any  # NumPy arrays, or JAX arrays if the step is a JAX array
     mask: Any
 
 
 class Sampler(Protocol):
-    """What all samplers have in common."""
+    """The interface of all samplers."""
 
     @property
     def dataset_size(self) -> int:
-        """Return n."""
+        """Return n, the number of examples."""
 
     @property
     def size(self) -> int:
@@ -65,20 +67,22 @@ class Sampler(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class PoissonSampler:
-    """Draw every example with probability q for every batch, independently of all else.
+    """Draw each example into each batch with probability q, independently of all else.
 
-    The size of a batch is random, but the length of its arrays is not. They hold at most
-    `max_batch_size` examples; of a larger batch, the sampler keeps a uniform subset of that size.
-    `overflow_probability` is the probability of this in one step. The accountant has to know: pass
-    `max_batch_size` and `dataset_size` to `accounting.SampledGaussian`, or use a `PrivacyPlan`.
+    The number of examples in a batch is random, but the length of the batch's arrays is fixed. If a
+    batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
+    subset of this size. `overflow_probability` is the probability of a truncation in one step. The
+    accountant must include truncation: pass `max_batch_size` and `dataset_size` to
+    `accounting.SampledGaussian`, or use a `PrivacyPlan`.
 
     Args:
         dataset_size: n, at most 2³¹ − 1.
         sampling_rate: q = b/n, with b the expected batch size.
-        key: one typed key, used for nothing else. Keep it as secret as the data: whoever has it
-            knows which examples are in which batch, and the guarantee assumes that nobody does.
-        max_batch_size: the room for a batch. A batch exceeds the default with probability 1e-15 or
-            less.
+        key: one typed key, used for nothing else. Keep it as secret as the data. Everybody who has
+            the key knows which examples are in which batch, and the guarantee assumes that this is
+            unknown.
+        max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
+            probability 1e-15 or less.
         multiple_of: the length of the arrays is rounded up to a multiple of this number, such as
             the number of devices or the size of a microbatch.
 
@@ -110,18 +114,18 @@ class PoissonSampler:
 
     @property
     def overflow_probability(self) -> float:
-        """Return the probability that the batch of a step exceeds its room and is truncated."""
+        """Return the probability that the batch of a step exceeds `max_batch_size`."""
         return float(binom.sf(self.max_batch_size, self.dataset_size, self.sampling_rate))
 
     def batch(self, step: Step) -> Batch:
-        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
         bits = RandomBits(self.key, step)
         count = bits.reached(self._cumulative)
         return subset(bits, self.dataset_size, count, self.max_batch_size, self.size)
 
     @cached_property
     def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for all k below the room, as high and low words."""
+        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for batch size K and all k < room, as high and low 32-bit words."""
         k = np.arange(self.max_batch_size)
         below = binom.cdf(k, self.dataset_size, self.sampling_rate)
         above = binom.sf(
@@ -168,19 +172,19 @@ class FixedSizeSampler:
         return _round_up(self.batch_size, self.multiple_of)
 
     def batch(self, step: Step) -> Batch:
-        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
         bits = RandomBits(self.key, step)
         return subset(bits, self.dataset_size, self.batch_size, self.batch_size, self.size)
 
 
 @dataclass(frozen=True, eq=False)
 class ShuffledSampler:
-    """Shuffle the data in every epoch, and cut them into ⌊n/b⌋ batches; drop the remainder.
+    """Shuffle the data in every epoch, cut them into ⌊n/b⌋ batches, and drop the remainder.
 
     Data loaders that drop the last batch do the same. The accountant (`sampling="shuffled"`) claims
-    no amplification by sampling, so that the same ε needs many times the noise. Use this sampler
-    for comparison, or where the data cannot be read in any other way. An epoch costs one sort of n
-    numbers, which the sampler keeps until the next epoch. Inside `jit`, every step sorts.
+    no amplification by sampling, so the same ε needs many times the noise. Use this sampler for
+    comparison, or if the data cannot be read in any other way. The sampler sorts n numbers once per
+    epoch, and keeps the order until the next epoch. Inside `jit`, every step sorts again.
 
     Args:
         dataset_size: n, at most 2³¹ − 1.
@@ -209,7 +213,7 @@ class ShuffledSampler:
         return _round_up(self.batch_size, self.multiple_of)
 
     def batch(self, step: Step) -> Batch:
-        """Return the batch of a step: JAX arrays if `step` is one, NumPy arrays otherwise."""
+        """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
         batches = self.dataset_size // self.batch_size
         epoch, place = step // batches, step % batches
         order = self._order(epoch)
@@ -218,7 +222,7 @@ class ShuffledSampler:
         return Batch(indices, within < self.batch_size)
 
     def _order(self, epoch: Step) -> Array:
-        """Return the order of all examples in an epoch, and keep it if it is a NumPy array."""
+        """Return the order of all examples in an epoch. Keep NumPy arrays for later steps."""
         bits = RandomBits(self.key, epoch)
         if isinstance(epoch, jax.Array):
             return bits.permutation(self.dataset_size)
@@ -254,7 +258,7 @@ class FullBatchSampler:
         return _round_up(self.dataset_size, self.multiple_of)
 
     def batch(self, step: Step) -> Batch:
-        """Return all examples, whatever the step."""
+        """Return all examples, in every step."""
         place = _namespace(step).arange(self.size, dtype=np.int32)
         return Batch(place % np.int32(self.dataset_size), place < self.dataset_size)
 
@@ -264,7 +268,7 @@ def room_for_batch(
 ) -> int:
     """Return a size that a Poisson batch exceeds with probability `rare` or less.
 
-    The bound also holds if a group of `group_size` examples is added to the dataset.
+    This also holds for a dataset with a further group of `group_size` examples.
 
     >>> room_for_batch(60_000, 256)
     393
@@ -297,7 +301,7 @@ def _check_threefry(key: jax.Array) -> None:
     if not is_threefry(key):
         raise ValueError(
             f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
-            "between devices; use fresh_key()."
+            "between devices; make a key with fresh_key()."
         )
 
 
@@ -306,12 +310,12 @@ def _round_up(number: int, multiple_of: int) -> int:
 
 
 def _namespace(step: Step) -> ModuleType:
-    """Return `jax.numpy` if the step is a JAX array, else `numpy`."""
+    """Return `jax.numpy` if the step is a JAX array, and `numpy` otherwise."""
     return jnp if isinstance(step, jax.Array) else np
 
 
 class RandomBits:
-    """The random bits of one step: Threefry under a key per step, by NumPy or by JAX."""
+    """The random bits of one step, from Threefry with a key per step, in NumPy or JAX."""
 
     def __init__(self, key: jax.Array, step: Step) -> None:
         self.xp = _namespace(step)
@@ -331,12 +335,12 @@ class RandomBits:
         return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
 
     def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
-        """Return how many 64-bit numbers of a table are at most a random one."""
+        """Draw a random 64-bit number; return how many numbers in a table do not exceed it."""
         high, low = self.draw(0, 1)
         return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
 
     def indices(self, bound: int, size: int) -> Array:
-        """Return ⌊bound·u⌋ for `size` uniform u of 64 bits."""
+        """Return `size` random indices ⌊bound·u⌋, with 64 random bits for each u in [0, 1)."""
         high, low = self.draw(1, size)
         times = np.uint32(bound)
         carried = high * times + _high_product(low, times)
@@ -346,8 +350,9 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. Then enough of the drawn indices differ, unless chance is
-        twenty standard deviations off.
+        `size` must be at most bound/4. The method draws more indices than needed and moves repeated
+        ones to the end. Too few different indices would be a deviation of twenty standard
+        deviations.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)
@@ -357,15 +362,15 @@ class RandomBits:
         return repeated[self.xp.argsort(~first, stable=True)]
 
     def permutation(self, size: int) -> Array:
-        """Return all indices below `size`, sorted by 64 random bits each."""
+        """Return all indices below `size` in random order, by sorting 64 random bits for each."""
         return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
 
 
 def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, size: int) -> Batch:
-    """Return a batch of `count` different random indices, at most `room`.
+    """Return a batch of `count` different random indices. `count` is at most `room`.
 
-    The arrays have `size` entries. The examples do not depend on `size`. Padding consists of the
-    other examples, each once, until all are used.
+    The arrays have `size` entries, but `size` does not affect which examples are drawn. Padding
+    consists of the other indices. They repeat only if `size` exceeds `dataset_size`.
     """
     xp = bits.xp
     if _DENSE * room > dataset_size:
@@ -390,7 +395,7 @@ def _followed_by_others(drawn: Array, dataset_size: int, xp: ModuleType) -> Arra
 
 
 def _high_product(one: Array, other: np.uint32) -> Array:
-    """Return the upper 32 bits of a product of 32-bit numbers."""
+    """Return the upper 32 bits of the product of two 32-bit numbers."""
     half, lower = np.uint32(16), np.uint32(0xFFFF)
     a, b, c, d = one >> half, one & lower, other >> half, other & lower
     middle = (b * d >> half) + (a * d & lower) + (b * c & lower)

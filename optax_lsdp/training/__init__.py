@@ -1,4 +1,4 @@
-"""Training with one call: `fit` runs a `PrivacyPlan`, and resumes it after any interruption."""
+"""Training in one call: `fit` carries out a `PrivacyPlan`, and resumes interrupted runs."""
 
 try:
     from optax_lsdp.training._fit import fit

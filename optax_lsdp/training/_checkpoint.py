@@ -2,16 +2,17 @@
 
 A run's folder holds:
 
-- `plan.json`: the `PrivacyPlan`; a run with another plan is refused.
+- `plan.json`: the `PrivacyPlan`. A run with a different plan is refused.
 - `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
 - `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
-- `<name>.json`: the manifest of that checkpoint, written last. A checkpoint without a manifest was
-  never completed. A manifest or a file whose hash does not match is damaged, and the checkpoint
-  before it is used.
+- `<name>.json`: the manifest of this checkpoint, written last. A checkpoint without a manifest is
+  incomplete. If the hash of the manifest or of a file does not match, the checkpoint is damaged,
+  and the run uses the checkpoint before it.
 - `lock-<process>`: locked while a run uses the folder.
 
-A name has two numbers: how often the run had started or restarted, and the step. So names sort by
-the time of saving. Only the last two checkpoints are kept.
+The name of a checkpoint consists of two numbers: how often the run has started or restarted, and
+the step. So checkpoints that are sorted by name are sorted by time. Only the last two checkpoints
+are kept.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
 
 FORMAT = 1  # the version of the manifest and of all files that it describes
-_KEPT = 2  # checkpoints; the older one serves if the newer one cannot be read
+_KEPT = 2  # checkpoints; if the newer one is damaged, the older one is used
 _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
 
 
 class Checkpoint(NamedTuple):
-    """Everything a run needs to resume. It holds the noise key and is as secret as the data.
+    """Everything a run needs to resume. It holds the noise key, so keep it as secret as the data.
 
     Attributes:
         state: parameters, optimizer state, average and key.
@@ -64,10 +65,10 @@ class Checkpoint(NamedTuple):
 
 
 class RunFolder:
-    """The folder of one run at a time: its plan, journal and checkpoints.
+    """The folder of a run: its plan, journal and checkpoints. It is locked until `close`.
 
     Attributes:
-        path: where it is, without symbolic links.
+        path: the path of the folder, without symbolic links.
         journal: the run's journal.
     """
 
@@ -79,8 +80,8 @@ class RunFolder:
             self.path = make_private_folder(Path(path))
         except OSError as error:
             raise ValueError(
-                f"`folder` must be a folder or a place for one, got {str(path)!r}, where none can "
-                f"be made ({error.strerror}); choose another place."
+                f"`folder` must be a folder that exists or can be made, got {str(path)!r}, which "
+                f"cannot be made ({error.strerror}); choose another path."
             ) from error
         self._lock = lock(self.path / f"lock-{jax.process_index()}")
         try:
@@ -93,25 +94,27 @@ class RunFolder:
             raise
 
     def _check_plan(self) -> None:
-        """Write the plan into a new folder; raise if the folder belongs to another plan."""
+        """Write the plan into a new folder. Raise if the folder belongs to a different plan."""
         path = self.path / "plan.json"
         if path.exists():
             try:
                 same = PrivacyPlan.from_json(path.read_text()) == self._plan
             except ValueError as error:
                 raise ValueError(
-                    f"`folder` must hold its plan in plan.json, got {str(path)!r}: {error}"
+                    f"`folder` must hold a valid plan in plan.json, got {str(path)!r}: {error}"
                 ) from error
             if not same:
                 raise ValueError(
-                    f"`plan` must be the plan of the run in {str(self.path)!r}, got another one; "
-                    "read the old plan with PrivacyPlan.from_json, or choose another folder."
+                    f"`plan` must be the plan of the run in {str(self.path)!r}, got a different "
+                    "plan; read the plan of the run with PrivacyPlan.from_json, or choose another "
+                    "folder."
                 )
             return
         if self._manifests() or (self.path / "journal.jsonl").exists():
             raise ValueError(
-                f"`folder` must hold plan.json, got {str(self.path)!r} with a run but without its "
-                "plan, so that the privacy spent is unknown; choose another folder."
+                f"`folder` must hold the plan.json of its run, got none in {str(self.path)!r}, so "
+                "the privacy spent is unknown; restore plan.json, or start again in another folder "
+                "and add the ε of the lost plan."
             )
         barrier("plan")
         if jax.process_index() == 0:
@@ -125,12 +128,15 @@ class RunFolder:
         return self.path / "checkpoints" / name
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, unless it is there already. It counts once its manifest exists."""
+        """Write a checkpoint, unless it exists already.
+
+        The manifest comes last: a checkpoint without a manifest is incomplete.
+        """
         name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
         target = self._arrays_of(name)
         if (self.path / f"{name}.json").exists():
             return
-        if jax.process_index() == 0 and target.exists():  # a crash has left it incomplete
+        if jax.process_index() == 0 and target.exists():  # incomplete because of a crash
             shutil.rmtree(target)
         barrier("clean")
         try:
@@ -159,16 +165,18 @@ class RunFolder:
         for old in self._manifests()[:-_KEPT]:
             old.unlink()
         kept = {path.stem for path in self._manifests()}
-        for folder in target.parent.iterdir():  # the others hold keys and serve nobody
+        for folder in target.parent.iterdir():  # other folders hold keys and are useless
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def restore(self, template: State) -> Checkpoint | None:
-        """Return the last intact checkpoint, placed like the template; None if there are none.
+        """Return the last intact checkpoint, or None if the folder has no checkpoints.
+
+        Its arrays get the shardings of the arrays in `template`.
 
         Raises:
-            ValueError: if there are checkpoints and none is intact, if the last one has another
-                format, or if its arrays are not like those of the template.
+            ValueError: if all checkpoints are damaged, if a checkpoint has a different format, or
+                if the arrays of the checkpoint differ from `template` in paths, shapes or dtypes.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):
@@ -189,35 +197,35 @@ class RunFolder:
             )
         if damaged:
             raise ValueError(
-                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; choose "
-                "another folder, and add the privacy that this run has spent."
+                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; start "
+                "again in another folder, and add the ε that the run in this folder has spent."
             )
         return None
 
     def _read_manifest(self, path: Path) -> dict[str, Any]:
-        """Return a manifest; if its checkpoint is damaged, warn and return an empty one."""
+        """Return a manifest. If its checkpoint is damaged, warn and return an empty dict."""
         try:
             manifest = json.loads(path.read_text())
             version = manifest.get("format")
             damage = self._find_damage(path.stem, manifest) if version == FORMAT else ""
-        except Exception as error:  # whatever is wrong, the checkpoint before it may be intact
+        except Exception as error:  # of any type: the checkpoint before it may be intact
             manifest, version, damage = {}, FORMAT, str(error)[:200]
         if version != FORMAT:
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got format {version} in "
-                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or choose "
-                "another folder."
+                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or start "
+                "again in another folder, and add the ε that the run in this folder has spent."
             )
         if damage:
             warn_caller(
-                f"checkpoint {path.stem} in {str(self.path)!r} is damaged ({damage}); the "
-                "checkpoint before it is used."
+                f"checkpoint {path.stem} in {str(self.path)!r} is damaged ({damage}); `fit` "
+                "uses the checkpoint before it."
             )
             return {}
         return manifest
 
     def _find_damage(self, name: str, manifest: dict[str, Any]) -> str:
-        """Return what is wrong with a checkpoint, or an empty text."""
+        """Return what is wrong with a checkpoint, or "" if it is intact."""
         if manifest.pop("digest", None) != _hash_json(manifest):
             return "its manifest was changed"
         if _hash_files(self._arrays_of(name)) != manifest["files"]:
@@ -225,7 +233,7 @@ class RunFolder:
         return "" if manifest["plan"] == self._plan.digest else "it belongs to another plan"
 
     def _read_state(self, name: str, stored: dict[str, str], template: State) -> State:
-        """Read the arrays of a checkpoint; raise if they are not like those of the template."""
+        """Return the arrays of a checkpoint; raise if they do not match `template`."""
         wanted = _describe(template)
         for place in sorted(wanted | stored):
             if wanted.get(place) != stored.get(place):
@@ -253,7 +261,7 @@ class RunFolder:
 
 @contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Drop Orbax's log messages below errors; those of other packages pass."""
+    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR or "orbax" not in record.pathname
@@ -272,14 +280,14 @@ def _without_keys(state: State) -> PyTree:
 
 
 def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
-    """Return a stored array, as a typed key if the template is one."""
+    """Return a stored array. If the template is a typed key, convert the array to a typed key."""
     if is_key(template):
         return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(template))
     return stored
 
 
 def _describe(state: State) -> dict[str, str]:
-    """Return the dtype and shape of each array, by its path."""
+    """Return a dict from the path of each array to its dtype and shape."""
     return {
         path_name(place): f"{x.dtype}{list(x.shape)}"
         for place, x in jax.tree.leaves_with_path(state)

@@ -1,8 +1,8 @@
 """The data of a run: examples by index, and the microbatches that each step reads.
 
 Data are arrays with a leading axis of examples, or a source that returns one example per index. The
-plan's sampler chooses the indices of a batch. Each process reads the examples of its own devices,
-one microbatch ahead, in a thread.
+plan's sampler chooses the indices of a batch. In each process, a thread reads the examples of the
+process's own devices, one microbatch ahead.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from optax_lsdp.training._validation import (
 
 _ROWS_AT_ONCE = 2**16  # examples that are checked or hashed at a time
 _HASHED_BYTES = 2**32  # larger data are hashed in part
-_HASHED_EXAMPLES = 256  # examples of such data that are hashed
+_HASHED_EXAMPLES = 256  # how many examples of such large data are hashed
 
 
 class Source(Protocol):
-    """Anything with a length that returns one example per index, such as a Grain data source."""
+    """A source of examples with `len` and `[index]`, such as a Grain data source."""
 
     def __len__(self) -> int: ...
 
@@ -45,7 +45,7 @@ class Source(Protocol):
 
 
 class ArrayExamples:
-    """Examples in arrays with a leading axis, in memory or memory-mapped.
+    """Examples in arrays whose first axis counts the examples. Arrays may be memory-mapped.
 
     Attributes:
         size: how many examples there are.
@@ -61,20 +61,21 @@ class ArrayExamples:
             if leaf.ndim == 0:
                 raise ValueError(
                     f"`data` must hold arrays with a leading axis of examples{name}, got a single "
-                    "number or a list of numbers; convert lists with np.asarray."
+                    "number or a list of numbers; pass one entry per example, and convert lists "
+                    "with np.asarray."
                 )
         sizes = {len(leaf) for _, leaf in named} or {0}
         if len(sizes) != 1:
             lengths = ", ".join(f"{len(leaf)}{name}" for name, leaf in named)
             raise ValueError(
-                f"`data` must hold arrays of equal length, got lengths {lengths}; the first axis "
-                "of every array counts the examples."
+                f"`data` must hold arrays of equal length, got lengths {lengths}; pass arrays "
+                "whose first axis counts the same examples."
             )
         (self.size,) = sizes
         _check_size(self.size)
         self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._arrays)
         self.is_hashed = sum(leaf.nbytes for _, leaf in named) <= _HASHED_BYTES
-        if self.is_hashed:  # if a step found the bad example, its error would reveal the batch
+        if self.is_hashed:  # now: an error within a step would reveal an example of its batch
             for (name, leaf), start in product(named, range(0, self.size, _ROWS_AT_ONCE)):
                 rows = leaf[start : start + _ROWS_AT_ONCE]
                 check_values(name, rows, np.arange(start, start + len(rows)))
@@ -91,12 +92,12 @@ class ArrayExamples:
         return jax.tree.map_with_path(select, self._arrays)
 
     def contains(self, array: np.ndarray) -> bool:
-        """Return whether an array equals one of the data's arrays, with all examples."""
+        """Return whether an array equals a whole array of the data, not only a part."""
         alike = (leaf for leaf in jax.tree.leaves(self._arrays) if leaf.shape == array.shape)
         return any(np.array_equal(leaf.astype(array.dtype), array) for leaf in alike)
 
     def digest(self) -> str:
-        """Return a hash of the data: of every example, or of some if the data are too large."""
+        """Return a hash of the data. If the data are too large, it covers only some examples."""
         if not self.is_hashed:
             return _digest_of_some(self)
         digest = _header_digest(self)
@@ -143,10 +144,13 @@ class SourceExamples:
         try:
             return self._source[index]
         except Exception as error:
-            raise DataError(f"`data` must return example {index}, but raised {error!r}.") from error
+            raise DataError(
+                f"`data` must return example {index}, got {error!r}; repair the source and call "
+                "`fit` again."
+            ) from error
 
     def _read_checked(self, index: int) -> PyTree:
-        """Read an example; raise if its arrays are not like those of the first one."""
+        """Return an example; raise if structure, shapes or dtypes differ from the first example."""
         example = as_arrays(self._read(index))
 
         def describe(tree: PyTree) -> PyTree:
@@ -154,8 +158,9 @@ class SourceExamples:
 
         if describe(example) != describe(self.first):
             raise DataError(
-                f"`data` must return examples like the first one, {describe(self.first)}, got "
-                f"{describe(example)} at index {index}."
+                f"`data` must return examples with the same structure, shapes and dtypes as the "
+                f"first one, {describe(self.first)}, got {describe(example)} at index {index}; "
+                "pad or convert the examples in the source."
             )
         return example
 
@@ -164,7 +169,7 @@ Examples = ArrayExamples | SourceExamples
 
 
 def open_data(data: PyTree | Source) -> Examples:
-    """Return the examples of arrays or of a source; raise if `data` is neither."""
+    """Return the examples in `data`; raise unless `data` are arrays or a source."""
     if isinstance(data, dict | tuple | np.ndarray | jax.Array):
         return ArrayExamples(data)
     check_kind(data)
@@ -177,7 +182,7 @@ def _check_size(size: int) -> None:
 
 
 def _header_digest(examples: Examples) -> hashlib.blake2b:
-    """Return a hash of the number of examples, their structure, and the first of them."""
+    """Return a hash of the number of examples, their structure, and the first example."""
     digest = hashlib.blake2b(repr((examples.size, jax.tree.structure(examples.first))).encode())
     update_digest(digest, examples.first)
     return digest
@@ -185,7 +190,7 @@ def _header_digest(examples: Examples) -> hashlib.blake2b:
 
 def _digest_of_some(examples: Examples) -> str:
     digest = _header_digest(examples)
-    if jax.process_count() == 1:  # each of several processes reads only its own examples
+    if jax.process_count() == 1:  # with several processes, each reads only its own examples
         indices = np.unique(np.linspace(0, examples.size - 1, _HASHED_EXAMPLES).astype(int))
         update_digest(digest, examples.take(indices, np.ones(len(indices), bool)))
     return digest.hexdigest()
@@ -198,7 +203,7 @@ def update_digest(digest: hashlib.blake2b, tree: PyTree) -> None:
 
 
 def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) -> int:
-    """Return how many examples a microbatch has; by default, it has room for a whole batch."""
+    """Return the size of a microbatch. By default, it has room for a whole batch."""
     if size is None:
         return -(-plan.room // devices) * devices
     check_whole("microbatch_size", size)
@@ -212,7 +217,7 @@ def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) ->
 def describe_microbatch(
     examples: Examples, size: int, key: jax.Array, placement: Placement
 ) -> Microbatch:
-    """Return the shapes of a microbatch, with `key` as its key."""
+    """Return a microbatch with shapes in place of its arrays, and with `key` as its key."""
 
     def rows(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jnp.asarray(x).dtype
@@ -226,9 +231,10 @@ class Read(NamedTuple):
     """A microbatch that was read.
 
     Attributes:
-        microbatch: its examples, on the devices.
-        is_last: whether it is the last one of its batch.
-        digest: a hash of what this process has read of this batch so far, or an empty text.
+        microbatch: the microbatch, with its arrays on the devices.
+        is_last: whether this microbatch is the last one of its batch.
+        digest: a hash of everything that this process has read of the batch so far. It is empty if
+            the reader does not hash.
     """
 
     microbatch: Microbatch
@@ -239,8 +245,9 @@ class Read(NamedTuple):
 class BatchReader:
     """Reads the batches of all steps from `first_step` on, one microbatch after the other.
 
-    The plan's `sampler` chooses the examples, `size` of them for each microbatch. `key` belongs to
-    the run's last start or restart. If `hashed`, reads carry digests for the journal.
+    The plan's `sampler` chooses the examples. A microbatch has `size` examples, including padding.
+    `key` is derived from the run's key and its nonce. If `hashed`, each `Read` has a digest for the
+    journal.
     """
 
     def __init__(
@@ -259,12 +266,12 @@ class BatchReader:
         self._key = plan.derive_key(key, "examples")
         self._examples, self._size, self._placement = examples, size, placement
         self._thread, self._hashed = thread, hashed
-        self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # threads do not inherit it
+        self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # not inherited by threads
         self._reads = self._read_steps(range(first_step, plan.steps))
         self._upcoming = thread.submit(self._read_one)
 
     def next(self) -> Read:
-        """Return the next microbatch, and begin to read the one after it.
+        """Return the next microbatch, and start to read the microbatch after it.
 
         If an example cannot be read in one process, all processes raise.
         """
@@ -292,10 +299,10 @@ class BatchReader:
                 yield Read(microbatch, place == count - 1, digest.hexdigest() if digest else "")
 
     def _count(self, mask: np.ndarray) -> int:
-        """Return how many microbatches of a batch to read: those with examples.
+        """Return how many microbatches of a batch to read: all that contain examples.
 
         If a batch can have several microbatches, read at least two, because the compiled step
-        expects the sums of earlier ones.
+        expects the sums of earlier microbatches.
         """
         filled = -(-int(mask.sum()) // self._size)  # padding comes after all examples
         return max(filled, min(2, self.sampler.size // self._size))
@@ -333,7 +340,7 @@ class BatchReader:
 
         def spread(like: np.ndarray, *shards: np.ndarray) -> jax.Array:
             by_start = dict(zip(parts, shards, strict=True))
-            dtype = jax.dtypes.canonicalize_dtype(like.dtype)  # no warning, as with jnp.asarray
+            dtype = jax.dtypes.canonicalize_dtype(like.dtype)  # no warning, like jnp.asarray
             return jax.make_array_from_callback(
                 (self._size, *like.shape),
                 split,

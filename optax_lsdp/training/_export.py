@@ -22,9 +22,9 @@ from optax_lsdp._trees import path_name
 from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._progress import StepReport
 
-_LONGEST = 1000  # characters of a name
-# What NumPy and zipfile raise for other files. A malformed header raises SyntaxError, an unknown
-# compression NotImplementedError.
+_LONGEST = 1000  # the largest number of characters in a name
+# Errors that NumPy and zipfile raise for other files. A malformed header raises SyntaxError, and an
+# unknown compression raises NotImplementedError.
 _UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -33,17 +33,20 @@ _READ_HEADER = {
 
 
 def export_params(path: Path | str, params: optax.Params) -> None:
-    """Write parameters that may be released to an .npz file, without keys or optimizer state.
+    """Write parameters to an .npz file for release. It contains no keys or optimizer state.
 
-    The guarantee covers what a run returns: its parameters and their average. Half precision is
-    written as float32, which NumPy can read. A clipped sum, per-example losses and norms, a
-    callback's report, a key, or anything but floating-point arrays raises a ValueError. So does a
-    name that a program could read as a path outside of the file. An array that was taken out of one
-    of these objects looks like a parameter, and cannot be refused.
+    The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
+    half precision are written as float32, which NumPy can read. Private objects are refused:
+    clipped sums, per-example losses and norms, reports to callbacks, and keys. But an array that
+    was taken out of such an object looks like a parameter, and cannot be refused.
 
     Args:
-        path: the file; ".npz" is appended unless it ends so.
+        path: the file. If its name does not end in ".npz", this suffix is appended.
         params: a tree of arrays.
+
+    Raises:
+        ValueError: if `params` holds a private object or a leaf that is not a floating-point array,
+            or if a program could read the name of a leaf as a path to another place.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -66,13 +69,13 @@ def export_params(path: Path | str, params: optax.Params) -> None:
         if dtype is None or not jnp.issubdtype(dtype, jnp.inexact):
             raise ValueError(
                 "`params` must hold floating-point arrays and no key, got "
-                f"{dtype or type(leaf).__name__} at {name!r}; pass the parameters alone."
+                f"{dtype or type(leaf).__name__} at {name!r}; pass only the parameters."
             )
         _check_name(name)
         if name in arrays:
             raise ValueError(
                 f"`params` must have a different name for each array, got {name!r} twice; rename "
-                "one of them."
+                "one of these arrays."
             )
         if not getattr(leaf, "is_fully_addressable", True):
             leaf = multihost_utils.process_allgather(leaf, tiled=True)
@@ -84,11 +87,11 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 
 
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
-    """Read a file of `export_params` into a tree like the given one, with its dtypes.
+    """Return the parameters in a file of `export_params`, as a tree with the dtypes of `like`.
 
     Args:
-        path: the file, the same as for `export_params`.
-        like: a tree of arrays or of their shapes, such as `jax.eval_shape(model.init, key, x)`.
+        path: the file, as passed to `export_params`.
+        like: a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`.
 
     Raises:
         ValueError: if names or shapes in the file differ from those of `like`, or if
@@ -131,7 +134,7 @@ def _name(place: KeyPath) -> str:
 
 
 def _why_private(part: object) -> str:
-    """Return what a part of a tree is if it must not be released; otherwise an empty text."""
+    """Return a description of a part that must not be released, and "" for any other part."""
     if is_marked(part):
         return "a clipped sum"
     if isinstance(part, PerExample):
@@ -140,9 +143,9 @@ def _why_private(part: object) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Raise if a name is unsafe in an archive: it could leave the folder, or collide.
+    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy.
 
-    Names that differ only in case pass: NumPy distinguishes them, and models have W and w.
+    Names may differ only in case: NumPy distinguishes W and w, and models use both.
     """
     has_odd_character = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
     has_drive = name[1:2] == ":" and name[0].isalpha()
@@ -159,15 +162,16 @@ def _check_name(name: str) -> None:
 
 
 class _Unread(NamedTuple):
-    """Stands for an array in the file that was not read, because its shape is not wanted."""
+    """An array in the file that was not read, because its name or shape is not wanted."""
 
     shape: tuple[int, ...]
 
 
 def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray | _Unread]:
-    """Return the arrays of a file; where name or shape are not as wanted, only the shape.
+    """Return the arrays of a file that have the wanted `shapes`. Do not read other arrays.
 
-    So neither a header nor compressed content can ask for more memory than the wanted arrays take.
+    So a malicious file cannot use more memory than the wanted arrays need, neither with a wrong
+    header nor with compressed content.
     """
     found: dict[str, np.ndarray | _Unread] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -190,7 +194,7 @@ def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarra
 
 
 def _save(file: IO[bytes], arrays: dict[str, np.ndarray]) -> None:
-    """Write what `numpy.savez` writes, but with any names, such as "file"."""
+    """Write the format of `numpy.savez`, which itself refuses some names, such as "file"."""
     with zipfile.ZipFile(file, "w") as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:

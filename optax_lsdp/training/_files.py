@@ -28,12 +28,13 @@ _LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def make_private_folder(path: Path) -> Path:
-    """Return a folder that only this user can enter, without symbolic links in its path.
+    """Make a folder that only this user can enter; return its path without symbolic links.
 
-    A new folder gets mode 0700. A folder that others may enter is closed to them, with a warning,
-    if it holds nothing but a run. If it holds anything else, it is refused: others may need those
-    files, as in a home directory. A folder of another user is refused too. If the file system
-    stores no permissions, a warning says that nothing protects the key.
+    A new folder gets mode 0700. If other users have permissions on an existing folder and it holds
+    only files of a run, remove these permissions and warn. If it holds other files, raise a
+    ValueError, because other users may need these files, as in a home directory. A folder of
+    another user raises a ValueError too. If the file system stores no permissions, warn that
+    nothing protects the noise key.
     """
     path = path.resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,8 +42,8 @@ def make_private_folder(path: Path) -> Path:
     if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
         raise ValueError(
             f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
-            "read the noise key in its checkpoints; choose a new folder, inside this one if you "
-            "like."
+            "read the noise key in its checkpoints; choose a new folder, which may be inside this "
+            "folder."
         )
     if _mode(path) & _OTHERS:
         _close_to_others(path)
@@ -50,13 +51,13 @@ def make_private_folder(path: Path) -> Path:
     if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
         warn_caller(
             f"`folder` should be where nobody else can replace it, got {str(path)!r}, whose parent "
-            "folder everybody may write to; choose another place."
+            "folder everybody can write to; choose a folder whose parent only you can write to."
         )
     return path
 
 
 def _close_to_others(path: Path) -> None:
-    """Take all permissions on a folder away from other users, or raise."""
+    """Remove all permissions of other users on a folder, or raise."""
     before = _mode(path)
     got = f"got {str(path)!r} with mode {before:04o}"
     demand = "`folder` must be closed to other users because checkpoints hold the noise key"
@@ -65,7 +66,7 @@ def _close_to_others(path: Path) -> None:
     if strays:
         raise ValueError(
             f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
-            "a new folder, inside this one if you like, or change the mode to 0700."
+            "a new folder, which may be inside this folder, or change the mode to 0700."
         )
     try:
         path.chmod(before & ~_OTHERS)
@@ -76,13 +77,13 @@ def _close_to_others(path: Path) -> None:
     demand, after = "`folder` should be closed to other users", _mode(path)
     if after & _OTHERS:
         warn_caller(
-            f"{demand}, {got} on a file system that stores no permissions; whoever can read the "
-            "folder has the noise key."
+            f"{demand}, {got} on a file system that stores no permissions; choose another file "
+            "system, because everybody who can read the folder has the noise key."
         )
         return
-    seen = " Whoever has read its checkpoints may know the noise of the run."
+    seen = " Everybody who has read its checkpoints may know the noise of the run."
     warn_caller(
-        f"{demand}, {got}; its mode is now {after:04o}."
+        f"{demand}, {got}; `fit` has changed the mode to {after:04o}."
         f"{seen if (path / 'checkpoints').exists() else ''}"
     )
 
@@ -92,7 +93,7 @@ def _mode(path: Path) -> int:
 
 
 def _owner_of_new_files(path: Path) -> int | None:
-    """Return the user who owns new files in a folder; some file systems assign a fixed one."""
+    """Return the owner of new files in a folder: some file systems assign a fixed user."""
     try:
         with tempfile.NamedTemporaryFile(dir=path) as file:
             return os.fstat(file.fileno()).st_uid
@@ -101,7 +102,7 @@ def _owner_of_new_files(path: Path) -> int | None:
 
 
 def lock(path: Path) -> IO[str]:
-    """Return an open file that no other run can lock until it is closed."""
+    """Open and lock a file. No other run can lock it until it is closed."""
     file = path.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -109,7 +110,7 @@ def lock(path: Path) -> IO[str]:
         file.close()
         raise ValueError(
             f"`folder` must be used by one run at a time, got {str(path.parent)!r}, which another "
-            "run is using; wait for that run or choose another folder."
+            "run is using; wait until that run has ended, or choose another folder."
         ) from error
     _LOCKS.add(file)
     return file
@@ -125,7 +126,7 @@ os.register_at_fork(after_in_child=_close_locks)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is complete or absent afterwards, even if the power fails."""
+    """Write a file that is never incomplete, even if the power fails."""
     draft = path.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -140,16 +141,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def cannot_write(folder: Path, error: BaseException) -> OSError:
-    """Return the error to raise if a run cannot write to its folder, with the true reason."""
-    is_full = any(  # Orbax reports errors of the system as text
+    """Return the error to raise if a run cannot write to its folder; it states the true reason."""
+    is_full = any(  # Orbax reports system errors as text
         getattr(error, "errno", None) == number or os.strerror(number) in str(error)
         for number in _DISK_IS_FULL
     )
     if is_full:
         demand, remedy = "have room for journal and checkpoints", "free some space"
     else:
-        demand, remedy = "accept journal and checkpoints", "remove the cause"
+        demand, remedy = "accept journal and checkpoints", "correct this error"
     return OSError(
         f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
-        f"{remedy} and start again: the run resumes from its last checkpoint."
+        f"{remedy} and call `fit` again: the run resumes from its last checkpoint."
     )

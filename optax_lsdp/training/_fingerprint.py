@@ -1,4 +1,4 @@
-"""The fingerprint of a run: hashes of everything that decides what a step computes, to the bit.
+"""The fingerprint of a run: hashes of everything that affects the exact result of a step.
 
 If the fingerprint is unchanged, a resumed run repeats its steps exactly. If any hash differs, the
 run must restart with new noise; see `_resume.py`.
@@ -37,13 +37,13 @@ class Compiler:
         self.digest, self._examples = hashlib.blake2b(), examples
 
     def compile(self, function: jax.stages.Wrapped, *arguments: PyTree) -> jax.stages.Compiled:
-        """Compile a jitted function for such arguments, and hash its program and constants.
+        """Compile a jitted function for these arguments, and hash its program and constants.
 
         Raises:
             ValueError: if the function closes over all examples.
         """
         traced = function.trace(*arguments)
-        for constant in constants(traced.jaxpr):  # JAX may leave them out of the program's text
+        for constant in constants(traced.jaxpr):  # JAX may omit constants from the program's text
             constant = jnp.asarray(constant)
             if is_key(constant):
                 constant = jax.random.key_data(constant)
@@ -52,11 +52,11 @@ class Compiler:
                 raise ValueError(
                     "`loss_fn` must use the data only through its argument `example`, got a "
                     f"function that closes over an array of all examples, {values.dtype}"
-                    f"{list(values.shape)}, which would count as public; use `example` instead."
+                    f"{list(values.shape)}, which ε does not cover; use `example` instead."
                 )
             update_digest(self.digest, values)
         lowered = traced.lower()
-        # JAX numbers these groups across programs, so that equal programs differ in them.
+        # JAX counts `group_id` on from program to program, so equal programs have different ids.
         self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
         return lowered.compile()
 
@@ -64,7 +64,7 @@ class Compiler:
 def compute_fingerprint(
     compiler: Compiler, examples: Examples, mesh: jax.sharding.Mesh | None
 ) -> dict[str, str]:
-    """Return hashes of data, code, package versions and devices, the same in every process."""
+    """Return hashes of data, code, package versions and devices, equal in all processes."""
     devices = jax.devices() if mesh is None else mesh.devices.flat
     machine = [
         "no mesh" if mesh is None else str(mesh.shape),
@@ -87,7 +87,8 @@ def compute_fingerprint(
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
     """Return hashes of a run's initial parameters and optimizer state, without its keys.
 
-    With several processes there are none, as each process holds only a part of the arrays.
+    With several processes, return an empty dict, because each process holds only a part of the
+    arrays.
     """
     if jax.process_count() > 1:
         return {}
@@ -104,7 +105,7 @@ def _hash(*texts: str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package. A checkout on the path that is not installed has none."""
+    """Return the version of a package, or "not installed" for a checkout on the Python path."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -112,7 +113,7 @@ def _version(package: str) -> str:
 
 
 def _processor() -> str:
-    """Return Linux's description of the first processor; XLA compiles for its features."""
+    """Return a description of the first processor, because XLA compiles for its features."""
     try:
         text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:

@@ -1,7 +1,8 @@
-"""`fit`, which trains a model as a `PrivacyPlan` says, and its loop.
+"""`fit`, which trains a model under a `PrivacyPlan`.
 
 `fit` checks its arguments, compiles the step, and starts or resumes the run. `_train` is the loop:
-read a batch, announce the step in the journal, take it, record it in the ledger, report, save.
+read a batch, announce the step in the journal, take the step, record it in the ledger, report it,
+save a checkpoint.
 """
 
 from __future__ import annotations
@@ -78,52 +79,57 @@ def fit(
     progress: bool = True,
     key: jax.Array | None = None,
 ) -> FitResult:
-    """Train as planned; resume if the folder holds an interrupted run.
+    """Train a model as planned. If `folder` holds an interrupted run, resume that run.
 
     Args:
         plan: the privacy budget, and how to spend it.
-        loss_fn: `loss_fn(params, example)`, which returns a scalar for one example without batch
-            axis; or `loss_fn(params, example, key)`, with a key for each example, for dropout and
-            `average_views`. See also `mixed_precision` and `keep_batch_axis`. `check_model` finds
-            problems of a loss on public examples. `fit` refuses batch normalisation. It warns once
-            if the loss of a batch is not finite; the warning depends on private data, so release
-            no log that contains it. Examples whose gradient is not finite contribute nothing.
+        loss_fn: a function `loss_fn(params, example)` that returns the scalar loss of one example.
+            The example has no batch axis. For dropout or `average_views`, write a loss with a third
+            argument, `key`; `fit` passes a different key for each example. Batch normalisation is
+            refused. `check_model` finds problems of a loss on public examples. See also
+            `mixed_precision` and `keep_batch_axis`. If the loss of a batch is not finite, `fit`
+            warns once. This warning depends on private data, so release no log that contains it.
+            Examples whose gradient is not finite contribute nothing.
         params: the initial parameters. If they are on a mesh, they keep their sharding.
-        data: an array, or a dict or tuple of arrays, with a leading axis of examples, in memory or
-            memory-mapped; or a list or source of examples with `len` and `[index]`, such as a
-            Grain data source.
-        optimizer: any Optax optimizer, which the plan makes private.
-        smoothing: a number, a schedule or a `laplacian_smooth(...)` transform that replaces the
-            plan's smoothing.
-        average: "polyak" for the mean of the parameters over all steps, or a decay such as 0.999
-            for an exponential average; computed in float32.
-        clip_style: the same as in `clipped_grad`; with "automatic", only the learning rate needs
-            tuning.
-        microbatch_size: how many examples are differentiated at a time, to bound memory; a multiple
-            of the number of devices. Microbatches of padding alone are skipped, which saves the
-            time that the room for large Poisson batches costs. The duration of a step then reveals
-            the size of its batch.
-        mesh: the devices that share the examples of a batch.
-        folder: where to keep the run: its plan, journal and checkpoints. Checkpoints hold the noise
-            key and are as secret as the data. A folder that other users may enter is closed to
-            them, with a warning, or refused. `export_params` writes what may be released.
-        save_every: steps between checkpoints.
-        callbacks: functions that get a `StepReport` after each step. One that raises `StopTraining`
-            ends the run, which is saved and returned. If one raises anything else, the run stops as
-            after a crash: it can be resumed from its last checkpoint, and then reports the steps
-            since then again.
+        data: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis of
+            each array counts the examples. `data` can also be a list of examples, or a source of
+            examples with `len(data)` and `data[index]`, such as a Grain data source.
+        optimizer: an ordinary Optax optimizer. The plan makes it private.
+        smoothing: replaces the plan's smoothing: σ as a number or schedule, or a
+            `laplacian_smooth(...)` transform.
+        average: "polyak" to compute the mean of the parameters over all steps, or a decay such as
+            0.999 to compute an exponential average. The average is computed in float32.
+        clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
+        microbatch_size: how many examples to differentiate at a time, a multiple of the number of
+            devices. A smaller number needs less memory. Microbatches that contain only padding are
+            skipped. This saves time, because Poisson batches have room for more examples than most
+            batches contain. But the duration of a step then reveals the size of its batch.
+        mesh: the devices over which the examples of a batch are split.
+        folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
+            key, so keep the folder as secret as the data. To release the parameters, write them
+            with `export_params`. If other users have permissions on the folder, `fit` removes these
+            permissions and warns, or raises an error.
+        save_every: how many steps to take between two checkpoints.
+        callbacks: functions that receive a `StepReport` after each step. If a callback raises
+            `StopTraining`, the run ends, and `fit` saves it and returns the result so far. If a
+            callback raises any other exception, the run stops as after a crash. It can be resumed
+            from its last checkpoint. Callbacks then receive the reports of all steps after this
+            checkpoint again.
         progress: whether to show a progress bar.
-        key: the key of a new run, fresh by default; a resumed run keeps its own.
+        key: the random key of a new run. The default is a fresh key. A resumed run ignores `key`
+            and keeps the key with which it began.
 
-    A killed run that is started again in the same folder, with nothing changed, repeats exactly the
-    same steps and ends with the same parameters to the bit. If anything has changed (data, code,
-    versions, devices), it draws new noise, and steps that may have been seen count twice.
-    SIGTERM and Ctrl-C finish the current step and save; after SIGTERM `fit` returns, after Ctrl-C
-    it raises KeyboardInterrupt. A second Ctrl-C stops at once.
+    If a run was killed, call `fit` again with the same folder. The run continues from its last
+    checkpoint. If nothing has changed, it ends with exactly the same parameters as without the
+    interruption. If data, code, package versions or devices have changed, it draws new noise, and
+    steps after the checkpoint whose results may have been seen count twice.
+
+    On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
+    then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.
 
     Raises:
-        DataError: if an example cannot be read. The message has its index, and the run can be
-            resumed.
+        DataError: if an example cannot be read or used. The message names the index of the example.
+            The run can be resumed.
 
     >>> import jax.numpy as jnp
     >>> from optax_lsdp import PrivacyPlan
@@ -146,13 +152,14 @@ def fit(
     examples = open_data(data)
     if examples.size != plan.dataset_size:
         raise ValueError(
-            f"`data` must have {plan.dataset_size} examples, as planned, got {examples.size}; put "
-            "arrays into a dict or tuple, and single examples into a list."
+            f"`data` must have {plan.dataset_size} examples, the plan's `dataset_size`, got "
+            f"{examples.size}; pass several arrays as a dict or tuple, because a list holds one "
+            "example per entry, or make a plan for this number of examples."
         )
     check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
         raise TypeError(
-            f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}; make one of all devices with "
+            f"`mesh` must be a jax.sharding.Mesh, got {mesh!r}; make a mesh of all devices with "
             'jax.make_mesh((jax.device_count(),), ("examples",)).'
         )
     check_function("loss_fn", loss_fn, "of parameters and one example")
@@ -168,7 +175,8 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         key = broadcast_fresh_key() if key is None else key
         state = _initial_state(params, make_private(key), average, key, placement)
-        shapes = describe(state.params, False)  # like the engines, it leaves shardings to XLA
+        # Like the engines, the trace of the loss leaves all shardings to XLA.
+        shapes = describe(state.params, False)
         loss = trace_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
         if folder is not None:
@@ -187,7 +195,8 @@ def fit(
             compile=compiler.compile,
             replicated=placement.replicated,
         )
-        check_uses_params(loss, shapes)  # after the compiler has refused to close over examples
+        # This check comes after the compiler's, which names a loss that closes over the data.
+        check_uses_params(loss, shapes)
         fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
         run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
@@ -206,10 +215,10 @@ def _initial_state(
     key: jax.Array,
     placement: Placement,
 ) -> State:
-    """Return the state before the first step, in arrays of its own, placed on the devices."""
+    """Return the state before the first step, copied and placed on the devices."""
     check_params(params)
     params = jax.tree.map(lambda x: placement.keep_or_replicate(jnp.array(x)), params)
-    inner = jax.tree.map(jnp.array, optimizer.init(params))  # copies: each array is donated once
+    inner = jax.tree.map(jnp.array, optimizer.init(params))  # copies: no array may be donated twice
     state = State(params, inner, initial_average(average, params), jnp.copy(key))
     return jax.tree.map(placement.keep_or_replicate, state)
 
@@ -222,7 +231,7 @@ def _train(
     progress: bool,
     stop: _StopSignal,
 ) -> FitResult:
-    """Take all steps that are left and that the budget covers."""
+    """Take the remaining steps, as far as the budget covers them."""
     at, account, reader = start
     program, folder = run.program, run.folder
     bar, monitor = ProgressBar(run.plan.steps, at.step, visible=progress), LossMonitor()
@@ -240,7 +249,7 @@ def _train(
                     if any_process(folder.journal.differs(at.step, batch.digest)):
                         at, account, reader = run.restart(folder, at, ["data"])
                         continue
-                    # Before the step: after a crash, whatever may have been seen must count.
+                    # Announce the step before taking it, so that it counts even after a crash.
                     is_hashed = run.examples.is_hashed
                     folder.journal.record(at.step, batch.digest, sync=not is_hashed)
                 is_between_steps = False
@@ -256,7 +265,8 @@ def _train(
                 if is_due:
                     run.save(at)
     finally:
-        if is_between_steps:  # otherwise state and ledger differ, or callbacks lack a report
+        # Within a step, state and ledger may differ, or a callback may lack its report.
+        if is_between_steps:
             run.save(at)
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
     if at.step < account.last_step:
@@ -271,7 +281,7 @@ def _report(
     callbacks: Sequence[Callback],
     bar: ProgressBar,
 ) -> bool:
-    """Show a step and call all callbacks; return whether one of them wants to stop.
+    """Show a step and call all callbacks; return whether a callback raised `StopTraining`.
 
     If a callback fails in one process, all processes raise.
     """
@@ -289,12 +299,12 @@ def _report(
 
 
 class _StopSignal(threading.Event):
-    """An event that a signal sets; `number` is the signal."""
+    """An event that SIGTERM or Ctrl-C sets. `number` is the number of the signal."""
 
     number: int | None = None
 
     def handle(self, number: int, frame: FrameType | None) -> None:
-        """Remember a signal; if it is a second Ctrl-C, stop at once."""
+        """Record a signal. If an earlier signal was recorded, stop at once on Ctrl-C."""
         del frame
         if self.is_set() and number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -304,7 +314,10 @@ class _StopSignal(threading.Event):
 
 @contextmanager
 def _stop_signals() -> Iterator[_StopSignal]:
-    """Let SIGTERM and Ctrl-C set an event; outside of the main thread Python cannot."""
+    """Let SIGTERM and Ctrl-C set an event.
+
+    Outside of the main thread, where Python allows no signal handlers, nothing sets the event.
+    """
     stop = _StopSignal()
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -1,17 +1,18 @@
-"""The journal of a run: a line before every step, so that after a crash no step goes uncounted.
+"""The journal of a run: it announces each step in advance, so that every step counts after a crash.
 
-A step that is repeated with the same key on the same clipped sum gives the same result, and costs
-no privacy. With the same key on a different sum it would reveal the difference of the two sums. So
-the journal stores the fingerprint under which steps were taken, and a hash of the examples that
-each step has read. If either has changed, the run restarts with a new nonce, hence with new noise
-and new batches, and the steps that it repeats count twice.
+If a run repeats a step with the same key and the same clipped sum, the result is the same, and the
+repetition costs no privacy. With the same key and a different sum, the two results would reveal the
+difference of the sums. So the journal stores the fingerprint of the run, and a hash of the examples
+that each step has read. If the fingerprint or a hash has changed, the run restarts with a new
+nonce. The nonce gives new noise and new batches, and the steps that the run repeats count twice.
 
 The files hold one JSON object per line:
 
 - `journal.jsonl`, written by the first process, has a line with `nonce`, `fingerprint` and `start`
-  for each start or restart, and lines with `announced`: the run may have taken all steps below it.
-- `examples-<process>.jsonl`, written by each process, has a line with `nonce`, `step` and
-  `examples`, the hash of what the process has read for this step.
+  for each start or restart. It also has lines with a number `announced`: the run may have taken all
+  steps below this number.
+- `examples-<process>.jsonl`, written by each process, has a line per step with `nonce`, `step` and
+  `examples`, the hash of the examples that the process has read for this step.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ import jax
 from optax_lsdp.training._files import cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
-_MOST_AHEAD = 64  # steps that one line announces
-FIRST_NONCE = "first"  # of a run that has not restarted: its key alone decides on its noise
+_MOST_AHEAD = 64  # the largest number of steps that one line announces
+FIRST_NONCE = "first"  # until a restart, so that the run's key determines the noise
 
 
 class Journal:
-    """The journal in a folder. The first process writes it, and all processes follow it.
+    """The journal in a folder. The first process reads it and sends its lines to all processes.
 
-    One line announces a hundredth of all `steps` at once, and waits for the disk.
+    One line announces several steps, about a hundredth of all `steps`, because writing it waits for
+    the disk.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -43,7 +45,7 @@ class Journal:
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
-        self._digests: dict[int, str] = {}  # step → hash of its examples, if it may be repeated
+        self._digests: dict[int, str] = {}  # step → hash, for steps that may be repeated
         self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
         for line in json.loads(broadcast_text(json.dumps(self._shared.read()))):
@@ -59,12 +61,12 @@ class Journal:
 
     @property
     def nonce(self) -> str:
-        """The nonce of the last start or restart; empty before the first."""
+        """The nonce of the last start or restart, or an empty text before the first start."""
         return next(reversed(self._seen), "")
 
     @property
     def starts(self) -> int:
-        """How often the run has started or restarted with a nonce of its own."""
+        """The number of different nonces with which the run has started or restarted."""
         return len(self._seen)
 
     @property
@@ -77,13 +79,14 @@ class Journal:
         return self._seen_with(nonce).start
 
     def changed(self, fingerprint: dict[str, str]) -> list[str]:
-        """Return the names of the hashes that differ from those of the last start."""
+        """Return the names of the hashes that have changed since the last start or restart."""
         before = self._fingerprint
         return [n for n in before | fingerprint if before.get(n) != fingerprint.get(n)]
 
     def restart(self, fingerprint: dict[str, str], step: int) -> None:
-        """Draw a new nonce, for a run that starts or restarts at `step`."""
-        # Before the first step nobody has seen any noise. Later, nobody may predict the new noise.
+        """Draw a new nonce for a run that starts or restarts at `step`, and record it."""
+        # Before the first step, nobody has seen any noise, so a fixed nonce is safe. After it, the
+        # new nonce must be random, so that nobody can predict the new noise.
         nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
         self._seen[nonce], self._digests = range(step, step), {}
         self._fingerprint = fingerprint
@@ -91,7 +94,7 @@ class Journal:
         self._shared.write(line, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step was taken before, with this nonce, on other examples."""
+        """Return whether an earlier attempt at this step read different examples (same nonce)."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
@@ -99,22 +102,22 @@ class Journal:
 
         Args:
             step: the number of the step, from 0.
-            digest: a hash of the examples that this process has read for it.
-            sync: whether to wait until the digest is on the disk. That is needed if the
+            digest: a hash of the examples that this process has read for the step.
+            sync: whether to wait until the digest is on the disk. Waiting is necessary if the
                 fingerprint does not cover all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
             self._seen[self.nonce] = range(seen.start, step + self._ahead)
             self._shared.write({"announced": step + self._ahead}, sync=True)
-        if self._digests.pop(step, None) is None:  # otherwise the line is there already
+        if self._digests.pop(step, None) is None:  # otherwise the file has this line already
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
     def seen_since(self, step: int, nonce: str) -> list[range]:
         """Return the steps that may have been seen since a checkpoint, one range per nonce.
 
-        The first range has the steps that follow the checkpoint of this `step` and `nonce`. The
-        others have the steps of later nonces.
+        `step` and `nonce` are those of the checkpoint. The first range has the later steps with
+        this nonce. The other ranges have the steps with later nonces.
         """
         first = self._seen_with(nonce)
         nonces = list(self._seen)
@@ -124,9 +127,9 @@ class Journal:
     def _seen_with(self, nonce: str) -> range:
         if nonce not in self._seen:
             raise ValueError(
-                f"`folder` must hold the journal that belongs to its checkpoints, got another one "
-                f"in {str(self.folder)!r}, so that the privacy spent is unknown; start again in an "
-                "empty folder."
+                f"`folder` must hold the journal that belongs to its checkpoints, got a different "
+                f"journal in {str(self.folder)!r}, so the privacy spent is unknown; start again in "
+                "another folder, and add the ε of the plan in this folder."
             )
         return self._seen[nonce]
 
@@ -137,11 +140,11 @@ class Journal:
 
 
 class _Lines:
-    """A file with one JSON object per line. Unless `writable`, it is neither written nor read."""
+    """A file with one JSON object per line. If not `writable`, it is neither written nor read."""
 
     def __init__(self, path: Path, *, writable: bool = True) -> None:
         self._path, self._writable = path, writable
-        self._file: FileIO | None = None  # opened by the first line
+        self._file: FileIO | None = None  # opened when the first line is written
 
     def write(self, line: dict[str, object], *, sync: bool) -> None:
         """Append a line; with `sync`, wait until it is on the disk."""
@@ -159,12 +162,12 @@ class _Lines:
             raise cannot_write(self._path.parent, error) from error
 
     def read(self) -> list[dict[str, Any]]:
-        """Return all lines; remove the last one if a crash has cut it."""
+        """Return all lines. If a crash has cut the last line short, remove this line."""
         if not (self._writable and self._path.exists()):
             return []
         *whole, last = self._path.read_bytes().split(b"\n")
         lines = [self._parse(text, number) for number, text in enumerate(whole, 1)]
-        if last:  # the process was killed while it wrote this line, so before the step
+        if last:  # the process was killed while it wrote this line, before it took the step
             with self._path.open("rb+") as file:
                 try:
                     lines.append(self._parse(last, len(whole) + 1))
@@ -182,7 +185,8 @@ class _Lines:
         except ValueError as error:  # from JSON or Unicode
             raise ValueError(
                 f"`folder` must hold an intact journal, got {text[:40]!r} in line {number} of "
-                f"{self._path}; start again in an empty folder."
+                f"{self._path}; start again in another folder, and add the ε of the plan in this "
+                "folder."
             ) from error
         return line
 

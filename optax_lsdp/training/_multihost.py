@@ -1,8 +1,8 @@
 """Agreement between the processes of a run, and the placement of arrays on their devices.
 
-A run may span several processes, each with devices of its own. Everything that decides which step
-comes next must be equal in all of them: the functions here broadcast, gather and compare values.
-With one process they return at once.
+A run may span several processes, each with its own devices. All processes must agree on what to do
+next. For this, the functions here broadcast, gather and compare values. With one process, they
+return at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Placement:
         mesh: the mesh, or None.
         devices: how many devices share a batch.
         split: the sharding of an array whose rows are split over all devices; None without a mesh.
-        replicated: the sharding of an array that every device holds whole; None without a mesh.
+        replicated: the sharding of an array with a full copy on every device; None without a mesh.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:
@@ -43,12 +43,12 @@ class Placement:
         return jax.make_array_from_callback(values.shape, self.replicated, values.__getitem__)
 
     def keep_or_replicate(self, x: jax.Array) -> jax.Array:
-        """Return an array unchanged if it is on the mesh already; otherwise replicate it."""
+        """Return an array unchanged if it is already on the mesh. Otherwise replicate the array."""
         return x if getattr(x.sharding, "mesh", None) == self.mesh else self.replicate(x)
 
 
 def broadcast_text(text: str) -> str:
-    """Return the text of the first process in every process."""
+    """Return the first process's `text`, in every process."""
     if jax.process_count() == 1:
         return text
     sent = np.frombuffer(text.encode(), np.uint8)
@@ -58,7 +58,7 @@ def broadcast_text(text: str) -> str:
 
 
 def gather_text(text: str) -> str:
-    """Return the texts of all processes, joined. All must have the same length."""
+    """Return the joined texts of all processes. All texts must have the same length."""
     if jax.process_count() == 1:
         return text
     sent = np.frombuffer(text.encode(), np.uint8)
@@ -82,14 +82,16 @@ def any_process(flag: bool) -> bool:
 
 
 def raise_everywhere(error: BaseException | None) -> None:
-    """Raise in all processes if any process has an error.
+    """If any process has an error, raise in all processes.
 
-    A process without an error of its own raises a RuntimeError. Without any error, return.
+    A process that has no error itself raises a RuntimeError.
     """
     if not any_process(error is not None):
         return
     if error is None:
-        raise RuntimeError("another process has failed; read the error that it printed.")
+        raise RuntimeError(
+            "another process has failed; read the error in the output of that process."
+        )
     raise error
 
 

@@ -1,4 +1,4 @@
-"""What a run tells its user: reports to callbacks, the progress bar, warnings, and the result."""
+"""The output of a run: reports to callbacks, the progress bar, warnings, and the result."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from optax_lsdp.training._validation import warn_caller
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
-_NAMED_ARRAYS = 6  # arrays of a tree that a repr names
+_NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 _REFRESH_SECONDS = 0.1  # between two updates of the progress bar
 
 
 class StepReport(NamedTuple):
-    """The argument of a callback, after each step.
+    """The argument that callbacks receive after each step.
 
     Attributes:
         step: how many steps were taken.
-        params: the parameters. The next step takes over their memory, so copy them to keep them.
+        params: the parameters. The next step reuses their memory, so copy parameters that you keep.
         average: the average of the parameters, or an empty tuple.
         epsilon: the ε spent so far, at the plan's δ.
-        private_loss: the sum of the batch's losses over the expected batch size. It has no noise:
-            use it only if you may look at the data, and release nothing that depends on it.
+        private_loss: the sum of the batch's losses, divided by the expected batch size. This loss
+            has no noise: use it only if you may look at the data, and release nothing that depends
+            on it.
     """
 
     step: int
@@ -51,7 +52,7 @@ class StepReport(NamedTuple):
 
 
 class FitResult(NamedTuple):
-    """The result of a run. The privacy guarantee covers all of it.
+    """The result of a run. The privacy guarantee covers all fields.
 
     Attributes:
         params: the parameters.
@@ -76,11 +77,11 @@ class FitResult(NamedTuple):
 
 
 class StopTraining(Exception):
-    """Raise this in a callback to end a run: `fit` saves it and returns the result so far.
+    """Raise this in a callback to end a run. `fit` saves the run and returns the result so far.
 
-    The other callbacks still get the report of this step. The run can be resumed from its folder.
-    The step at which a run stops is released with its result, so let it depend on public data,
-    never on `private_loss`.
+    The other callbacks still receive the report of this step. The run can be resumed from its
+    folder. The result reveals at which step the run stopped. So decide when to stop from public
+    data only, never from `private_loss`.
 
     >>> def stop_after_100(report):
     ...     if report.step == 100:
@@ -92,7 +93,7 @@ Callback = Callable[[StepReport], object]
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Raise unless callbacks are functions of one argument, before any step is spent."""
+    """Raise, before any step is taken, unless all callbacks are functions of one argument."""
     if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
     for callback in callbacks:
@@ -104,13 +105,13 @@ def check_callbacks(callbacks: object) -> None:
             signature.bind(None)
         except TypeError as error:
             raise TypeError(
-                "`callbacks` must be functions of one argument, the report, got a function of "
-                f"{signature}; bind further arguments with functools.partial."
+                "`callbacks` must be functions of one argument, the report, got a function with "
+                f"the arguments {signature}; bind further arguments with functools.partial."
             ) from error
 
 
 def call_all(callbacks: Sequence[Callback], report: StepReport) -> bool:
-    """Give a report to all callbacks; return whether one of them has raised `StopTraining`."""
+    """Pass a report to all callbacks; return whether a callback raised `StopTraining`."""
     stops = False
     for callback in callbacks:
         try:
@@ -121,40 +122,40 @@ def call_all(callbacks: Sequence[Callback], report: StepReport) -> bool:
 
 
 class LossMonitor:
-    """Warns once in a run if the loss of a batch is not finite.
+    """Warns if the loss of a batch is not finite, at most once in a run.
 
-    Without this warning, nobody would notice that a wrong label makes the loss NaN, as the run
-    goes on. The warning reveals a bit about private data that ε does not cover. It is meant for
-    whoever runs the training and may look at the data. It says so, and it is stored nowhere. The
-    loop asks only where it waits for the devices anyway: at its first step, at checkpoints, and at
-    its end.
+    If a wrong label makes the loss NaN, the run goes on. Without this warning, nobody would notice.
+    The warning reveals one bit about private data, which ε does not cover. So the warning is only
+    for users who may look at the data, and its text says that it depends on private data. It is
+    stored nowhere. The training loop calls `check` only where it waits for the devices anyway: at
+    its first step, at checkpoints, and at its last step.
     """
 
     def __init__(self) -> None:
         self._has_warned = False
 
     def check(self, loss: jax.Array, step: int) -> None:
-        """Warn if the loss of a step is not finite, unless a warning was given before."""
+        """Warn if the loss of a step is not finite, unless this monitor has already warned."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True
         warn_caller(
             f"`loss_fn` should be finite for every example, got NaN or infinity in the batch of "
-            f"step {step}; examples with a finite gradient still train the model, the others "
-            "contribute nothing, and `check_model(loss_fn, params, examples)` names them. This "
+            f"step {step}; find such examples with `check_model(loss_fn, params, examples)`. An "
+            "example whose gradient is not finite contributes nothing to the training. This "
             "warning depends on private data: release no log that contains it."
         )
 
 
 class ProgressBar:
-    """A progress bar with ε. It does not show the loss, which is private, as bars end in logs."""
+    """A progress bar with ε. It omits the loss: the loss is private, and bars end up in logs."""
 
     def __init__(self, steps: int, step: int, *, visible: bool) -> None:
         self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not visible)
         self._due = 0.0
 
     def show(self, step: int, epsilon: Callable[[int], float], *, last: bool) -> None:
-        """Show the step and its ε, ten times a second at most, and at the end."""
+        """Show the step and its ε, at most ten times a second, but always if `last`."""
         now = time.monotonic()
         if self.bar.disable or (now < self._due and not last):
             return
@@ -163,7 +164,7 @@ class ProgressBar:
 
 
 def _summary(tree: PyTree) -> str:
-    """Return names, dtypes and shapes of a tree's arrays; only the first ones of a large tree."""
+    """Return names, dtypes and shapes of a tree's arrays, for at most `_NAMED_ARRAYS` arrays."""
     leaves = jax.tree.leaves_with_path(tree)
     arrays = [
         f"{path_name(path)} {dtype_name(x)}{list(jnp.shape(x))}".strip() for path, x in leaves
@@ -177,37 +178,39 @@ def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
 
     Args:
         passed: hashes of the arguments of this call, by name.
-        initial: hashes of the arguments with which the run began.
+        initial: hashes of the arguments with which the run began, by name.
     """
     for name, digest in passed.items():
         if initial.get(name, digest) != digest:
-            remark = "" if name == "params" else ", whose state holds its hyper-parameters,"
+            remark = (
+                "" if name == "params" else " (its initial state, which may hold hyper-parameters)"
+            )
             warn_caller(
                 f"`{name}`{remark} should be the same as when the run in this folder began, got "
-                "another value, which is ignored: the run resumes with its own; choose another "
-                "folder to train anew."
+                "a different value, which the resumed run ignores; choose another folder to train "
+                "with the new value."
             )
 
 
 def warn_of_restart(
     changed: Sequence[str], step: int, *, repeated: int, last_step: int, steps: int
 ) -> None:
-    """Warn what it means for a run to restart because something has changed.
+    """Warn that a run restarts because something has changed, and name the consequences.
 
     Args:
         changed: what has changed.
         step: the step at which the run restarts.
         repeated: how many steps count although the result does not contain them.
-        last_step: the step at which the budget will be spent.
+        last_step: the step at which the run will end.
         steps: how many steps were planned.
     """
-    begin = f"The run in this folder was made with other {', '.join(changed)}: "
+    begin = f"The run in this folder was made with different {', '.join(changed)}: "
     if step == steps:
         warn_caller(
-            f"{begin}it is finished and returned unchanged; choose another folder to train."
+            f"{begin}it is finished and returned unchanged; choose another folder to train again."
         )
         return
     warn_caller(
-        f"{begin}it restarts from step {step} with new noise, must count {repeated} more steps "
-        f"than it has taken, and ends at step {last_step} of {steps}."
+        f"{begin}it restarts from step {step} with new noise, counts {repeated} more steps than "
+        f"its result contains, and ends at step {last_step} of {steps}."
     )

@@ -1,8 +1,8 @@
-"""How a run starts, resumes and restarts, and what it has spent.
+"""How a run starts, resumes and restarts, and how much of its budget it has spent.
 
-A run resumes if its fingerprint is unchanged: it repeats its steps from the last checkpoint on,
-with the same noise, so that they count once. Otherwise it restarts: a new nonce gives it new noise
-and new batches, and steps count twice if their results may have been seen since the checkpoint.
+If its fingerprint is unchanged, a run resumes: it repeats the steps after the last checkpoint with
+the same noise, so these steps count once. Otherwise the run restarts: a new nonce gives new noise
+and new batches. Steps after the checkpoint whose results may have been seen then count twice.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from optax_lsdp.training._step import CompiledStep, with_noise_key
 
 
 class Account:
-    """What a run has spent, and how far its budget reaches.
+    """The steps that a run has spent, and the step until which its budget lasts.
 
-    The run draws its present batches since the step `order_start`, its last start or restart.
+    `order_start` is the step at which the run last started or restarted. A restart draws new
+    batches.
 
     Attributes:
-        ledger: every step that counts, some of them twice; `record` appends to it.
-        first_step: the step from which the run goes on.
-        last_step: the step at which the run must end, by its plan or by its budget.
+        ledger: all steps that count, some of them twice. `record` appends a step.
+        first_step: the step at which the run starts, resumes or restarts.
+        last_step: the step at which the run must end, because the plan or the budget ends there.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class Account:
         self._before = deepcopy(ledger)
 
     def record(self, step: int) -> None:
-        """Count a step."""
+        """Append a step to the ledger."""
         count_steps(self._plan, self.ledger, range(step, step + 1), self._order_start)
 
     def epsilon(self, step: int) -> float:
-        """Return ε after `step` steps, one or more of them taken since the start.
+        """Return ε after `step` steps. `step` must be larger than `first_step`.
 
-        The first call takes a second or two, and computes the answers of all others.
+        The first call takes a second or two, because it computes ε after every step.
         """
         return float(self._curve[step - self.first_step - 1])
 
@@ -62,11 +63,11 @@ class Account:
 
 
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
-    """Append steps to a ledger; what was announced beyond the plan counts like its last step.
+    """Append steps to a ledger. Announced steps beyond the plan count like its last step.
 
-    If a scheme uses each example once per epoch, a new order may repeat examples that the old
-    order has used in the same epoch. So at `order_start`, where an order starts, the epoch counts
-    from its beginning.
+    Some schemes use each example once per epoch. A restart within an epoch draws a new order, which
+    may repeat examples that the old order has used in this epoch. So at `order_start`, where an
+    order starts, all steps since the beginning of the epoch count again.
     """
     for step in steps:
         event = plan.event(min(step, plan.steps - 1))
@@ -79,11 +80,11 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
 
 
 class Start(NamedTuple):
-    """A start, resumption or restart of a run: everything that its nonce decides.
+    """The result of starting, resuming or restarting a run: everything that depends on the nonce.
 
     Attributes:
-        checkpoint: where the run goes on; the noise key in its state belongs to the nonce.
-        account: what was spent, and how far the budget reaches.
+        checkpoint: where the run continues. The noise key in its state is derived from its nonce.
+        account: the steps spent, and the step until which the budget lasts.
         reader: reads the batches of the steps to come.
     """
 
@@ -94,7 +95,7 @@ class Start(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same during a run, however often it restarts.
+    """Everything that stays the same when a run restarts.
 
     Attributes:
         plan: the plan.
@@ -102,9 +103,10 @@ class Run:
         program: the compiled step.
         microbatch_size: how many examples a microbatch has.
         placement: the devices.
-        thread: where batches are read.
-        folder: where the run is kept, or None.
-        fingerprint: hashes of everything that decides the steps; empty without a folder.
+        thread: the thread that reads batches.
+        folder: the folder of the run, or None.
+        fingerprint: hashes of everything that affects the result of a step. It is empty without a
+            folder.
     """
 
     plan: PrivacyPlan
@@ -117,30 +119,31 @@ class Run:
     fingerprint: dict[str, str]
 
     def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
-        """Start a run at `new`, before its first step, or resume it at a saved checkpoint."""
+        """Start a run at `new`, or resume or restart it at `saved`, its last checkpoint."""
         if self.folder is None:
             return self._start_at(self._with_keys(new, new.nonce), order_start=0)
         journal = self.folder.journal
         if saved is None:
             if journal.has_steps:
                 raise ValueError(
-                    "`folder` must hold checkpoints if its journal has steps, got none in "
-                    f"{str(self.folder.path)!r}, so that the privacy spent is unknown; choose "
-                    "another folder."
+                    "`folder` must hold a checkpoint if its journal has steps, got none in "
+                    f"{str(self.folder.path)!r}, so the privacy spent is unknown; start again in "
+                    "another folder, and add the ε of the plan in this folder."
                 )
             return self._start_at(self._draw_nonce(self.folder, new), order_start=0)
         changed = journal.changed(self.fingerprint)
         if not changed and journal.nonce != saved.nonce:
-            changed = ["checkpoints"]  # the run has restarted since, and those checkpoints are lost
+            # The run has restarted after `saved`, but its later checkpoints are lost.
+            changed = ["checkpoints"]
         if changed:
             return self.restart(self.folder, saved, changed)
         order_start = journal.first_step(saved.nonce)
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with a new nonce, and count all steps that may have been seen since.
+        """Restart from `at` with a new nonce, and count all later steps that may have been seen.
 
-        The warning says what has `changed`.
+        A warning lists what has `changed`.
         """
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
@@ -163,14 +166,14 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Return a checkpoint with a new nonce and its keys, written to journal and folder."""
+        """Draw a new nonce, write it to the journal, and save and return `at` with this nonce."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce)
         folder.save(checkpoint)
         return checkpoint
 
     def _with_keys(self, at: Checkpoint, nonce: str) -> Checkpoint:
-        """Return a checkpoint whose noise key is derived from the run's key and a nonce."""
+        """Return `at` with this nonce and a noise key derived from the run's key and the nonce."""
         key = self.plan.derive_key(fold_in_text(at.state.key, nonce), "noise")
         optimizer = with_noise_key(at.state.optimizer, self.placement.replicate(key))
         return at._replace(state=at.state._replace(optimizer=optimizer), nonce=nonce)

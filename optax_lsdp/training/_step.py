@@ -1,8 +1,9 @@
-"""One step of training: clip, add noise, smooth, update, average, compiled once per run.
+"""One training step, compiled once per run: clip, add noise, smooth, update, average.
 
-A batch is split into microbatches. `add_microbatch` adds the clipped sum of one microbatch to those
-before it; `take_step` handles the last microbatch, adds the noise and updates the parameters. Also
-here: wrappers that change what a loss computes before it is clipped.
+A batch is split into microbatches. `add_microbatch` adds the clipped sum of one microbatch to the
+sum of the earlier microbatches. `take_step` adds the last microbatch and the noise, and updates the
+parameters. This module also has the wrappers of losses: `mixed_precision`, `keep_batch_axis` and
+`average_views`.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from optax_lsdp.planning import Piecewise, PrivacyPlan
 
 Average = float | Literal["polyak"] | None
 
-_IN_FLIGHT = 2  # microbatches that devices may still be computing when the next one is sent
+_IN_FLIGHT = 2  # microbatches that may be unfinished when the next one is sent to the devices
 
 
 class State(NamedTuple):
-    """What a run carries from step to step. It holds keys and is a secret.
+    """The arrays that a run carries from step to step. They include keys, so keep them secret.
 
     Attributes:
         params: the parameters, which may be released.
@@ -52,12 +53,12 @@ class State(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """Some examples of a batch, as the compiled functions take them.
+    """A part of a batch, as an argument of the compiled functions.
 
     Attributes:
         examples: arrays with a leading axis of examples.
         mask: True where there is an example, False where there is padding.
-        key: the key from which the keys of the examples are split.
+        key: the key that is split into one key per example.
         step: the number of the step, from 0.
     """
 
@@ -68,7 +69,7 @@ class Microbatch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The clipped sum of gradients, and the sum of losses, so far. Without noise: private."""
+    """The clipped sum of gradients and the sum of losses so far. They have no noise: private."""
 
     gradient: optax.Updates
     loss: jax.Array
@@ -87,8 +88,9 @@ def make_step(
 ) -> tuple[AddMicrobatch, TakeStep]:
     """Return `add_microbatch(params, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
-    `sums` is None for the first microbatch. Beside its result, each function returns a private
-    loss: `add_microbatch` the sum so far, `take_step` the mean over the expected batch size.
+    `sums` is None for the first microbatch. Both functions also return a loss, which is private:
+    `add_microbatch` returns the sum of the losses so far, and `take_step` returns the sum of the
+    batch's losses, divided by the expected batch size.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
     loss = with_key_in_example(loss_fn) if keyed else loss_fn
@@ -105,7 +107,7 @@ def make_step(
         added = Sums(total, per_example.values.sum())
         if sums is not None:
             added = jax.tree.map(jnp.add, sums, added)
-        return added, added.loss + 0  # a copy: the next call takes the memory of the sums
+        return added, added.loss + 0  # a copy: the next call reuses the memory of `added`
 
     def take_step(
         state: State, sums: Sums | None, microbatch: Microbatch
@@ -122,10 +124,11 @@ def make_step(
 def initial_average(kind: Average, params: optax.Params) -> optax.Params:
     """Return the average before the first step, in float32 or wider.
 
-    In half precision an average would stop moving: the changes are smaller than its rounding.
+    In half precision the average would stop moving, because its changes are smaller than the
+    rounding error.
 
     Raises:
-        ValueError: if `kind` names no average.
+        ValueError: if `kind` is not "polyak", a decay above 0 and below 1, or None.
     """
     if kind is None:
         return ()
@@ -139,7 +142,7 @@ def initial_average(kind: Average, params: optax.Params) -> optax.Params:
 def _update_average(
     kind: Average, mean: optax.Params, params: optax.Params, step: np.int32
 ) -> optax.Params:
-    """Return the mean of the parameters after all steps so far, or their exponential average."""
+    """Return the average, updated with the parameters after this step."""
     if kind is None:
         return mean
     count = jnp.asarray(step, jnp.float32) + 1
@@ -152,7 +155,10 @@ def _update_average(
 
 
 def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
-    """Return an optimizer state whose first noise, the plan's, is drawn from another key."""
+    """Return an optimizer state in which the plan's noise is drawn from `key`.
+
+    The plan's noise comes first in the state. Any other noise in the optimizer keeps its key.
+    """
     keys = iter([key])
     return jax.tree.map(
         lambda x: x._replace(key=jnp.copy(next(keys, x.key))) if is_noise_state(x) else x,
@@ -162,11 +168,11 @@ def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
 
 
 class CompiledStep:
-    """The functions of `make_step`, compiled for arrays like those of `state` and `microbatch`.
+    """The functions of `make_step`, compiled for the shapes of `state` and `microbatch`.
 
-    A batch has at most `count` microbatches. `compile` compiles a jitted function for some
-    arguments. On a mesh, `replicated` is the sharding of replicated arrays. To bound memory, at
-    most two microbatches are in flight.
+    A batch has at most `count` microbatches. `compile(function, *arguments)` compiles a jitted
+    function. On a mesh, `replicated` is the sharding of replicated arrays; without a mesh, it is
+    None. To bound memory, each call waits until at most two microbatches are unfinished.
     """
 
     def __init__(
@@ -198,7 +204,7 @@ class CompiledStep:
         self._in_flight: deque[jax.Array] = deque()
 
     def add(self, params: optax.Params, sums: Sums | None, microbatch: Microbatch) -> Sums:
-        """Add the clipped sum of a microbatch, not the last one of its batch, to `sums`."""
+        """Return `sums` plus the clipped sum of a microbatch that is not the last of its batch."""
         add_first, add_next = self._adders
         add = add_first if sums is None else add_next
         sums, loss = add(params, sums, microbatch)
@@ -210,21 +216,21 @@ class CompiledStep:
     ) -> tuple[State, jax.Array]:
         """Finish a step with its last microbatch; return the new state and the private loss.
 
-        The step takes over the memory of `state`, which cannot be used afterwards.
+        The step reuses the memory of `state`, so `state` cannot be used afterwards.
         """
         state, loss = self.compiled(state, sums, microbatch)
         self._wait(loss)
         return state, loss
 
     def _wait(self, result: jax.Array) -> None:
-        """Wait until only a few microbatches are in flight."""
+        """Wait until at most `_IN_FLIGHT` microbatches are unfinished."""
         self._in_flight.append(result)
         if len(self._in_flight) > _IN_FLIGHT:
             jax.block_until_ready(self._in_flight.popleft())
 
 
 def describe(tree: PyTree, with_sharding: bool) -> PyTree:
-    """Return shapes and dtypes in place of arrays, with their shardings if wanted."""
+    """Replace arrays by their shapes and dtypes, and by their shardings if `with_sharding`."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=getattr(x, "sharding", None) if with_sharding else None
@@ -236,7 +242,7 @@ def describe(tree: PyTree, with_sharding: bool) -> PyTree:
 def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
     """Return a loss that computes with parameters and examples in half precision.
 
-    The parameters themselves stay in float32, and so do norms, sums, noise and updates.
+    The parameters themselves, norms, sums, noise and updates stay in float32.
 
     >>> loss = mixed_precision(lambda w, x: jnp.vdot(w, x))
     >>> jax.grad(loss)(jnp.ones(2), jnp.ones(2)).dtype
@@ -255,7 +261,7 @@ def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
 
 
 def keep_batch_axis(loss_fn: LossFn) -> LossFn:
-    """Return a loss for `fit` that gives `loss_fn` each example with a leading axis of length 1.
+    """Return a loss for `fit` that calls `loss_fn` on examples with a leading axis of length 1.
 
     >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
     >>> print(loss(jnp.ones(3), jnp.ones(3)))
@@ -271,14 +277,15 @@ def keep_batch_axis(loss_fn: LossFn) -> LossFn:
 def average_views(
     loss_fn: LossFn, augment: Callable[[jax.Array, PyTree], PyTree], views: int
 ) -> LossFn:
-    """Return the mean loss over random views of an example (augmentation multiplicity).
+    """Return a loss that averages `loss_fn` over random views of an example.
 
-    The views are averaged before the gradient is clipped, so that together they count as one
-    example.
+    This technique is called augmentation multiplicity. The losses of the views are averaged before
+    the gradient is clipped, so all views together count as one example.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, or with a key for each view as a third argument.
-        augment: `augment(key, example)`, which returns a view of the example.
+        loss_fn: `loss_fn(params, example)`, or `loss_fn(params, example, key)`, which gets a
+            different key for each view.
+        augment: `augment(key, example)`, which returns a random view of the example.
         views: how many views to average.
 
     >>> def loss_fn(params, x):
@@ -302,7 +309,7 @@ def average_views(
 
 
 def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
-    """Return `loss` with two or three arguments, as many as `loss_fn` takes."""
+    """Return `loss` with a key as third argument if `loss_fn` takes a key, otherwise without."""
     if takes_key(loss_fn):
         return lambda params, example, key: loss(params, example, key)
     return lambda params, example: loss(params, example)

@@ -1,4 +1,4 @@
-"""Checks of data, parameters and loss before a run begins, and warnings to its caller."""
+"""Checks of data, parameters and loss before a run begins; warnings that point to the caller."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 from optax_lsdp._types import PyTree
 
-_INSPECTED = 10_000  # entries of an object array whose types are named
+_INSPECTED = 10_000  # how many entries of an object array are searched for their types
 
-# Attributes by which data of other libraries are recognised, and what to do with such data.
+# Attributes that identify data of other libraries, and instructions for users of such data.
 _REMEDIES = {
-    "to_numpy": "pass an array, such as `df.to_numpy(np.float32)`, or a dict of such columns",
+    "to_numpy": "pass an array, such as `df.to_numpy(np.float32)`, or a dict of such arrays",
     "toarray": "pass an array, such as `data.toarray()`",
-    "as_numpy_iterator": "read it into arrays, such as np.stack(list(data.as_numpy_iterator()))",
-    "dataset": "a loader forms batches itself, but `fit` must sample them; pass its `dataset`",
-    "__next__": "an iterator cannot be sampled; make a list or an array of it",
+    "as_numpy_iterator": "read it into arrays, as with np.stack(list(data.as_numpy_iterator()))",
+    "dataset": "pass the `dataset` of the loader, because `fit` must sample batches itself",
+    "__next__": "pass a list or an array of its examples, because `fit` must read any index",
 }
 
 
@@ -40,7 +40,7 @@ class DataError(ValueError):
 
 
 def warn_caller(message: str) -> None:
-    """Warn with the location of the first caller outside of this package."""
+    """Issue a warning that points to the first caller outside of this package."""
     package, level = __name__.partition(".")[0] + ".", 1
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
@@ -49,39 +49,39 @@ def warn_caller(message: str) -> None:
 
 
 def describe_path(path: KeyPath) -> str:
-    """Return " at 'path'" for an error message; an empty text if the leaf is the whole tree."""
+    """Return " at 'path'" for an error message, or "" if the leaf is the whole tree."""
     return f" at {path_name(path)!r}" if path else ""
 
 
 def check_kind(data: object) -> None:
-    """Raise unless data are a source: they must have a length and return examples by index."""
+    """Raise unless `data` is a source, which has a length and returns an example per index."""
     demand = (
-        "`data` must be arrays with a leading axis of examples, or a source with a length that "
-        f"returns an example per index, got {type(data).__name__}"
+        "`data` must be arrays with a leading axis of examples, or a source of examples with "
+        f"`len(data)` and `data[index]`, got {type(data).__name__}"
     )
     is_source = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     for name, remedy in _REMEDIES.items():
-        if hasattr(data, name) and not (is_source and name == "dataset"):  # subsets have it too
+        if hasattr(data, name) and not (is_source and name == "dataset"):  # as in torch's Subset
             raise TypeError(f"{demand}; {remedy}.")
     if isinstance(data, str | bytes | Path):
-        raise TypeError(f"{demand}; read the file first.")
+        raise TypeError(f"{demand}; read the file into arrays first.")
     if not is_source:
         raise TypeError(f"{demand}.")
 
 
 def check_example(example: PyTree) -> None:
-    """Raise if an example has a list of numbers, which JAX would read as one array per number."""
+    """Raise if an example has a list of numbers, which JAX would read as an array per number."""
     leaves = jax.tree.leaves_with_path(example, is_leaf=lambda x: isinstance(x, list))
     for path, part in leaves:
         if isinstance(part, list) and all(map(is_number, jax.tree.leaves(part))):
             raise TypeError(
                 "`data` must return examples that are arrays, or dicts or tuples of arrays, got a "
-                f"list of numbers{describe_path(path)}; convert it with np.asarray."
+                f"list of numbers{describe_path(path)}; convert the list with np.asarray."
             )
 
 
 def as_arrays(data: PyTree) -> PyTree:
-    """Return a tree of numeric NumPy arrays, without copying those that are."""
+    """Convert the leaves of a tree to numeric NumPy arrays. NumPy arrays are not copied."""
     return jax.tree.map_with_path(_as_array, data)
 
 
@@ -90,12 +90,12 @@ def _as_array(path: KeyPath, leaf: object) -> np.ndarray:
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
             f"`data` must hold plain arrays, got a masked array{where}, whose mask would be lost; "
-            "fill in the masked entries, and pass the mask as another array that the loss uses."
+            "fill in the masked entries, and pass the mask as a separate array for the loss."
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
-            f"`data` must hold numbers{where}, got random keys; write a loss with three arguments, "
-            "`loss_fn(params, example, key)`, and `fit` makes a key for each example of every step."
+            f"`data` must hold numbers{where}, got random keys; leave them out and write "
+            "`loss_fn(params, example, key)`: `fit` passes a new key for every example and step."
         )
     try:
         array = leaf if isinstance(leaf, np.ndarray) else np.asarray(leaf)
@@ -113,31 +113,31 @@ def _as_array(path: KeyPath, leaf: object) -> np.ndarray:
 
 
 def _remedy_for(array: np.ndarray) -> str:
-    """Return what to do with an array that is not numeric."""
+    """Return an instruction for the user whose array is not numeric."""
     if array.dtype != object:
         return "encode text and dates as numbers"
     types = {type(x) for x in array.reshape(-1)[:_INSPECTED]}
     names = ", ".join(sorted(one.__name__ for one in types))
     if all(issubclass(one, bool | np.bool_ | Real) for one in types):
         return (
-            f"it holds {names}, as from a table with columns of several types; convert the table "
-            "with `df.to_numpy(np.float32)`, or the array with `astype(np.float32)`"
+            f"convert the array, which holds {names}, with `astype(np.float32)`, or its table with "
+            "`df.to_numpy(np.float32)`"
         )
     if types & {list, tuple} or any(issubclass(one, np.ndarray) for one in types):
-        return "its rows differ in length; pad them, and let the loss ignore the padding"
+        return "pad its rows to equal length, and let the loss ignore the padding"
     return (
-        f"it holds {names}; encode text and dates, fill in missing values, and pass columns of "
-        "different types as separate arrays"
+        f"convert the array, which holds {names}, to numbers: encode text and dates, fill in "
+        "missing values, and pass columns of different types as separate arrays"
     )
 
 
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
-    """Raise if an example is not finite, or does not fit the dtype in which JAX will hold it.
+    """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
     Args:
-        name: where the array is, for the message; see `describe_path`.
-        rows: some examples.
-        indices: the index of each of them in the data.
+        name: the place of the array for the error message, as `describe_path` returns it.
+        rows: an array with some examples as rows.
+        indices: the index of each of these examples in the data.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)
@@ -151,26 +151,26 @@ def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     else:
         limits = np.iinfo(held)
         good = (flat >= limits.min) & (flat <= limits.max)
-        problem = f"within the range of {held}, got a number outside of it"
+        problem = f"within the range of {held}, got a number outside of this range"
     if not good.all():
         index = int(indices[np.argmin(good.all(axis=1))])
         raise DataError(
-            f"`data` must be {problem} in example {index}{name}; correct the example, or plan for "
-            "data without it."
+            f"`data` must be {problem} in example {index}{name}; correct the example, or remove it "
+            "and make a plan for the smaller dataset."
         )
 
 
 def check_params(params: optax.Params) -> None:
-    """Raise unless these are parameters that can be trained: finite floating-point arrays."""
+    """Raise unless `params` can be trained: all leaves must be finite floating-point arrays."""
     if hasattr(params, "params") and hasattr(params, "opt_state"):
         raise TypeError(
             f"`params` must be a tree of arrays, got {type(params).__name__}, a training state; "
-            "pass its `.params`."
+            "pass the `.params` of this state."
         )
     if isinstance(params, Mapping) and "batch_stats" in params:
         raise ValueError(
-            "`params` must hold trained parameters only, got 'batch_stats', to which noise would "
-            "be added; pass variables['params'], and let the loss close over the rest."
+            "`params` must hold only parameters to train, got 'batch_stats', to which noise would "
+            "be added; pass variables['params'], and let the loss close over the other variables."
         )
     check_no_layer_state(params)
     arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
@@ -179,13 +179,13 @@ def check_params(params: optax.Params) -> None:
     for path, leaf in jax.tree.leaves_with_path(arrays):
         if not (hasattr(leaf, "__array__") and jnp.isfinite(leaf).all()):
             raise ValueError(
-                "`params` must hold arrays of finite numbers, got something else at "
-                f"{path_name(path)!r}."
+                "`params` must hold arrays of finite numbers, got NaN, infinity or an object that "
+                f"is not an array at {path_name(path)!r}."
             )
 
 
 def trace_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
-    """Return the jaxpr of a loss; raise if `fit` cannot train with it.
+    """Return the jaxpr of a loss. Raise if `fit` cannot train with this loss.
 
     Args:
         loss_fn: the loss of one example, with or without a key.
@@ -201,8 +201,8 @@ def trace_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> Closed
         raise_explained(error, loss_fn, params, example)
     if isinstance(output, tuple):
         raise ValueError(
-            f"`loss_fn` must return the loss alone, got a tuple of {len(output)}; auxiliary values "
-            "of single examples are private, and only your own loop can have them, with "
+            f"`loss_fn` must return only the loss, got a tuple of {len(output)}; drop auxiliary "
+            "values, which are private, or write your own loop with "
             "`value_and_clipped_grad(..., has_aux=True)`."
         )
     layers = batch_norms(program)
@@ -212,10 +212,10 @@ def trace_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> Closed
 
 
 def check_uses_params(loss: ClosedJaxpr, params: optax.Params) -> None:
-    """Raise if a traced loss uses none of its parameters, so that only noise would move them."""
+    """Raise if a traced loss uses none of its parameters: only noise would change them."""
     if not uses_inputs(loss, len(jax.tree.leaves(params))):
         raise ValueError(
-            "`loss_fn` must depend on `params`, got a function that uses none of them, so that "
-            "only noise would move them; compute with its first argument, not with a model from "
-            "outside."
+            "`loss_fn` must depend on `params`, got a function that uses none of them, so only "
+            "noise would change them; compute the loss from its first argument, not from a model "
+            "that it closes over."
         )

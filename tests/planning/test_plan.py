@@ -81,7 +81,7 @@ def test_a_plan_that_claims_too_small_an_epsilon_is_refused():
     found["surprise"] = 1
     with pytest.raises(ValueError, match="`text` must be a plan of version 1"):
         lsdp.PrivacyPlan.from_json(json.dumps(found))
-    with pytest.raises(ValueError, match="`text` must be what to_json returned"):
+    with pytest.raises(ValueError, match="`text` must be a text that to_json returned"):
         lsdp.PrivacyPlan.from_json("[]")
 
 
@@ -222,7 +222,7 @@ def test_piecewise_sample_follows_a_schedule():
         ({"expected_batch_size": 1001}, "`expected_batch_size` must be at most the dataset's size"),
         ({"steps": 0}, "`steps` must be a whole number"),
         ({"steps": None}, "`steps` or `epochs` must be given"),
-        ({"epochs": 2}, "`steps` or `epochs` must be given, and only one"),
+        ({"epochs": 2}, "`steps` or `epochs` must be given, but not both"),
         ({"epsilon": None}, "`epsilon` or `noise_multiplier` must be given"),
         ({"epsilon": -1.0}, "`epsilon` must be positive"),
         ({"epsilon": 1e-12, "delta": 1e-300}, "`epsilon` must be reachable"),
@@ -230,7 +230,7 @@ def test_piecewise_sample_follows_a_schedule():
         ({"delta": 1.0}, "`delta` must be above 0 and below 1"),
         ({"sampling": "without_replacement"}, "`neighbouring` must be"),
         ({"sampling": "bernoulli"}, "`sampling` must be one of"),
-        ({"sampling": "full"}, "`expected_batch_size` must be the dataset's size with sampling="),
+        ({"sampling": "full"}, "`expected_batch_size` must be the dataset's size, 1000, with"),
         ({"max_batch_size": 9}, "`max_batch_size` must be at least the expected batch size, 50"),
         ({"max_batch_size": 1001}, "`max_batch_size` must be at most the dataset's size"),
         ({"clip_norm": -1.0}, "`clip_norm` must be"),

@@ -68,19 +68,19 @@ class Table:
         (np.array(["a"] * 400), "`data` must hold numbers, got <U1"),
         (
             [DATA["x"], DATA["y"]],
-            "must have 400 examples, as planned, got 2; put arrays into a dict",
+            "must have 400 examples, .*, got 2; pass several arrays as a dict",
         ),
         ({"x": np.float32(3)}, "`data` must hold arrays .*, got a single number"),
-        ((DATA["x"], DATA["y"].tolist()), "or a list of numbers; convert lists with np.asarray"),
-        (DATA["x"].tolist(), "got a list of numbers; convert it with np.asarray"),
+        ((DATA["x"], DATA["y"].tolist()), "or a list of numbers; .* convert lists with np.asarray"),
+        (DATA["x"].tolist(), "got a list of numbers; convert the list with np.asarray"),
         ([(row.tolist(), 1) for row in DATA["x"]], "got a list of numbers"),
         (Table(DATA["x"]), r"got Table; pass an array, such as `df.to_numpy\(np.float32\)`"),
-        ("data.npz", "got str; read the file first"),
+        ("data.npz", "got str; read the file into arrays first"),
         ((DATA["x"], np.array([1] * 400, dtype=object)), "must hold numbers, got object"),
         ((np.ma.array(DATA["x"], mask=DATA["x"] > 2), DATA["y"]), "got a masked array"),
         (
             (DATA["x"], jax.random.split(jax.random.key(0), 400)),
-            "got random keys; .* and `fit` makes a key",
+            "got random keys; .* `fit` passes a new key",
         ),
         (
             {**DATA, "y": DATA["y"].astype(np.int64) + 2**40},
@@ -106,7 +106,7 @@ def test_data_without_examples_are_refused(data, message):
         ({"callbacks": [3]}, "`callbacks` must be a list of functions"),
         ({"folder": ""}, "`folder` must be the path of a folder"),
         ({"folder": 3}, "`folder` must be the path of a folder, got 3"),
-        ({"folder": __file__}, "`folder` must be a folder .* where none can be made"),
+        ({"folder": __file__}, "`folder` must be a folder .* which cannot be made"),
         ({"mesh": 4}, r"`mesh` must be a jax\.sharding\.Mesh, got 4"),
         ({"loss_fn": 3}, "`loss_fn` must be a function"),
         ({"params": {"w": jnp.zeros(3), "name": "relu"}}, "`params` .* at 'name'"),
@@ -179,7 +179,7 @@ def test_a_loss_may_close_over_a_key():
 
 
 def test_an_optimizer_that_is_private_already_is_refused():
-    with pytest.raises(ValueError, match="give a plan or `fit` an ordinary optimizer"):
+    with pytest.raises(ValueError, match="pass an ordinary optimizer to the plan or `fit`"):
         fit(optimizer=PLAN.optimizer(optax.sgd(0.1), jax.random.key(0)))
     with pytest.raises(TypeError, match="`plan` must be a PrivacyPlan, got dict"):
         training.fit({}, loss, {}, {}, optimizer=optax.sgd(0.1))
@@ -270,7 +270,9 @@ def test_changed_initial_values_of_a_resumed_run_give_a_warning(tmp_path):
     resume()  # without a warning
     with pytest.warns(UserWarning, match="`params` should be the same as when"):
         other = resume(params={"kernel": jnp.ones((16, 2)), "bias": jnp.zeros(2)})
-    with pytest.warns(UserWarning, match="`optimizer`, whose state holds its hyper-parameters"):
+    with pytest.warns(
+        UserWarning, match="`optimizer` .its initial state, which may hold hyper-parameters"
+    ):
         resume(0.5)
     assert bits(other.params) == bits(done.params)
 

@@ -100,7 +100,7 @@ def test_fit_offers_automatic_clipping(tmp_path):
 
 def test_another_clip_style_changes_the_fingerprint(tmp_path):
     fit(SHORT, folder=tmp_path, callbacks=[stop_at(2)])
-    with pytest.warns(UserWarning, match="made with other code or settings"):
+    with pytest.warns(UserWarning, match="made with different code or settings"):
         fit(SHORT, folder=tmp_path, clip_style="automatic")
 
 

@@ -68,7 +68,9 @@ def test_a_journal_without_checkpoints_is_refused(tmp_path):
     copy_crashed(tmp_path, step=25)
     for path in tmp_path.glob("[0-9]*.json"):
         path.unlink()
-    with pytest.raises(ValueError, match="`folder` must hold checkpoints if its journal has steps"):
+    with pytest.raises(
+        ValueError, match="`folder` must hold a checkpoint if its journal has steps"
+    ):
         fit(folder=tmp_path)
 
 
@@ -126,10 +128,10 @@ def test_only_two_checkpoints_are_kept(tmp_path):
 def test_a_run_without_its_plan_is_refused(tmp_path):
     copy_crashed(tmp_path, step=9)
     (tmp_path / "plan.json").unlink()
-    with pytest.raises(ValueError, match=r"`folder` must hold plan\.json"):
+    with pytest.raises(ValueError, match=r"`folder` must hold the plan\.json of its run"):
         fit(folder=tmp_path)
     (tmp_path / "plan.json").write_text("")
-    with pytest.raises(ValueError, match="`folder` must hold its plan"):
+    with pytest.raises(ValueError, match="`folder` must hold a valid plan"):
         fit(folder=tmp_path)  # the lock is free again
 
 

@@ -24,7 +24,8 @@ def make_folder(path, bits):
 def test_a_folder_that_others_may_enter_is_closed_with_a_warning(bits, tmp_path):
     folder = make_folder(tmp_path / "run", bits)
     with pytest.warns(
-        UserWarning, match=f"with mode {bits:04o}; its mode is now {bits & 0o7700:04o}"
+        UserWarning,
+        match=f"with mode {bits:04o}; `fit` has changed the mode to {bits & 0o7700:04o}",
     ):
         RunFolder(folder, PLAN).close()
     assert mode(folder) & 0o077 == 0
@@ -47,8 +48,8 @@ def test_a_new_folder_is_closed_whatever_the_umask_and_its_parents_follow_the_um
     before = os.umask(umask)
     try:
         _files.make_private_folder(tmp_path / "above" / "run")
-    except UserWarning as warning:  # of a parent folder that everybody may write to
-        assert umask == 0 and "everybody may write" in str(warning)
+    except UserWarning as warning:  # of a parent folder that everybody can write to
+        assert umask == 0 and "everybody can write" in str(warning)
     finally:
         os.umask(before)
     assert mode(tmp_path / "above" / "run") == 0o700
@@ -59,7 +60,7 @@ def test_a_folder_with_other_files_is_refused_and_left_unchanged(tmp_path):
     folder = make_folder(tmp_path / "home", 0o755)
     (folder / "thesis.tex").write_text("mine")
     with pytest.raises(
-        ValueError, match=r"mode 0755 and with the file 'thesis.tex'.*inside this one"
+        ValueError, match=r"mode 0755 and with the file 'thesis.tex'.*inside this folder"
     ):
         RunFolder(folder, PLAN)
     assert mode(folder) == 0o755 and os.listdir(folder) == ["thesis.tex"]
@@ -86,9 +87,7 @@ def test_a_file_system_without_users_is_accepted(tmp_path, monkeypatch):
 def test_a_file_system_without_permissions_gets_a_warning(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "run", 0o755)
     monkeypatch.setattr(_files.Path, "chmod", lambda self, bits: None)
-    with pytest.warns(
-        UserWarning, match="stores no permissions; whoever can read the folder has the"
-    ):
+    with pytest.warns(UserWarning, match="stores no permissions; choose another file system"):
         RunFolder(folder, PLAN).close()
 
 
@@ -113,7 +112,7 @@ def test_a_link_is_resolved_and_the_folder_behind_it_is_closed(tmp_path):
 
 def test_a_parent_folder_that_everybody_may_write_to_gets_a_warning(tmp_path):
     make_folder(tmp_path / "shared", 0o777)
-    with pytest.warns(UserWarning, match="whose parent folder everybody may write to"):
+    with pytest.warns(UserWarning, match="whose parent folder everybody can write to"):
         RunFolder(tmp_path / "shared" / "run", PLAN).close()
     (tmp_path / "shared").chmod(0o1777)
     RunFolder(tmp_path / "shared" / "run", PLAN).close()

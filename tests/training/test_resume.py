@@ -163,7 +163,9 @@ def test_a_changed_fingerprint_is_named_and_gets_a_new_nonce(change, named, tmp_
         options["data"]["x"][7] += 1
     else:
         monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " ")
-    with pytest.warns(UserWarning, match=f"with other {named}: it restarts from step") as caught:
+    with pytest.warns(
+        UserWarning, match=f"with different {named}: it restarts from step"
+    ) as caught:
         done = fit(folder=tmp_path, **options)
     assert {Path(warning.filename).name for warning in caught} == {"problem.py"}  # the caller
     after = Journal(tmp_path, 60)
@@ -278,7 +280,7 @@ def raising(example):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (raising, r"must return example 12\d, but raised OSError"),
+        (raising, r"must return example 12\d, got OSError"),
         (lambda example: {**example, "x": example["x"] * np.nan}, r"infinity in example 12\d"),
         pytest.param(
             lambda example: {**example, "x": example["x"][:3]},

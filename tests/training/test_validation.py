@@ -68,11 +68,17 @@ def ragged():
 WRONG_DATA = {
     "numbers and bools": (
         {"a": with_bools()},
-        r"at 'a'; it holds bool, float.*`df.to_numpy\(np.float32\)`",
+        r"at 'a'; convert the array, which holds bool, float.*`df.to_numpy\(np.float32\)`",
     ),
-    "text in a column": ({"a": with_entry("x")}, "at 'a'; it holds float, str; encode text"),
-    "a hole in a column": ({"a": with_entry(None)}, "at 'a'; it holds NoneType, float; .* fill in"),
-    "rows of lengths": ({"a": ragged()}, "at 'a'; its rows differ in length; pad them"),
+    "text in a column": (
+        {"a": with_entry("x")},
+        "at 'a'; convert the array, which holds float, str, .* encode text",
+    ),
+    "a hole in a column": (
+        {"a": with_entry(None)},
+        "at 'a'; convert the array, which holds NoneType, float, .* fill in",
+    ),
+    "rows of lengths": ({"a": ragged()}, "at 'a'; pad its rows to equal length"),
     "text": ((DATA["x"], np.array(["a"] * 400)), "got <U1 at '1'; encode text"),
     "a masked array": ({"x": np.ma.array(DATA["x"])}, "got a masked array at 'x'"),
     "a number": ({**DATA, "z": np.float32(1)}, "leading axis of examples at 'z', got a single"),
@@ -81,15 +87,21 @@ WRONG_DATA = {
         "equal length, got lengths 400 at 'x', 400 at 'y', 3 at 'z'",
     ),
     "infinity": ({**DATA, "z": np.full(400, np.inf)}, "NaN or infinity in example 0 at 'z'"),
-    "beyond 32 bits": ({**DATA, "z": np.full(400, 2**40)}, "outside of it in example 0 at 'z'"),
+    "beyond 32 bits": (
+        {**DATA, "z": np.full(400, 2**40)},
+        "outside of this range in example 0 at 'z'",
+    ),
     "lists": ([{"x": [1.0, 2.0]}] * 400, "got a list of numbers at 'x'"),
     "an infinite source": (
         [{"x": np.full(16, np.nan, np.float32), "y": np.int32(0)}] * 400,
         r"NaN or infinity in example \d+ at 'x'",
     ),
-    "a loader": (Loader(), "got Loader; a loader forms batches itself.*pass its `dataset`"),
-    "a stream": (Stream(), r"got Stream; read it into arrays, such as np\.stack"),
-    "a generator": ((x for x in DATA["x"]), "got generator; an iterator cannot be sampled"),
+    "a loader": (Loader(), "got Loader; pass the `dataset` of the loader"),
+    "a stream": (Stream(), r"got Stream; read it into arrays, as with np\.stack"),
+    "a generator": (
+        (x for x in DATA["x"]),
+        "got generator; pass a list or an array of its examples",
+    ),
     "a tensor elsewhere": (
         {"x": OnDevice()},
         "got OnDevice at 'x', which NumPy cannot convert: can",
@@ -123,7 +135,7 @@ class Dropping(nnx.Module):
 WRONG_PARAMS = {
     "a TrainState": (
         state_of_training,
-        r"got TrainState, a training state; pass its `\.params`",
+        r"got TrainState, a training state; pass the `\.params` of this state",
     ),
     "an NNX module": (Dropping, "got Rng.* at 'drop/rngs/.*nnx.split"),
 }
