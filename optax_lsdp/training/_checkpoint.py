@@ -201,12 +201,12 @@ class RunFolder:
             version = manifest.get("format")
             damage = self._find_damage(path.stem, manifest) if version == FORMAT else ""
         except Exception as error:  # whatever is wrong, the checkpoint before it may be intact
-            manifest, version, damage = {}, FORMAT, str(error)[:200]
+            manifest, version, damage = {}, FORMAT, repr(error)[:200]
         if version != FORMAT:
+            got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
-                f"`folder` must hold checkpoints of format {FORMAT}, got format {version} in "
-                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or choose "
-                "another folder."
+                f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
+                "resume with the version of optax_lsdp that wrote it, or choose another folder."
             )
         if damage:
             warn_caller(
