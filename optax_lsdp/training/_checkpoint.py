@@ -209,12 +209,13 @@ class RunFolder:
             version = manifest.get("format")
             damage = self._find_damage(path.stem, manifest) if version == FORMAT else ""
         except Exception as error:  # of any type: the checkpoint before it may be intact
-            manifest, version, damage = {}, FORMAT, str(error)[:200]
+            manifest, version, damage = {}, FORMAT, repr(error)[:200]
         if version != FORMAT:
+            got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
-                f"`folder` must hold checkpoints of format {FORMAT}, got format {version} in "
-                f"{str(path)!r}; resume with the version of optax_lsdp that wrote it, or start "
-                "again in another folder, and add the ε that the run in this folder has spent."
+                f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
+                "resume with the version of optax_lsdp that wrote it, or start again in another "
+                "folder, and add the ε that the run in this folder has spent."
             )
         if damage:
             warn_caller(

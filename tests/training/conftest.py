@@ -5,7 +5,8 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 SETTINGS = {
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    # Threads share small programs, and JAX does not write its files atomically.
+    "jax_persistent_cache_min_compile_time_secs": 0.1,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
 
