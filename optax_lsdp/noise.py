@@ -97,8 +97,8 @@ def add_gaussian_noise(
             JAX's default generator, Threefry, is a cipher: its output cannot be guessed, and is the
             same on any mesh. The generator "rbg" is meant for devices with a hardware generator
             and is slower on CPUs. The cryptographic strength of "rbg" is unknown. Its bits depend
-            on the device and the compiler, so a run that resumes on another device may draw
-            different noise.
+            on the device and the compiler, so a run that resumes with another device or
+            compiler may draw different noise.
         shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not
             split them, one `PartitionSpec` for all leaves, or a tree like `updates` with one
             `PartitionSpec` per leaf. Shards draw different noise along the mesh axes that their
@@ -290,14 +290,8 @@ def _check_shards(
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying
         repeated = may_vary - set(shard.named) - (varying_axes(key) if may_vary else set())
         if repeated:
-            reason = (
-                "varies"
-                if tracked
-                else "may vary (JAX does not track this under check_vma=False and pmap)"
-            )
-            remedy = (
-                "sum the leaf with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
-            )
+            reason = "varies" if tracked else "may vary (check_vma=False and pmap do not track it)"
+            remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
             raise ValueError(
                 f"`updates` must be equal on all shards inside shard_map, got "
                 f"{path_name(path)!r}, which {reason} over {', '.join(sorted(repeated))}: every "

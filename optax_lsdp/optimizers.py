@@ -31,8 +31,8 @@ def privatize(
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
-    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass `update` either
-    the marked sum of `clipped_grad`, or stacked per-example gradients. With stacked gradients,
+    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass to `update` either
+    the marked sum of `clipped_grad` or stacked per-example gradients. With stacked gradients,
     `update` also needs `params`, and `mask=` if the batch is padded. In a chain, `privatize` must
     be the first transform. Momentum and weight decay belong in `optimizer`, after the noise.
 
@@ -88,8 +88,8 @@ def privatize(
     if not is_number(expected_batch_size):
         raise TypeError(
             f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
-            "public constant, never the number of examples in a batch, and name it in the "
-            "static_args of optax.inject_hyperparams."
+            "public constant, never the number of examples in a batch, and with "
+            "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
     return optax.chain(

@@ -42,7 +42,7 @@ _full_plan = partial(
     sampling="full",
 )
 _LOSS_WIDTH = 5e-4  # the width of the bins for privacy losses
-_MULTIPLE_OF = 64  # padded batches have a multiple of this length
+_MULTIPLE_OF = 64  # the length of padded batches is a multiple of this number
 _CLIP_NORM, _RESOLUTION = 0.5, 2**10  # of quantized sums
 _FACTORS = (1e-3, 0.02, 1.0, -30.0, 1e6, 1e20, np.nan, np.inf, 0.0)
 

@@ -37,9 +37,7 @@ _CLIP_NORM, _BATCH_SIZE = 0.5, 16
 _SEARCHES, _ASCENT_STEPS = 12, 20
 _ASCENTS = {"bookkeeping": 2, "vmap": 0}  # gradients through "vmap" take long to compile
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-_UNCERTAIN = (
-    "cancelling",
-)  # fast norms are too uncertain here, so the engine computes all norms again
+_UNCERTAIN = ("cancelling",)  # fast norms are so uncertain that the engine computes them again
 EXACT = tuple(name for name in ALL_MODELS if name not in _UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32

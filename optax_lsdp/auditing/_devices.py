@@ -189,9 +189,7 @@ def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterato
         stdout=subprocess.PIPE,
     ) as process:
         try:
-            yield _reports(
-                process, cast("IO[bytes]", process.stdout)
-            )  # not None, because of stdout=PIPE
+            yield _reports(process, cast("IO[bytes]", process.stdout))  # not None: it is a pipe
         finally:
             process.kill()
 

@@ -94,9 +94,8 @@ def audit_noise(
         "independent leaves": _pairs_p_value(_pairs_of_leaves(rows)),
         "independent parts of leaves": _pairs_p_value(_pairs_of_parts(leaves)),
     }
-    if all(
-        leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]
-    ):  # values of other dtypes repeat by chance
+    # Numbers of other dtypes repeat by chance.
+    if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):
         p_values["no number twice"] = _equal_numbers_p_value(everything)
         p_values["no two numbers twice"] = _equal_neighbours_p_value(everything)
     seen = scale * float(np.sqrt(squares / everything.size))

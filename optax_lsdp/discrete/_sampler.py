@@ -1,8 +1,8 @@
 """Draw integers x with exactly P[x] ∝ exp(−x²/2s²), for an integer scale s.
 
 The sampler only compares uniform random integers. It uses no logarithm and no rounding, and does
-not cut off the tail. Products below stay under 2⁶⁴, because s is at most 2²⁰. The probability of a
-larger product is below exp(−1000).
+not cut off the tail. For s ≤ 2²⁰, all products below stay under 2⁶⁴, except with a probability
+below exp(−1000).
 
 References:
     Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy, Algorithms 1–3.

@@ -3,8 +3,8 @@
 A segment is a sequence of neighbouring entries that one device holds. A device holds one or more
 segments of a leaf. `recursive.py` filters each segment by itself and needs only two numbers from
 the neighbouring segments. So devices exchange two numbers per segment and do not gather the leaf.
-Small leaves are packed and filtered together. With
-scope="tree" the leaves are linked to each other in the same way, and never concatenated.
+Small leaves are packed and filtered together. With scope="tree" the leaves are linked to each other
+in the same way, and never concatenated.
 """
 
 from __future__ import annotations
