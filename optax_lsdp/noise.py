@@ -1,9 +1,9 @@
 """Add Gaussian noise to a clipped sum.
 
 `add_gaussian_noise` is an Optax transform. It derives a key for each step and each leaf, and
-`_normal` turns the random bits of that key into Gaussian numbers. A new noise distribution, or
-noise that is correlated between steps, belongs in this file: as a transform of its own, with a
-state that holds its key. Exact discrete noise is in `optax_lsdp.discrete`.
+`_normal` turns the random bits of this key into Gaussian numbers. To add another noise
+distribution, or noise that is correlated between steps, write a separate transform in this file,
+with a state that holds its key. Exact discrete noise is in `optax_lsdp.discrete`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from optax_lsdp._types import PyTree
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
 
-_LAST_STEP = 2**31 - 1  # the step stops counting here, and the noise would repeat
-_SMALL = 2**13  # leaves with more entries than this draw their noise alone
+_LAST_STEP = 2**31 - 1  # the step counter stops here, so later steps would repeat the noise
+_SMALL = 2**13  # leaves with at most this many entries share draws
 # Coefficients of a polynomial for −Φ⁻¹(p) in log(−log p) − _CENTRE, highest power first.
 # tests/test_keys.py fits them again.
 _CENTRE = 1.7283144504315484
@@ -68,7 +68,7 @@ class AddGaussianNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
-    def __repr__(self) -> str:  # states are logged, and whoever has the key can subtract the noise
+    def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
         return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
 
 
@@ -81,32 +81,34 @@ def add_gaussian_noise(
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
-    The noise of a leaf depends only on the key, the step and the leaf's path, up to rounding.
+    Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path.
     A resumed run therefore draws the same noise as an uninterrupted run, on any mesh. The noise is
-    drawn and added in float32 or float64. It reaches 9.1 standard deviations, where
-    `jax.random.normal` in float32 ends at 5.4.
+    drawn and added in float32 or float64. It reaches 9.1 standard deviations;
+    `jax.random.normal` in float32 reaches only 5.4.
 
     Args:
         stddev: the noise multiplier times `sensitivity(clip_norm)`; a number or a schedule. If a
-            scheduled or injected value is not positive, the result is NaN: the sum is never
+            scheduled or injected value is not positive, the result is NaN, so the sum is never
             released without noise.
         key: one typed key, such as `fresh_key()`, used for nothing else. The state stores the key,
             so the state is as secret as the data. Use each key for one `init` only: two runs
             with the same key draw the same noise, and the difference of their results
-            reveals the examples in which they differ. Under `jax.vmap`, map over keys.
+            reveals the examples in which the two runs differ. Under `jax.vmap`, map over keys.
             JAX's default generator, Threefry, is a cipher: its output cannot be guessed, and is the
             same on any mesh. The generator "rbg" is meant for devices with a hardware generator
-            and is slower on CPUs. Its bits depend on the device and the compiler, so a run that
-            resumes elsewhere may draw other noise, and its cryptographic strength is unknown.
-        shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not, one
-            `PartitionSpec` for all leaves, or a tree of them like `updates`. Each shard draws noise
-            of its own along the axes that its leaf's spec names, and the updates must be summed
-            over all other axes before. Where JAX tracks which axes a leaf varies over
-            (check_vma=True), axes along which the leaf is replicated are ignored. So one spec also
-            serves scalars and biases, and may have more entries than they have dimensions.
+            and is slower on CPUs. The cryptographic strength of "rbg" is unknown. Its bits depend
+            on the device and the compiler, so a run that resumes with another device or
+            compiler may draw different noise.
+        shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not
+            split them, one `PartitionSpec` for all leaves, or a tree like `updates` with one
+            `PartitionSpec` per leaf. Shards draw different noise along the mesh axes that their
+            leaf's spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
+            axes a leaf varies over (check_vma=True), the transform ignores axes along which the
+            leaf is replicated. One spec then also serves scalars and biases, although they may have
+            fewer dimensions than the spec has entries.
 
     Raises:
-        TypeError: if `key` is not one typed key, or `shard_specs` holds anything but
+        TypeError: if `key` is not one typed key, or if `shard_specs` holds anything but
             PartitionSpecs.
         ValueError: if `stddev` is not positive or has half precision; if `updates` are not a plain
             clipped sum; or, inside `shard_map`, if several shards would draw the same noise
@@ -170,7 +172,7 @@ def add_gaussian_noise(
 
 
 def is_noise_state(node: object) -> bool:
-    """Tell whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
+    """Return whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
     return isinstance(node, AddGaussianNoiseState)
 
 
@@ -180,10 +182,10 @@ def _draw(
     axes: Sequence[tuple[str, ...]],
     step: jax.Array,
 ) -> list[jax.Array]:
-    """Return standard Gaussian noise for each leaf, which is float32 or float64.
+    """Return standard Gaussian noise for each leaf; leaves are float32 or float64.
 
-    Small leaves of similar size share one draw, which compiles to fewer kernels. Each of `axes`
-    holds the mesh axes whose index is folded into the leaf's key.
+    Small leaves of similar size share one draw, because this compiles to fewer kernels. For each
+    leaf, `axes` holds the mesh axes whose index is folded into the leaf's key.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
     draws_together = is_threefry(keys)
@@ -215,17 +217,17 @@ def _draw(
 
 
 def _normal_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
-    """Return a row of standard Gaussian noise for each key, or NaN if the step is negative.
+    """Return a row of standard Gaussian noise for each key; if the step is negative, return NaN.
 
-    The condition makes XLA draw the rows once. Without it, XLA would draw them again in every
-    kernel that slices a leaf's noise from them.
+    Steps are never negative, but the condition makes XLA draw the rows once. Without it, XLA would
+    draw the rows again in every kernel that slices a leaf's noise from them.
     """
     draw = partial(_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return ±Φ⁻¹(p) for p = (k + ½)·2⁻⁶⁴ with a random sign and a random k of 63 bits."""
+    """Return ±Φ⁻¹(p) for p = (k + ½)·2⁻⁶⁴, with a random sign and a random 63-bit integer k."""
     high, low = random_words(keys, shape)
     unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
     p = ((high >> 1).astype(dtype) + (low.astype(dtype) + half) * unit) * unit
@@ -236,7 +238,7 @@ def _normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Ar
 def _quantile(p: jax.Array) -> jax.Array:
     """Return Φ⁻¹(p) for p in [2⁻⁶⁵, ½], to the precision of its dtype.
 
-    In float32, −Φ⁻¹ is a polynomial of degree 8 in log(−log p), whose error is below 2e-8.
+    In float32, a polynomial of degree 8 in log(−log p) approximates −Φ⁻¹ with an error below 2e-8.
     """
     if p.dtype == jnp.float64:
         return jax.scipy.special.ndtri(p)
@@ -261,9 +263,9 @@ def _check_sum(
 
 
 def _check_stddev(stddev: ArrayLike) -> None:
-    """Raise unless `stddev` is one number that was not rounded to half precision."""
+    """Raise unless `stddev` is a single number, and not in half precision."""
     if jnp.shape(stddev):
-        raise ValueError(f"`stddev` must give one number, got an array of {jnp.shape(stddev)}.")
+        raise ValueError(f"`stddev` must give one number, got the shape {jnp.shape(stddev)}.")
     dtype = getattr(stddev, "dtype", jnp.dtype("float32"))
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise ValueError(
@@ -273,7 +275,7 @@ def _check_stddev(stddev: ArrayLike) -> None:
 
 
 def _split_axes(shard: Shard) -> tuple[str, ...]:
-    """Return the mesh axes along which the shards of a leaf draw noise of their own."""
+    """Return the mesh axes along which the shards of a leaf draw different noise."""
     return tuple(axis for axis in shard.named if shard.varying is None or axis in shard.varying)
 
 
@@ -282,17 +284,17 @@ def _check_shards(
     shards: Sequence[Shard],
     key: jax.Array,
 ) -> None:
-    """Raise if a leaf may differ between the shards of a mesh axis while its noise does not."""
+    """Raise if a leaf may differ along a mesh axis along which its noise does not differ."""
     for (path, _), shard in zip(paths, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying
         repeated = may_vary - set(shard.named) - (varying_axes(key) if may_vary else set())
         if repeated:
-            reason = "varies" if tracked else "may vary (check_vma=False and pmap do not tell)"
+            reason = "varies" if tracked else "may vary (check_vma=False and pmap do not track it)"
             remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
             raise ValueError(
                 f"`updates` must be equal on all shards inside shard_map, got "
                 f"{path_name(path)!r}, which {reason} over {', '.join(sorted(repeated))}: every "
-                f"shard would draw the same noise; {remedy}, call `update` outside shard_map, or "
-                "name in `shard_specs` the mesh axes that split a summed gradient."
+                f"shard would draw the same noise; {remedy}, call `update` outside shard_map, or, "
+                "if these axes split a summed gradient, pass `shard_specs` that name them."
             )

@@ -31,17 +31,17 @@ def privatize(
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
-    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. The updates are
-    either the marked sum of `clipped_grad`, or stacked per-example gradients; with the latter,
-    `update` needs `params`, and `mask=` if the batch is padded. The result must be the first
-    transform of a chain. Momentum and weight decay belong in `optimizer`, after the noise.
+    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass to `update` either
+    the marked sum of `clipped_grad` or stacked per-example gradients. With stacked gradients,
+    `update` also needs `params`, and `mask=` if the batch is padded. In a chain, `privatize` must
+    be the first transform. Momentum and weight decay belong in `optimizer`, after the noise.
 
-    Do not wrap it in `optax.MultiSteps` or `optax.apply_if_finite`, which cannot carry a marked
-    sum. For large batches, use `microbatch_size` of `clipped_grad`, or add the marked sums of
-    disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Do not use it several times
-    under one `optax.partition`: each use would clip by itself, and the joint sensitivity would be
-    √k·C. Use one `privatize(optax.partition(...), ...)`, if need be with a prefix tree of clip
-    norms.
+    Do not wrap the result in `optax.MultiSteps` or `optax.apply_if_finite`: they cannot carry a
+    marked sum. For large batches, use `microbatch_size` of `clipped_grad`, or add the marked sums
+    of disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Do not use `privatize` k
+    times under one `optax.partition`: each use would clip by itself, and the joint sensitivity
+    would be √k·C. Instead, use one `privatize(optax.partition(...), ...)`, with a prefix tree of
+    clip norms if the parts need different clip norms.
 
     Args:
         optimizer: any Optax optimizer, such as `optax.adamw(1e-3)`.
@@ -49,20 +49,21 @@ def privatize(
         noise_multiplier: z > 0, the standard deviation of the noise on the clipped *sum*, in units
             of the sum's `sensitivity`; a number or a schedule. This is the number that the
             accountant computes. The accountant must know every value of a schedule;
-            `PrivacyPlan` does this for its `Piecewise`.
+            `PrivacyPlan` accounts for every value of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
-        smoothing: σ ≥ 0, a number or a schedule; or a `laplacian_smooth(...)` transform, for
-            another layout or scope. Smoothing costs no privacy and buys none.
+        smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
+            `laplacian_smooth(...)` transform instead. Smoothing costs no privacy and buys none.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
-            `add_gaussian_noise` and `laplacian_smooth`, both of which receive it. A `smoothing`
-            that is a transform has its own.
+            `add_gaussian_noise` and `laplacian_smooth`. `privatize` passes `shard_specs` to both,
+            unless `smoothing` is a transform: then set the transform's own `shard_specs` too.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`.
-    This keeps the key out of the hyperparameters, which people log. For parameters in half
-    precision, also pass `hyperparam_dtype=jnp.float32`, or the noise multiplier would be rounded.
+    This keeps the key out of the hyperparameters, which people log. If parameters are in half
+    precision, also pass `hyperparam_dtype=jnp.float32`. Otherwise the noise multiplier would be
+    rounded to half precision.
 
     >>> import numpy as np
     >>> tx = privatize(
@@ -86,9 +87,9 @@ def privatize(
     noise_multiplier = frozen_number(noise_multiplier)
     if not is_number(expected_batch_size):
         raise TypeError(
-            f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; it is "
-            "public, never the number of examples in a batch, and static for "
-            "optax.inject_hyperparams."
+            f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
+            "public constant, never the number of examples in a batch, and with "
+            "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
     return optax.chain(
@@ -220,7 +221,7 @@ def dp_lsadam(
 
 
 def steps_taken(state: optax.OptState) -> jax.Array:
-    """Return how many steps the noise of `privatize` has counted in an optimizer's state."""
+    """Return how many steps an optimizer of `privatize` has taken, from the optimizer's state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
 
@@ -228,7 +229,7 @@ def steps_taken(state: optax.OptState) -> jax.Array:
 def _stddev(
     noise_multiplier: optax.ScalarOrSchedule, clip_norm: ClipNorm
 ) -> optax.ScalarOrSchedule:
-    """Return z times the sensitivity, as a schedule if either of them is one."""
+    """Return z times the sensitivity. If either factor is a schedule, return a schedule."""
     total = sensitivity(clip_norm)
     if not (callable(noise_multiplier) or callable(total)):
         return noise_multiplier * total
@@ -241,7 +242,7 @@ def _stddev(
 
 
 def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:
-    """Return the transform that smooths, which is the identity if σ is the number 0."""
+    """Return the transform that smooths. If σ is the number 0, return the identity."""
     if isinstance(smoothing, optax.GradientTransformation):
         return smoothing
     check_non_negative("smoothing", smoothing, schedule=True)
@@ -253,7 +254,7 @@ def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.Gra
 def _with_clear_errors(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Let an optimizer that needs more than gradients, such as L-BFGS, raise a clear error."""
+    """Make optimizers that need more than gradients, such as L-BFGS, raise a clear error."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
@@ -271,15 +272,18 @@ def _with_clear_errors(
                 raise
             raise TypeError(
                 "`optimizer` must need gradients only, got one that also needs "
-                f"{names.lstrip('s:').strip()}, which would be released without noise; use one "
-                "without a line search, such as optax.sgd or optax.adam."
+                f"{names.lstrip('s:').strip()}, which would be released without noise; use an "
+                "optimizer without a line search, such as optax.sgd or optax.adam."
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Cast the updates to the dtypes of `params`, if known: clipped sums are float32 or wider."""
+    """Cast the updates to the dtypes of `params`, or return them unchanged if `params` is None.
+
+    Clipped sums are float32 or wider even if parameters are in half precision.
+    """
     if params is None:
         return updates
     return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params)

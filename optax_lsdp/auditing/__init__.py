@@ -1,7 +1,7 @@
 """Audit claims of differential privacy: refute a wrong ε, sensitivity, noise or sampler.
 
-An audit attacks a step, a sampler or a training function and returns a report with a verdict. It
-cannot prove that a claim is true. `audit_library` audits this installation.
+An audit attacks a step, a sampler or a training function and returns a report with a verdict. An
+audit can refute a claim, but cannot prove it. `audit_library` audits this installation.
 """
 
 from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon, audit_one_run, audit_scores

@@ -1,6 +1,6 @@
-"""Check claims that hold exactly: about plans, about quantized sums, and under likely mistakes.
+"""Check claims without statistics: about plans, about quantized sums and about likely mistakes.
 
-Each check returns what is wrong, or "" if its claim holds.
+Each `_check_…` function returns a text that says what is wrong, or "" if its claim holds.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _full_plan = partial(
     delta=_DELTA,
     sampling="full",
 )
-_LOSS_WIDTH = 5e-4  # of the intervals into which privacy losses are sorted
-_MULTIPLE_OF = 64  # of the length of padded batches
+_LOSS_WIDTH = 5e-4  # the width of the bins for privacy losses
+_MULTIPLE_OF = 64  # the length of padded batches is a multiple of this number
 _CLIP_NORM, _RESOLUTION = 0.5, 2**10  # of quantized sums
 _FACTORS = (1e-3, 0.02, 1.0, -30.0, 1e6, 1e20, np.nan, np.inf, 0.0)
 
@@ -120,7 +120,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
             wanted = exact / max(np.linalg.norm(exact), _CLIP_NORM) * _RESOLUTION
         if np.linalg.norm(found) > most:
             too_long = f"example {i} adds {np.linalg.norm(found):.6g} of {most} quanta"
-        if np.abs(found - wanted).max() > 1:  # ½ for rounding to quanta, and more for float32
+        if np.abs(found - wanted).max() > 1:  # ½ for rounding to quanta, the rest for float32
             inexact = f"example {i} adds {found} instead of {wanted} quanta"
     is_sum = np.array_equal(quanta(indices >= 0), np.sum(alone, axis=0))
     return ClaimsReport(
@@ -144,7 +144,7 @@ def _check_full_batches() -> str:
 
 
 def _check_poisson_batches() -> str:
-    """Compare a plan's ε with a numerical composition of privacy losses, each rounded down."""
+    """Compose the privacy losses of all steps numerically, with each loss rounded down."""
     plan = _poisson_plan(steps=_STEPS)
     rate, noise = plan.expected_batch_size / plan.dataset_size, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
@@ -153,7 +153,7 @@ def _check_poisson_batches() -> str:
     with_one = (1 - rate) * without + rate * np.diff(norm.cdf(edges, loc=1, scale=noise))
     loss = np.log1p(rate * np.expm1((2 * middle - 1) / (2 * noise**2)))
     width = 2 ** math.ceil(math.log2(4 * plan.steps / _LOSS_WIDTH))
-    rounded = np.floor(loss / _LOSS_WIDTH).astype(int) - 1  # 1 less for the error of `middle`
+    rounded = np.floor(loss / _LOSS_WIDTH).astype(int) - 1  # −1 covers the error of `middle`
     masses = np.bincount(rounded % width, with_one, width)
     composed = np.fft.irfft(np.fft.rfft(masses) ** plan.steps, width).clip(0)
     losses = _LOSS_WIDTH * (np.arange(width) - np.where(np.arange(width) > width // 2, width, 0))
@@ -186,13 +186,13 @@ def _check_steps_beyond(key: jax.Array) -> str:
 
 
 def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
-    """Return the leaves of a state that are random keys, or those that are not."""
+    """Return the random keys in a state if `keys` is true, and all other leaves otherwise."""
     leaves = jax.tree.leaves(state)
     return [x for x in leaves if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) == keys]
 
 
 def _check_budget() -> str:
-    """Check the ε of all steps that a plan allows after some steps were counted twice."""
+    """Ask how many steps remain after repeated steps, and compute the ε of all these steps."""
     plan = _poisson_plan(steps=_STEPS, epsilon=1.1 * _poisson_plan(steps=_STEPS).epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:
@@ -303,7 +303,7 @@ def _check_changed_clip_norms() -> str:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Numbered(dict[int, PyTree]):
-    """A container with integers as path entries: `x[1][11]` and `x[11][1]` both read "111"."""
+    """A container with integer path entries: joined, `x[1][11]` and `x[11][1]` are both "111"."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[int, PyTree]], tuple[int, ...]]:
         """Return all items, and their keys."""

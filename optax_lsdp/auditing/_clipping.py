@@ -1,9 +1,9 @@
 """Audit the library's clipping by search, and by comparison with an oracle.
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
-comparison measures what each example contributes to a clipped sum in two ways: as the sum of a
-batch whose mask keeps this example alone, and as the difference between the sums of a batch with
-and without it.
+comparison measures in two ways what each example contributes to a clipped sum: as the sum of a
+batch whose mask keeps only this example, and as the difference between the sums of a batch with and
+without this example. For "hard models", see `_hard_models.py`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ Engine = Literal["bookkeeping", "vmap"]
 Vectors = dict[str, np.ndarray]  # one flat float64 vector for each group
 _CLIP_NORM, _BATCH_SIZE = 0.5, 16
 _SEARCHES, _ASCENT_STEPS = 12, 20
-_ASCENTS = {"bookkeeping": 2, "vmap": 0}  # gradients of "vmap" take long to compile
+_ASCENTS = {"bookkeeping": 2, "vmap": 0}  # gradients through "vmap" take long to compile
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-_UNCERTAIN = ("cancelling",)  # its norms are so uncertain that the engine computes all norms anew
+_UNCERTAIN = ("cancelling",)  # fast norms are so uncertain that the engine computes them again
 EXACT = tuple(name for name in ALL_MODELS if name not in _UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
-_PRECISION = 1e-4  # relative, of gradients in float32
-_PRECISIONS = {"half": 3e-2, "cancelling": 3e-2}  # of other models
+_PRECISION = 1e-4  # relative error of gradients in float32
+_PRECISIONS = {"half": 3e-2, "cancelling": 3e-2}  # models with larger errors
 _STABILITY = 0.01  # the constant of automatic clipping; see `clipped_grad`
 _ROUNDING = 1e-5  # of one contribution in float32, relative to the clip norm
-_SUM_ROUNDING = 1e-4  # of the difference of two sums of a dozen contributions, likewise
-_CONSERVATIVE = 0.01  # factors may be smaller by this share, as engines may overestimate norms
+_SUM_ROUNDING = 1e-4  # of the difference of two sums, relative to the clip norm
+_CONSERVATIVE = 0.01  # factors may be too small by this share: engines may overestimate norms
 
 
 class Group(NamedTuple):
@@ -78,7 +78,7 @@ class HardCases(NamedTuple):
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
-    """Search for neighbours on which the clipped sum of a dense layer differs too much."""
+    """Search for neighbours whose clipped sums, for a dense layer, differ by too much."""
     keys = jax.random.split(key, 3)
     params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
     batch = jax.random.normal(keys[1], (_BATCH_SIZE, 12))
@@ -113,12 +113,12 @@ def audit_hard_models(
 
 
 def audit_cancelling_rows(key: jax.Array) -> ClaimsReport:
-    """Compare norms from Gram matrices with the oracle where rows cancel and rounding is worst."""
+    """Compare clipping with the oracle where rows cancel, so Gram matrices round norms most."""
     return audit_hard_models("bookkeeping", key, _UNCERTAIN)
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
-    """Compare automatic clipping in microbatches with the oracle, with one norm for all leaves."""
+    """Compare automatic clipping in microbatches with the oracle; all leaves share a clip norm."""
     loss, params, cases = hard_cases(key, models, PLAIN_SCALES, ODD_SCALES)
     gradient = clipped_grad(
         loss,
@@ -134,7 +134,7 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> Cla
 def clipped_sum(
     gradient: Callable[..., optax.Updates], params: optax.Params, clip_norm: ClipNorm
 ) -> Release:
-    """Return `release(batch, mask)`: the gradient's marked sum after `clip_per_example`."""
+    """Return `release(batch, mask)`, which passes the marked sum through `clip_per_example`."""
     clip = clip_per_example(clip_norm)
 
     @jax.jit
@@ -145,7 +145,7 @@ def clipped_sum(
 
 
 def one_group_per_model(models: Sequence[str]) -> dict[str, Group]:
-    """Return one group for each hard model, each with another clip norm."""
+    """Return one group for each hard model. All groups have different clip norms."""
 
     def group(index: int, name: str) -> Group:
         precision = _PRECISIONS.get(name, _PRECISION)
@@ -160,7 +160,7 @@ def all_leaves(clip_norm: float) -> dict[str, Group]:
 
 
 def hard_cases(key: jax.Array, models: Sequence[str], *scales: Sequence[float]) -> HardCases:
-    """Return hard models with one batch for each list of scales, and the oracle's gradients."""
+    """Return hard models, one batch for each list of scales, and the oracle's gradients."""
     first, *others = jax.random.split(key, 1 + len(scales))
     drawn = hard_params(first)
     params = {name: drawn[name] for name in models}
@@ -189,19 +189,19 @@ def _gradient(loss: Model, params: optax.Params, example: PyTree) -> optax.Updat
 
 
 class _Claim:
-    """A claim about errors: it holds if none exceeds its limit, and keeps the worst one."""
+    """A claim that holds if no measured error exceeds its limit; `wrong` is the worst error."""
 
     def __init__(self) -> None:
         self.worst, self.wrong = 1.0, ""
 
     def add(self, error: float, limit: float, text: str) -> None:
-        """Record an error if it is the worst so far relative to its limit; NaN is the worst."""
+        """Record `text` if error / limit exceeds 1 and all earlier ratios, or is NaN."""
         excess = error / limit
         if not excess <= self.worst:
             self.worst, self.wrong = (excess if np.isfinite(excess) else np.inf), text
 
 
-@np.errstate(all="ignore")  # numbers that are not finite break a claim
+@np.errstate(all="ignore")  # `_Claim` handles numbers that are not finite
 def compare_with_oracle(
     release: Release,
     cases: Iterable[Case],
@@ -214,7 +214,7 @@ def compare_with_oracle(
     Args:
         release: `release(batch, mask)` returns the clipped sum, a tree like a gradient.
         cases: batches with the oracle's gradients.
-        groups: by name, the leaves that are clipped together.
+        groups: the groups of leaves that are clipped together, by name.
         automatic: whether to expect C·g/(‖g‖ + 0.01) instead of min(1, C/‖g‖)·g.
     """
     bound, right, difference, total, masked = (_Claim() for _ in range(5))
@@ -264,7 +264,7 @@ def compare_with_oracle(
 def _released(
     release: Release, batch: PyTree, groups: Mapping[str, Group], mask: np.ndarray
 ) -> Vectors:
-    # Accelerators round the operands of the model's products by default, but not those of norms.
+    # By default, accelerators round the operands of the model's matrix products.
     with jax.default_matmul_precision("highest"):
         return _flatten(jax.device_get(release(batch, jnp.asarray(mask))), groups)
 
@@ -283,7 +283,7 @@ def _flatten(tree: PyTree, groups: Mapping[str, Group]) -> Vectors:
 
 
 def _clip(gradient: Vectors, groups: Mapping[str, Group], automatic: bool) -> Vectors:
-    """Return a clipped gradient; zero if any number of it is not finite."""
+    """Return the clipped gradient, or zeros if any entry of the gradient is not finite."""
     if not all(np.isfinite(x).all() for x in gradient.values()):
         return {name: np.zeros_like(x) for name, x in gradient.items()}
 

@@ -126,7 +126,7 @@ def audit_split_parameters(key: jax.Array) -> ClaimsReport:
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:
-    """Check that losses may not look at other shards, and that shards may not share noise."""
+    """Check that the library refuses losses that use other shards, and noise that shards share."""
     batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
     claims = {}
     for name, collective in _COLLECTIVES.items():
@@ -163,7 +163,7 @@ def _loss_across_shards(
 def _expect_refusal_of_shards(
     function: Callable[..., optax.Updates], params: optax.Params, batch: jax.Array
 ) -> str:
-    """Return "" if a function of parameters and a shard of the batch is refused."""
+    """Return "" if the library refuses a function of the parameters and a shard of the batch."""
     in_specs = (_WHOLE, _SPLIT)
     shards = jax.shard_map(function, mesh=_mesh(), in_specs=in_specs, out_specs=_SPLIT)
     return expect_refusal(lambda: jax.eval_shape(shards, params, batch), "it is accepted")
@@ -189,13 +189,13 @@ def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterato
         stdout=subprocess.PIPE,
     ) as process:
         try:
-            yield _reports(process, cast("IO[bytes]", process.stdout))  # a pipe, as asked for
+            yield _reports(process, cast("IO[bytes]", process.stdout))  # not None: it is a pipe
         finally:
             process.kill()
 
 
 def _reports(process: subprocess.Popen[bytes], pipe: IO[bytes]) -> Iterator[AuditReport]:
-    """Yield the reports that the process writes; after its end, yield rejections."""
+    """Yield the reports that the process writes. After the process has ended, yield rejections."""
     while True:
         try:
             yield pickle.load(pipe)  # the writer is `serve_parent`

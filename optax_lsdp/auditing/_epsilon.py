@@ -1,9 +1,10 @@
 """Bound ε from below by attacks that guess whether a canary was in the training data.
 
-A canary is an example that an attacker has made to leave a trace. The attacker computes a score
-from the trained model and guesses "in" where the score exceeds a threshold. If the guesses are
-better than (ε, δ)-differential privacy allows, ε must be larger. `audit_epsilon` and
-`audit_scores` use many trainings with one canary; `audit_one_run` uses one training with many.
+A canary is an example that an attacker designs to leave a trace in the model. The attacker computes
+a score from the trained model and guesses "in" if the score exceeds a threshold. If the guesses are
+better than (ε, δ)-differential privacy allows, the true ε must be larger. `audit_epsilon` and
+`audit_scores` use many trainings with one canary; `audit_one_run` uses one training with many
+canaries.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class EpsilonReport:
     """A lower bound on ε that an attack has proved.
 
     Attributes:
-        claimed: the claimed ε; None makes no claim, so the audit passes.
-        epsilon: a lower bound on ε, which is wrong with probability `failure` at most.
+        claimed: the claimed ε. None makes no claim, so the audit passes.
+        epsilon: a lower bound on ε. The probability that it is wrong is at most `failure`.
         gaussian_epsilon: the same bound, assuming Gaussian noise on full batches; None if it was
             not computed.
         delta: δ.
         trials: the number of trainings, or of canaries in a single training.
-        failure: the probability that the bounds are wrong, at most.
+        failure: an upper bound on the probability that a lower bound is wrong.
     """
 
     claimed: float | None
@@ -82,21 +83,22 @@ def audit_epsilon(
     gaussian: bool = False,
     key: jax.Array,
 ) -> EpsilonReport:
-    """Train many times with and without a canary, and bound ε by how well the scores differ.
+    """Train many times with and without a canary, and bound ε by how well the scores separate.
 
     Args:
-        train: `train(key, is_in)` trains with the randomness of `key`, with the canary if the
-            traced bool `is_in` is true (use it as a mask), and returns a score that reveals the
-            canary, such as the inner product of the update with the canary's gradient. The
-            function is mapped and compiled. If yours cannot be, pass its scores to `audit_scores`.
+        train: `train(key, is_in)` trains with the randomness of `key` and returns a score. If the
+            traced bool `is_in` is true, the canary is in the training data: use `is_in` as the
+            canary's mask. The score must reveal the canary; an example is the inner product of the
+            update with the canary's gradient. The audit calls `train` under `vmap` and `jit`. If
+            your function does not support them, pass its scores to `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
-        trials: the number of trainings with the canary, and of trainings without it. One half
-            chooses the best threshold, the other half decides.
-        failure: the probability that a bound is wrong, at most.
+        trials: the number of trainings with the canary, and also of trainings without it. The
+            audit chooses the best threshold on one half, and computes the bound on the other half.
+        failure: an upper bound on the probability that a bound is wrong.
         gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
             and needs far fewer trials.
-        key: the source of all trainings' randomness.
+        key: the key from which each training gets its key.
 
     >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
     ...     return is_in + 2.0 * jax.random.normal(key)
@@ -141,7 +143,7 @@ def audit_scores(
     Args:
         inside: (n,) scores of trainings with the canary. Larger or smaller scores may reveal it;
             NaN counts as larger than any number.
-        outside: (n,) scores of trainings without it.
+        outside: (n,) scores of trainings without the canary.
         delta: see `audit_epsilon`.
         claimed: see `audit_epsilon`.
         failure: see `audit_epsilon`.
@@ -185,7 +187,10 @@ def audit_scores(
 
 
 def _finite_scores(both: list[np.ndarray]) -> list[np.ndarray]:
-    """Replace NaN and ±∞ by numbers beyond all others: a broken training is information too."""
+    """Replace NaN and ∞ by a number above all others, and −∞ by a number below all others.
+
+    A training that breaks reveals information too.
+    """
     finite = np.concatenate(both)
     finite = finite[np.isfinite(finite)]
     least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
@@ -202,18 +207,20 @@ def audit_one_run(
     failure: float = 1e-5,
     key: jax.Array,
 ) -> EpsilonReport:
-    """Train once with a random half of many canaries, and bound ε by guessing which were in.
+    """Train once with a random half of many canaries, and bound ε by guessing which were used.
 
     Args:
-        train: `train(is_in)` trains once, with the canaries for which the bool array is true, and
-            returns one score for each canary, larger if the canary was in.
-        canaries: the number of canaries. Each must be an example by itself, at most one per person.
+        train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
+            true. It returns one score for each canary. Scores should be larger for canaries that
+            were used.
+        canaries: the number of canaries. Each canary must be one example, and each person may have
+            at most one canary.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
-        guesses: the number of guesses, half of them for the largest scores and half for the
-            smallest; by default a fifth of `canaries`.
-        failure: the probability that the bound is wrong, at most.
-        key: the source of the random half.
+        guesses: the number of guesses. The audit guesses "in" for the largest scores and "out" for
+            the smallest, half of the guesses each. The default is a fifth of `canaries`.
+        failure: an upper bound on the probability that the bound is wrong.
+        key: the key that chooses the random half.
 
     >>> def train(is_in):  # far too little noise
     ...     return is_in + 0.1 * jax.random.normal(jax.random.key(1), is_in.shape)
@@ -227,7 +234,7 @@ def audit_one_run(
     guesses = max(2, canaries // 5) if guesses is None else guesses
     check_whole("guesses", guesses, 2)
     if guesses > canaries:
-        raise ValueError(f"`guesses` must be at most the {canaries} canaries, got {guesses}.")
+        raise ValueError(f"`guesses` must be at most `canaries`, {canaries}, got {guesses}.")
     is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
     scores = np.asarray(train(jnp.asarray(is_in)), np.float64)
     scores = np.where(np.isnan(scores), np.inf, scores)  # as in `audit_scores`
@@ -264,7 +271,8 @@ def rates(true_positives: int, false_positives: int, trials: int, failure: float
 def epsilon_of_rates(found: Rates, delta: float) -> float:
     """Return the smallest ε ≥ 0 for which an (ε, δ) mechanism allows a test with these rates.
 
-    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ, and so does the opposite test.
+    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ and, with "in" and "out" exchanged,
+    1 − FPR ≤ e^ε (1 − TPR) + δ.
 
     >>> round(epsilon_of_rates(Rates(0.5, 0.1), 0.0), 3)  # log 5
     1.609
@@ -282,9 +290,11 @@ def epsilon_of_rates(found: Rates, delta: float) -> float:
 def epsilon_of_gaussian(found: Rates, delta: float) -> float:
     """Return a lower bound on ε, assuming Gaussian noise.
 
-    For one Gaussian with sensitivity μ (in standard deviations) every threshold obeys
-    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and ε(μ, δ) follows. Frequent
-    events suffice for that, so it takes fewer trials than `epsilon_of_rates`.
+    If one Gaussian has the sensitivity μ, in standard deviations, every threshold obeys
+    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and this bound gives ε at δ. The
+    best threshold for `epsilon_of_rates` makes false positives rare, so many trials are needed to
+    estimate their rate. This bound also works where both rates are near ½, so it needs fewer
+    trials.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
     if not mu > 0:
@@ -295,9 +305,9 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
 
 
 def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, right: int) -> float:
-    """Bound the probability of at least `right` right guesses in an (ε, δ)-private run.
+    """Bound from above the probability of `right` or more right guesses in an (ε, δ)-private run.
 
-    Each canary is in with probability ½, independently of the others.
+    Each canary is in the run with probability ½, independently of the other canaries.
 
     References:
         Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, Theorem 5.2.

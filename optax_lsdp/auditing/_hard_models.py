@@ -1,7 +1,7 @@
-"""Define small models that use their parameters in every way that is hard to clip.
+"""Define the hard models: small models whose use of parameters is hard to clip correctly.
 
 `hard_loss` adds up the losses of several models. With one clip norm for each model, a single
-compiled function then clips every model separately.
+compiled function clips every model separately.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Example = dict[str, jax.Array]
 Model = Callable[[optax.Params, PyTree], jax.Array]
 _WIDTH, _VOCABULARY, _LAYERS = 16, 24, 3
 _CANCELLING = 3e3  # the ratio of cancelling rows to their sum
-# Factors of the loss, one for each example. An example with an odd factor has a gradient that is
-# zero, huge or not finite. It forces the engine to compute all norms of its batch more carefully,
-# so only batches with plain factors audit the fast path.
+# Factors of the loss, one for each example. ODD_SCALES include gradients that are zero, huge or not
+# finite. Such a gradient forces the engine to compute all norms of its batch more carefully, so
+# only batches with PLAIN_SCALES audit the fast path.
 ODD_SCALES = (0.0, np.nan, np.inf, 1e-3, 0.03, -2.0, 1.0, 30.0, 1e3, 1e6, 1e20, 5.0)
 PLAIN_SCALES = (1e-3, 0.01, 0.03, -0.1, 0.3, 1.0, -2.0, 5.0, 30.0, 100.0, 1e3, 1e4)
 
@@ -51,7 +51,7 @@ def _scanned(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _carried(params: optax.Params, example: Example) -> jax.Array:
-    """Return a parameter as the carry of a scan whose first carry is another value."""
+    """Use a parameter as the carry of a scan, except in the first step, whose carry is zero."""
 
     def step(carry: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
         return params["kernel"], jnp.sum(jnp.sin(row @ carry))
@@ -99,7 +99,7 @@ def _small(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _cancelling(params: optax.Params, example: Example) -> jax.Array:
-    """Add rows that are far longer than their sum: Gram matrices lose most digits of its norm."""
+    """Add rows that are far longer than their sum: a Gram matrix then loses digits of its norm."""
     return jnp.sum(example["long"] @ params["kernel"] @ example["toward"])
 
 
@@ -147,7 +147,7 @@ ALL_MODELS = {
 
 @cache  # equal names return the same function, so that it is compiled once
 def hard_loss(names: tuple[str, ...]) -> Model:
-    """Return the sum of these models' losses, times the example's scale."""
+    """Return the sum of the losses of the named models, times the example's scale."""
 
     def loss(params: optax.Params, example: Example) -> jax.Array:
         total = sum(ALL_MODELS[name].loss(params[name], example) for name in names)
@@ -171,7 +171,7 @@ def hard_params(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
 
 
 def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
-    """Return random examples whose losses have these scales, one each."""
+    """Return one random example for each of `scales`, which multiply the losses."""
     rng, size = _generator(key), len(scales)
     long = _CANCELLING * rng.normal(size=(size, 2, _WIDTH))
     long = np.concatenate([long, rng.normal(size=long.shape) / _WIDTH - long], axis=1)

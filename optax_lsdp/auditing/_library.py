@@ -50,7 +50,7 @@ _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
 _OF_PLAN = {"kernel": (20, 30), "bias": (30,), "scale": (30,), "shift": (7,)}
 _QUANTIZED = {"a": (240,), "b": (40,), "c": (40,), "d": (3, 5)}
 LONGEST_PERIOD = 4096
-_DENSE = 32  # every step below, and every multiple of it up to the longest period
+_DENSE = 32  # audit all steps below 32, and all multiples of 32 up to the longest period
 _LAST = 2**31 - 2  # the last step for which the library draws noise
 FAR_STEPS = tuple(
     sorted(
@@ -74,7 +74,7 @@ def _zeros(shapes: _Shapes) -> dict[str, jax.Array]:
 def _audit_gaussian_noise(
     shapes: _Shapes, steps: int | Sequence[int], key: jax.Array
 ) -> StatisticsReport:
-    """Test the noise of `add_gaussian_noise` at steps that are far apart."""
+    """Test the noise of `add_gaussian_noise` for leaves of these shapes, at these steps."""
     stddev = _NOISE_MULTIPLIER * _CLIP_NORM
     noise, zeros = add_gaussian_noise(stddev, key=key), _zeros(shapes)
     first = jax.jit(noise.init)(zeros)
@@ -107,7 +107,7 @@ def _noise_of_steps(
 
 
 def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
-    """Test whether a plan's optimizer adds the noise of the plan."""
+    """Test whether a plan's optimizer adds the noise that the plan states."""
     plan = PrivacyPlan(
         dataset_size=400, expected_batch_size=40, steps=24, noise_multiplier=1.0, delta=_DELTA
     )
@@ -186,9 +186,10 @@ class Audit(NamedTuple):
 
     Attributes:
         run: a function of a key that returns a report.
-        in_child: whether it runs in the child process with eight devices, beside the others. Those
-            that need eight devices must; others do to share the work between two processes.
-        needs_orbax: whether it calls `fit`, which needs Orbax and tqdm.
+        in_child: whether the audit runs in the child process, which has eight devices. Audits that
+            need eight devices must run there. Some other audits run there to share the work
+            between two processes.
+        needs_orbax: whether the audit calls `fit`, which needs Orbax and tqdm.
     """
 
     run: Callable[[jax.Array], AuditReport]
@@ -232,11 +233,11 @@ def audit_library(
     """Audit clipping, noise, samplers, plans and runs of this installation, and yield each report.
 
     The command `optax-lsdp audit` prints these reports. If there are fewer than eight devices,
-    a child process with eight simulated CPU devices runs half of the audits. Without Orbax, a
-    warning names the audits of `fit` that are skipped.
+    a child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is
+    not installed, the audits of `fit` are skipped, and a warning names them.
 
     Args:
-        key: the source of all audits' randomness, for JAX's default generator, Threefry.
+        key: a key of JAX's default generator, Threefry, for the randomness of all audits.
         started: a function that is called with the name of each audit before it starts.
 
     >>> name, report = next(audit_library(jax.random.key(0)))
@@ -248,7 +249,7 @@ def audit_library(
         skipped = [name for name in names if AUDITS[name].needs_orbax]
         names = [name for name in names if name not in skipped]
         warnings.warn(
-            f"Skipped {' and '.join(skipped)}, which need Orbax and tqdm: pip install "
+            f"Skipped {' and '.join(skipped)}, which need Orbax and tqdm; run pip install "
             "'optax-lsdp[training]'.",
             stacklevel=2,
         )

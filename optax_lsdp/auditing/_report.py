@@ -1,7 +1,7 @@
 """Define the reports that audits return: what was measured, and the verdict.
 
-Every report plays the part of `AuditReport`. It is true in a condition if the audit passed, and it
-prints as a table whose first row is the verdict.
+Every report implements the protocol `AuditReport`. A report is true in a condition if the audit
+passed, and prints as a table whose first row is the verdict.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class StatisticsReport:
         expected: the value that the claim implies.
         seen: the measured value.
         p_values: the p-value of each test.
-        failure: the probability that the audit rejects a correct mechanism, at most.
+        failure: an upper bound on the probability that the audit rejects a correct mechanism.
     """
 
     quantity: str
@@ -72,7 +72,7 @@ class ClaimsReport:
     """The result of checks that need no statistics: each claim holds or does not.
 
     Attributes:
-        claims: for each claim, what is wrong with it; empty if it holds.
+        claims: for each claim, a text that says what is wrong, or "" if the claim holds.
         measured: what else the audit measured, as text.
     """
 
@@ -93,9 +93,10 @@ class ClaimsReport:
 
 
 def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Run one check for each claim; a check returns what is wrong, or "" if the claim holds.
+    """Run one check for each claim, and return a report.
 
-    A check that raises counts against its claim.
+    A check returns a text that says what is wrong, or "" if the claim holds. If a check raises, the
+    error is what is wrong.
     """
 
     def run(check: Callable[[], str]) -> str:
@@ -108,10 +109,10 @@ def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
 
 
 def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
-    """Return "" if a call raises an error of this library, or else what happened instead.
+    """Return "" if this library refuses a call, and a text that says what is wrong otherwise.
 
-    If nothing is raised, that is `otherwise`. An error of this library starts with the name of an
-    argument in backquotes.
+    The text is `otherwise` if the call succeeds. If the call raises an error that is not of this
+    library, the text is that error. This library's messages start with an argument in backquotes.
     """
     try:
         call()

@@ -1,8 +1,8 @@
 """Search for two neighbouring batches on which a release differs by more than its sensitivity.
 
-A release is a function of a batch and a mask to which noise will be added, such as a clipped sum.
-The audit builds batches from the caller's examples and changes one example in each. Gradient ascent
-then increases the largest differences.
+A release is a function of a batch and a mask, such as a clipped sum. Noise will be added to its
+result. The audit builds batches from the caller's examples and changes one example in each batch.
+Gradient ascent then increases the largest differences.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
 _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
-_ENTRIES = (math.nan, math.inf, 1e30)  # that replace a single number of an example
-_SCALES = (1.0, 1e-3, 1e3)  # of all other examples
-_FEW = 64  # examples whose sum float32 computes almost exactly
+_ENTRIES = (math.nan, math.inf, 1e30)  # values that replace a single number of an example
+_SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples
+_FEW = 64  # float32 sums this many examples almost exactly
 _CROWD = 1024  # equal examples: a small effect of one example on every other adds up
-_ROUNDING = 2.0**-22  # 4 units in the last place of float32, granted for each example of a sum
+_ROUNDING = 2.0**-22  # accepted per example of a sum: 4 units in the last place of float32
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class SensitivityReport:
 
     Attributes:
         declared: the declared sensitivity.
-        largest: the largest difference between two neighbours.
-        how: a description of these neighbours.
+        largest: the largest difference between the releases of two neighbours.
+        how: a description of these two neighbours.
         masked: the largest effect of an example outside the mask.
-        pairs: the number of pairs of neighbours.
-        tolerance: the relative error that the audit grants to rounding.
-        granted: the relative error that it grants to the batch with the largest difference, which
-            is more than `tolerance` for large batches.
+        pairs: the number of pairs of neighbours that the audit compared.
+        tolerance: the relative rounding error that the audit accepts.
+        granted: the relative rounding error that the audit accepts for the neighbours with the
+            largest difference. It exceeds `tolerance` for large batches.
     """
 
     declared: float
@@ -56,7 +56,7 @@ class SensitivityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether examples have an effect, at most the declared one, and none outside the mask."""
+        """Whether examples had an effect, and no effect was larger than declared."""
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
@@ -74,7 +74,7 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches: the second has `example` at `row`, and its own mask."""
+    """Two batches: the second has `example` at `row`. Each batch has its mask in `masks`."""
 
     batch: PyTree
     example: PyTree
@@ -92,7 +92,7 @@ class _Neighbours(NamedTuple):
 
 
 class _NeighbouringBatch(NamedTuple):
-    """A batch, its mask, and an example that will replace the one at `row`."""
+    """A batch, its mask, and an example that will replace the batch's example at `row`."""
 
     how: str
     batch: PyTree
@@ -106,7 +106,7 @@ class _NeighbouringBatch(NamedTuple):
         return self.mask & (np.arange(len(self.mask)) != self.row)
 
     def changed_examples(self, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:
-        """Yield the example with other values, as a whole and in one entry."""
+        """Yield the example with all entries scaled, and with one entry replaced."""
         for factor in _FACTORS:
             yield f"scaled by {factor:g}", _scaled(self.example, factor)
         for value in _ENTRIES:
@@ -114,7 +114,7 @@ class _NeighbouringBatch(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The distance between two neighbours, and its excess over the granted rounding error."""
+    """The distance between two releases, and its excess over the accepted rounding error."""
 
     distance: float
     how: str
@@ -136,16 +136,17 @@ def audit_sensitivity(
 ) -> SensitivityReport:
     """Search for neighbouring batches on which a release differs by more than declared.
 
-    The search cannot prove that there are none, but it finds common mistakes. It builds batches
-    with many or few examples, large or small ones, or a thousand equal ones. It removes or replaces
-    one example, and multiplies it by −1, by huge or tiny factors, by ∞ or by NaN, as a whole
-    or in one entry. Gradient ascent then increases the largest differences. An example outside
-    the mask must not have any effect.
+    The search cannot prove that there are no such batches, but it finds common mistakes. It builds
+    batches of many or few examples, of large or small examples, or of a thousand equal examples. It
+    removes or replaces one example. It also multiplies this example by −1, by huge or tiny factors,
+    by ∞ or by NaN, or sets one entry of the example to a huge number, ∞ or NaN. Gradient ascent
+    then increases the largest differences. The audit also checks that examples outside the mask
+    have no effect.
 
     Args:
-        release: `release(batch, mask)` returns what noise is added to, such as a clipped sum; or
-            the result of a whole step with a fixed key, so that the noise cancels. The function
-            is compiled.
+        release: `release(batch, mask)` returns the value to which noise will be added, such as a
+            clipped sum. It may also return the result of a whole step with a fixed key, because
+            the noise of two such results cancels. The audit compiles the function.
         batch: realistic examples, with a leading batch axis.
         declared: the sensitivity: the largest ℓ₂ distance that one example may cause.
         neighbouring: "add_remove" if neighbours differ by the presence of one example, or
@@ -153,9 +154,9 @@ def audit_sensitivity(
         searches: the number of batches in which the audit tries each kind of change.
         ascents: the number of pairs that gradient ascent starts from.
         ascent_steps: the number of steps of each ascent.
-        tolerance: the relative rounding error to accept. The audit accepts 2⁻²² for each example
-            of a batch if that is more, which is so from about 400 examples on.
-        key: the source of the search's randomness.
+        tolerance: the relative rounding error to accept. The audit accepts at least 2⁻²² for each
+            example of a batch, which exceeds the default from about 400 examples on.
+        key: a key for the randomness of the search.
 
     >>> def release(batch, mask):  # a sum of numbers between -1 and 1
     ...     return jnp.sum(jnp.where(mask, jnp.clip(jnp.nan_to_num(batch), -1, 1), 0))
@@ -176,7 +177,7 @@ def audit_sensitivity(
     rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
     pairs, masked = 0, 0.0
     most = _Found(-math.inf, "", 0.0, -math.inf)
-    worst: list[tuple[float, _Neighbours]] = []  # the finite ones, longest first
+    worst: list[tuple[float, _Neighbours]] = []  # finite distances, largest first
 
     def compare(pair: _Neighbours, one: PyTree, other: PyTree, how: str) -> float:
         nonlocal pairs, most
@@ -221,9 +222,9 @@ def _released(release: Release, batch: PyTree, mask: jax.Array) -> PyTree:
     return release(batch, mask)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # the distance is infinite then
+@np.errstate(invalid="ignore", over="ignore")  # invalid values give an infinite distance
 def _distance(one: PyTree, other: PyTree) -> float:
-    """Return the ℓ₂ distance in float64; infinite if a number is not finite."""
+    """Return the ℓ₂ distance in float64, or ∞ if the distance is not finite."""
     squares = 0.0
     for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
         wide = np.complex128 if np.iscomplexobj(x) else np.float64
@@ -232,7 +233,11 @@ def _distance(one: PyTree, other: PyTree) -> float:
 
 
 def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_NeighbouringBatch]:
-    """Yield batches: in turn with all examples, few examples, two scales, and copies of one."""
+    """Yield batches of random examples, of four kinds in turn.
+
+    The mask keeps all examples; it keeps few; the examples have two scales; or one example is
+    repeated many times.
+    """
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
         kind = ("all", "few", "two scales", "crowd")[number % 4]
@@ -248,7 +253,7 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
         scales = np.full(size, scale)
-        if kind == "two scales":  # one example more changes the median
+        if kind == "two scales":  # so that one more example changes the median
             scales = np.full(size, max(_SCALES))
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)
@@ -259,7 +264,7 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
         yield _NeighbouringBatch(how, _scaled(_rows(batch, order), scales), mask, row, example)
 
 
-# These are compiled: there are many small batches to build.
+# The functions below are compiled, because the audit builds many small batches.
 @jax.jit
 def _rows(batch: PyTree, indices: ArrayLike) -> PyTree:
     return jax.tree.map(lambda x: x[indices], batch)
@@ -272,7 +277,7 @@ def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
 
 @jax.jit
 def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
-    """Multiply the floats of one example by a factor, or those of a batch by one per example."""
+    """Multiply the floats of an example by a factor, or of a batch by one factor per example."""
 
     def scale(x: jax.Array) -> jax.Array:
         if not _is_float(x):
@@ -299,7 +304,7 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Take a step of gradient ascent on the distance, in all floats of both batches."""
+    """Increase the distance by a step of gradient ascent on all floats of both batches."""
     other_batch = pair.other_batch
     one = _released(release, pair.batch, pair.masks[0])
     other = _released(release, other_batch, pair.masks[1])
@@ -311,7 +316,7 @@ def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
 
 @partial(jax.jit, static_argnums=0)
 def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> list[jax.Array]:
-    """Return the gradient of ‖release(batch, mask) − other‖ in all floats of the batch."""
+    """Return the gradient of ‖release(batch, mask) − other‖ for all floats of the batch."""
 
     def distance(floats: list[jax.Array]) -> jax.Array:
         change = jax.tree.map(jnp.subtract, release(_with_floats(batch, floats), mask), other)
@@ -324,9 +329,9 @@ def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> 
 def _moved(
     pair: _Neighbours, slopes: list[jax.Array], other_slopes: list[jax.Array], rate: float
 ) -> tuple[PyTree, PyTree]:
-    """Apply a step of gradient ascent to the batch and to the example.
+    """Move the batch and the example along their slopes, by a share of their size.
 
-    All rows but `row` are in both batches, so their two gradients add up.
+    All rows except `pair.row` are in both batches, so their slopes are added.
     """
 
     def move(x: jax.Array, slope: jax.Array) -> jax.Array:
@@ -347,6 +352,6 @@ def _floats(tree: PyTree) -> list[jax.Array]:
 
 
 def _with_floats(tree: PyTree, floats: list[jax.Array]) -> PyTree:
-    """Return the tree with its floating-point leaves replaced."""
+    """Return the tree with its floating-point leaves replaced by `floats`."""
     new = iter(floats)
     return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

@@ -21,13 +21,13 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.auditing._report import StatisticsReport
 from optax_lsdp.sampling import Batch
 
-_MOST_PAIRS = 2000  # of leaves, drawn at random if there are more
-_DEVICE_COUNTS = (2, 3, 4, 8)  # into so many equal parts devices may have split an axis
+_MOST_PAIRS = 2000  # pairs of leaves; if there are more, a random choice of pairs is tested
+_DEVICE_COUNTS = (2, 3, 4, 8)  # devices may have split an axis into this many equal parts
 _MOST_VALUES = 50_000  # numbers that are searched for repetitions or compared with a Gaussian
 _COLLISION = 4e-7  # 3 × the probability that two float32 Gaussians have the same magnitude
-_LEAST_VARIANCE = 10  # of a count, for the gamma approximation of its spread
-_CHUNK = 2**16  # examples whose inclusions are multiplied at a time
-_MOST_EXAMPLES = 2**12  # among which all pairs are compared
+_LEAST_VARIANCE = 10  # of a count; the gamma approximation in `_spread_p_value` needs it
+_CHUNK = 2**16  # the number of examples whose inclusions are multiplied at a time
+_MOST_EXAMPLES = 2**12  # the number of examples among which all pairs are compared
 
 
 class _Sampler(Protocol):
@@ -43,21 +43,22 @@ def audit_noise(
 ) -> StatisticsReport:
     """Test whether steps add independent Gaussian noise of a given scale.
 
-    The audit detects a relative error s of the scale from about 40/s² numbers on: 10 % from 4,000
-    numbers, 1 % from 400,000. It rejects quantized noise, such as that of `discrete`, because
-    its values repeat.
+    To detect a relative error s of the scale, the audit needs about 40/s² numbers: 4,000 for 10 %,
+    and 400,000 for 1 %. The audit rejects quantized noise in floating point, because its
+    values repeat. Return quantized noise, such as that of `discrete`, as integer numbers of quanta.
 
-    The audit compares every two steps. It detects noise with period p if two audited steps are a
-    multiple of p apart. The first 32 steps show periods up to 31. To detect every period up to
-    4,096, pass `[*range(32), *range(32, 4097, 32)]`. Steps need not be consecutive.
+    The audit compares all pairs of steps. It detects noise that repeats with period p if two
+    audited steps are a multiple of p apart. The first 32 steps reveal periods up to 31. To detect
+    every period up to 4,096, pass `[*range(32), *range(32, 4097, 32)]`. Steps need not be
+    consecutive.
 
     Args:
-        release: `release(step)` returns what a step releases for a batch without examples: noise
-            alone, before it is smoothed or divided. To audit a resumed run, return the noise of
-            the resumed run for later steps.
+        release: `release(step)` returns what a step releases for a batch without examples, which is
+            only noise. Return it before it is smoothed. To audit a resumed run, return the noise
+            of the resumed run for later steps.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
-        failure: the probability that the audit rejects correct noise, at most.
+        failure: an upper bound on the probability that the audit rejects correct noise.
 
     >>> def release(step):
     ...     return 3.0 * jax.random.normal(jax.random.fold_in(jax.random.key(0), step), (100,))
@@ -77,7 +78,8 @@ def audit_noise(
     everything = np.concatenate(rows, axis=1)
     if everything.size < 100:
         raise ValueError(
-            f"`release` must return 100 numbers or more in all steps, got {everything.size}."
+            "`release` must return 100 numbers or more in all steps together, got "
+            f"{everything.size}; audit more steps or larger leaves."
         )
     squares = float(np.sum(everything**2))
     axes = [(leaf, axis) for leaf in leaves for axis in range(1, leaf.ndim)]
@@ -92,7 +94,8 @@ def audit_noise(
         "independent leaves": _pairs_p_value(_pairs_of_leaves(rows)),
         "independent parts of leaves": _pairs_p_value(_pairs_of_parts(leaves)),
     }
-    if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):  # others have few values
+    # Numbers of other dtypes repeat by chance.
+    if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):
         p_values["no number twice"] = _equal_numbers_p_value(everything)
         p_values["no two numbers twice"] = _equal_neighbours_p_value(everything)
     seen = scale * float(np.sqrt(squares / everything.size))
@@ -108,9 +111,9 @@ def audit_sampler(
     steps: int | Sequence[int] = 500,
     failure: float = 1e-5,
 ) -> StatisticsReport:
-    """Test whether a sampler draws batches as its sampling scheme says.
+    """Test whether a sampler draws batches as `sampling` says.
 
-    Neither batches of fixed size nor shuffled epochs pass as Poisson samples.
+    If `sampling` is "poisson", the audit rejects batches of fixed size and shuffled epochs.
 
     Args:
         sampler: an object whose `batch(step)` has `indices` and a `mask`.
@@ -120,7 +123,7 @@ def audit_sampler(
             "without_replacement" if each step draws a fresh subset of fixed size.
         steps: how many batches to audit, starting with step 0; or a list of step numbers. One
             test compares the first batch with the second, the third with the fourth, and so on.
-        failure: the probability that the audit rejects a correct sampler, at most.
+        failure: an upper bound on the probability that the audit rejects a correct sampler.
 
     >>> from optax_lsdp import FixedSizeSampler, PoissonSampler
     >>> facts = {"dataset_size": 1000, "sampling_rate": 0.05}
@@ -138,8 +141,9 @@ def audit_sampler(
     if min(count, dataset_size) * rate * (1 - rate) < _LEAST_VARIANCE:
         raise ValueError(
             f"`steps` must be enough for each example to come often, got {count} steps at a "
-            f"sampling rate of {rate} from {dataset_size} examples; the smaller number times "
-            f"rate · (1 − rate) must reach {_LEAST_VARIANCE}."
+            f"sampling rate of {rate} from {dataset_size} examples; pass more steps, or sample "
+            "from more examples, until both numbers times rate · (1 − rate) are at least "
+            f"{_LEAST_VARIANCE}."
         )
     included = np.zeros((count, dataset_size), np.uint8)
     for row, step in zip(included, numbers, strict=True):
@@ -177,10 +181,10 @@ def audit_sampler(
 
 
 def _step_numbers(steps: int | Sequence[int]) -> list[int]:
-    """Return the numbers of the audited steps: the first `steps`, or the listed ones.
+    """Return the numbers of the audited steps: the first `steps` steps, or the listed steps.
 
     Raises:
-        ValueError: if there are fewer than 2, or if a step is listed twice.
+        ValueError: if there are fewer than 2 steps, or if a step is listed twice.
     """
     if not isinstance(steps, Sequence):
         check_whole("steps", steps, 2)
@@ -189,8 +193,8 @@ def _step_numbers(steps: int | Sequence[int]) -> list[int]:
         check_whole("steps", step, 0)
     if len(steps) < 2 or len(set(steps)) < len(steps):
         raise ValueError(
-            f"`steps` must list 2 or more different steps, got {len(steps)} steps of which "
-            f"{len(set(steps))} differ."
+            f"`steps` must list 2 or more different steps, got {len(steps)} steps, "
+            f"{len(set(steps))} of them different; list each step once."
         )
     return list(steps)
 
@@ -200,13 +204,16 @@ def _two_sided(cdf: float) -> float:
 
 
 def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) -> float:
-    """Return the smallest p-value times their number (Bonferroni), at most 1; 1 without any."""
+    """Return min(1, smallest p-value · count), or 1 if there are no p-values (Bonferroni).
+
+    `count` is the number of tests; by default, it is the number of p-values.
+    """
     count = len(p_values) if count is None else count
     return min(1.0, count * float(np.min(p_values))) if count else 1.0
 
 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
-    """Test the sum of squares at each index of an axis, for pairs of an array and an axis."""
+    """For each pair of an array and an axis, test the sum of squares at each index of the axis."""
     shares = []
     for array, axis in parts:
         sums = np.sum(array**2, axis=tuple(i for i in range(array.ndim) if i != axis))
@@ -216,7 +223,7 @@ def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
 
 
 def _distribution_p_value(parts: list[np.ndarray]) -> float:
-    """Compare each part with a standard Gaussian by the test of Kolmogorov and Smirnov."""
+    """Compare each part with a standard Gaussian by the Kolmogorov–Smirnov test."""
     rng = np.random.default_rng(0)
     some = [rng.choice(x.ravel(), min(x.size, _MOST_VALUES), replace=False) for x in parts]
     return _smallest([float(kstest(values, norm.cdf).pvalue) for values in some])
@@ -236,7 +243,7 @@ def _correlation_p_value(correlations: np.ndarray, freedom: int) -> float:
 
 
 def _steps_p_value(everything: np.ndarray) -> float:
-    """Test the largest correlation of two steps, which is 1 if all noise of a step is zero."""
+    """Test the largest correlation of two steps; steps without noise count as correlated."""
     lengths = np.sqrt(np.sum(everything**2, axis=1, keepdims=True))
     unit = everything / np.where(lengths > 0, lengths, 1)
     products = np.where((lengths > 0) & (lengths > 0).T, unit @ unit.T, 1.0)
@@ -264,7 +271,7 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield neighbouring entries of each leaf, and parts that two devices may have drawn."""
+    """Yield neighbouring entries of each leaf, and parts that different devices may have drawn."""
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
         if flat.shape[1] > 1:
@@ -277,7 +284,7 @@ def _pairs_of_parts(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.n
 
 
 def _equal_numbers_p_value(everything: np.ndarray) -> float:
-    """Test how many numbers have equal magnitudes; this finds much reuse, in any order."""
+    """Count equal magnitudes: they reveal numbers that are reused in any order, if many are."""
     few = min(len(everything), max(2, _MOST_VALUES // everything.shape[1]))
     some_steps = everything[np.linspace(0, len(everything) - 1, few).astype(int)]
     values = np.abs(some_steps).ravel()
@@ -286,7 +293,7 @@ def _equal_numbers_p_value(everything: np.ndarray) -> float:
 
 
 def _equal_neighbours_p_value(everything: np.ndarray) -> float:
-    """Test how many neighbouring pairs have equal magnitudes; this finds even little reuse."""
+    """Count equal pairs of neighbouring magnitudes: they reveal even a few reused numbers."""
     values = np.abs(everything)
     pairs = (values[:, :-1] + 1j * values[:, 1:]).ravel()
     equal = pairs.size - len(np.unique(pairs))
@@ -294,7 +301,7 @@ def _equal_neighbours_p_value(everything: np.ndarray) -> float:
 
 
 def _overlaps(included: np.ndarray) -> np.ndarray:
-    """Return (steps, steps): how many examples each two batches share."""
+    """Return how many examples each pair of batches shares: (steps, steps)."""
     total = np.zeros((len(included), len(included)))
     for start in range(0, included.shape[1], _CHUNK):
         part = included[:, start : start + _CHUNK].astype(np.float32)
@@ -303,14 +310,14 @@ def _overlaps(included: np.ndarray) -> np.ndarray:
 
 
 def _count_p_value(count: int, trials: int, rate: float) -> float:
-    """Test the number of independent events of probability `rate`, from both sides."""
+    """Test whether too few or too many of `trials` events of probability `rate` happened."""
     return _smallest([binom.cdf(count, trials, rate), binom.sf(count - 1, trials, rate)])
 
 
 def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Test the variance of binomial counts: they may be too uneven, or too even.
+    """Test the variance of binomial counts, which may be too uneven or too even.
 
-    The test approximates the sum of squares by a gamma distribution of equal mean and variance.
+    The test approximates the sum of squares by a gamma distribution of the same mean and variance.
     """
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
@@ -320,7 +327,10 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often examples come with a fixed companion: their neighbour, or a random one."""
+    """Test how often two examples of a pair are in the same batch.
+
+    Examples are paired twice: each with the next example, and at random.
+    """
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):
@@ -331,7 +341,7 @@ def _companions_p_value(included: np.ndarray, together: float) -> float:
 
 
 def _couples_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often the most frequent pair of examples comes together."""
+    """Test the pair of examples that is most often in the same batch."""
     steps, size = included.shape
     some = np.sort(np.random.default_rng(0).permutation(size)[:_MOST_EXAMPLES])
     part = included[:, some].astype(np.float32)

@@ -1,8 +1,8 @@
 """Audit `fit`: what one example changes in a released model, and the noise of resumed runs.
 
-The keys of a run's steps are derived from a nonce, a random label. A run that is resumed with other
-data must draw a new nonce. The audit fixes clock, process number and seeds, so that a nonce made
-from them would be the same in two runs.
+The keys of a run's steps are derived from a nonce, a random label. A run that is resumed with
+different data must draw a new nonce. The audit fixes the clock, the process number and all seeds. A
+nonce that is made from these would therefore be the same in two runs, and the audit would find it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ _MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
 _SCALES = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
 _CHANGED = (0, 2, 7)  # a large and a small example of the first microbatch, and the last example
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
-_SAVED, _INTERRUPTED = 2, 3  # steps after which a run saves, and is interrupted
-_BITS, _LEAST_DIFFERENT = 64, 10  # fewer bits differ with a probability below 1e-8
+_SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
+_BITS, _LEAST_DIFFERENT = 64, 10  # fewer than 10 bits differ with a probability below 1e-8
 _FIXED_TIME = 1_750_000_000
 
 
 def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
-    """Take a step with and without an example; with the same key, the noise of both cancels."""
+    """Take a step with and without an example, and compare the difference with its gradient.
+
+    Both steps use the same key, so their noise cancels.
+    """
     keys = jax.random.split(key)
     rows = np.asarray(jax.random.normal(keys[0], (_SIZE, _WIDTH)))
     data = np.asarray(_SCALES, np.float32)[:, None] * rows
@@ -59,7 +62,7 @@ def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
 
 
 def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
-    """Return the parameters after one step on all examples; each example is its own gradient."""
+    """Return the parameters after one step on all examples; each example equals its gradient."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
     plan = PrivacyPlan(
@@ -89,7 +92,7 @@ def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
 
 
 def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
-    """Resume an interrupted run once with the same data, and twice with other data."""
+    """Resume an interrupted run once with the same data, and twice with different data."""
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
         folders = {name: Path(parent) / name for name in ("first", "same", "other", "again")}
@@ -179,7 +182,7 @@ def _nonces(folder: Path) -> list[str]:
 
 
 def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
-    """Return why the last nonces of two resumed runs cannot be random, or ""."""
+    """Return why the last nonces of two resumed runs cannot be random, or "" if they can."""
     if not (len(other) == len(again) == len(first) + 1):
         return f"runs have {len(other)} and {len(again)} nonces instead of {len(first) + 1}"
     try:
@@ -190,7 +193,7 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
 
 
 def too_similar(one: int, other: int) -> str:
-    """Return a sentence if two numbers of 64 bits are too similar to be random, or ""."""
+    """Return why two 64-bit numbers are too similar to be random, or "" if they are not."""
     different = (one ^ other).bit_count()
     if different < _LEAST_DIFFERENT:
         return f"{one:016x} and {other:016x} differ in {different} of {_BITS} bits only"

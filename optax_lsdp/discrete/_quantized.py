@@ -1,10 +1,11 @@
 """Clip and quantize gradients, sum them in whole numbers, and add exact noise.
 
-A quantum is the smallest step of a quantized gradient, and everything is counted in quanta, as
-integers. So the machine does what the proof says. Each example's squares are added exactly, and an
-example whose norm exceeds the sensitivity contributes nothing. Sums of integers have no rounding
-and do not depend on their order. If a sum leaves the range of 32 bits, it wraps around: that
-destroys its use, but not its privacy, because it is post-processing of the exact sum.
+A quantum is the smallest step of a quantized gradient. All gradients and sums are integer numbers
+of quanta, so the machine computes exactly what the proof assumes. Each example's squares are added
+exactly, and an example whose norm exceeds the sensitivity contributes nothing. Sums of integers
+have no rounding error and do not depend on the order of their terms. A sum that leaves the range of
+32 bits wraps around. It is then useless but still private, because wrapping is post-processing of
+the exact sum.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
 
 _LARGEST_SENSITIVITY = 46_340  # quanta; two of its squares fit into 32 bits
-_LAST_STEP = 2**31 - 1  # the step stops counting here, and the noise would repeat
+_LAST_STEP = 2**31 - 1  # the step counter stops here, so later steps would repeat the noise
 
 
 @partial(
@@ -56,7 +57,7 @@ class QuantizedSum:
     Attributes:
         value: the sum in quanta, int32.
         quantum: the size of one quantum.
-        sensitivity: the largest ℓ₂ norm, in quanta, that one example contributes to all leaves.
+        sensitivity: the largest ℓ₂ norm, in quanta, of one example's contribution to all leaves.
         together: how many leaves share this sensitivity.
     """
 
@@ -69,9 +70,10 @@ class QuantizedSum:
 def quantized_sensitivity(resolution: int, size: int) -> int:
     """Return the largest ℓ₂ norm, in quanta, of one example's quantized gradient of `size` entries.
 
-    Clipping leaves at most `resolution` quanta. Rounding adds at most half a quantum per entry, so
-    √d/2 in all. One more quantum covers the rounding of float32. `quantized_grad` checks the total
-    for every example and does not rely on this bound.
+    Clipping leaves a norm of at most `resolution` quanta. Rounding changes each of the d = `size`
+    entries by at most half a quantum, so it adds at most √d/2 to the norm. One more quantum covers
+    the rounding of float32. The guarantee does not rely on this derivation: `quantized_grad`
+    discards every example whose quantized gradient exceeds the bound.
 
     >>> quantized_sensitivity(1000, size=400)
     1011
@@ -86,26 +88,27 @@ def quantized_grad(
     resolution: int = 2**14,
     microbatch_size: int = 1,
 ) -> Callable[..., optax.Updates]:
-    """Return `f(params, batch, mask=None)`, the sum of clipped and quantized gradients.
+    """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
-    s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one example
-    changes s by at most `quantized_sensitivity`. This is a statement about integers, which the
-    function checks for every example. It forms the gradient of every example, so it takes the time
-    and memory of `engine="vmap"`.
+    f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one
+    example changes s by at most `quantized_sensitivity`. f checks this bound for every example, in
+    integer arithmetic. f forms the gradient of every example, so it takes the time and memory of
+    `clipped_grad` with `engine="vmap"`.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
         clip_norm: C.
         resolution: R, the number of quanta in C. Rounding adds √d/2 quanta to the sensitivity, so R
             should be large compared with √d, where d is the number of parameters.
-        microbatch_size: how many gradients to compute at a time. By default the function computes
-            each one by itself, so its bits depend on its example alone. With more, they may also
-            depend on the example's place in the batch. Then the guarantee covers examples that
-            are masked (`neighbouring="zero_out"`), and not examples that are left out.
+        microbatch_size: how many gradients to compute at a time. By default, f computes one
+            gradient at a time, so the bits of a gradient depend only on its example. In larger
+            microbatches, the bits may also depend on the example's place in the batch. The
+            guarantee then covers neighbours with one example masked (`neighbouring="zero_out"`),
+            but not neighbours with one example left out.
 
     Returns:
-        f. `mask` is (n,), bool, False for padding. The result has the structure of `params`,
-        and each leaf is a `QuantizedSum`.
+        f. Its `mask` is a bool array of shape (n,), False for padding. Its result has the structure
+        of `params`, and each leaf is a `QuantizedSum`.
 
     >>> import numpy as np
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
@@ -125,8 +128,9 @@ def quantized_grad(
         most = quantized_sensitivity(resolution, sum(leaf.size for leaf in leaves))
         if most > _LARGEST_SENSITIVITY:
             raise ValueError(
-                f"`resolution` must keep the sensitivity, which is {most} quanta here, at "
-                f"{_LARGEST_SENSITIVITY} at most, got {resolution}; choose a smaller one."
+                "`resolution` must keep the sensitivity at "
+                f"{_LARGEST_SENSITIVITY} quanta at most, got {resolution}, which gives {most} "
+                "quanta; pass a smaller `resolution`."
             )
         _check_outside_shard_map("quantized_grad")
         count = count_examples(batch)
@@ -163,12 +167,12 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return each example's quantized gradient, int32, and zeros for examples that do not count.
+    """Return each example's quantized gradient as int32; examples that do not count get zeros.
 
     An example does not count if it is masked, if its gradient is not finite, or if its quantized
     gradient has a norm above `most`.
     """
-    rows = compute_once(rows)  # so that the norms are those of the very values that are rounded
+    rows = compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
     is_good = counted & jnp.isfinite(norms)
@@ -179,21 +183,21 @@ def _quantize(
     def round_row(row: jax.Array) -> jax.Array:
         scaled = jnp.rint(row.astype(norms.dtype) * along(factors, row))
         scaled = jnp.where(along(is_good, row), scaled, jnp.zeros_like(scaled))
-        # Without clipping, the cast of larger numbers would be undefined.
+        # Without this clip, the cast of larger numbers to int32 would be undefined.
         return jnp.clip(scaled, -most, most).astype(jnp.int32)
 
-    quanta = compute_once([round_row(row) for row in rows])  # the values checked are those summed
+    quanta = compute_once([round_row(row) for row in rows])  # check and sum the same values
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in quanta], axis=1)
     is_within = has_norm_at_most(flat, most)
     return [jnp.where(along(is_within, x), x, jnp.zeros_like(x)) for x in quanta]
 
 
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
-    """Tell for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
+    """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
 
-    Every square and every partial sum above most² is replaced by most² + 1, so a row that exceeds
-    the limit anywhere exceeds it in the end. At most as many terms are added at a time as fit into
-    32 bits.
+    Every square and every partial sum above most² is replaced by most² + 1. A row that exceeds the
+    limit at any point therefore exceeds it in the end. The function adds only as many terms at a
+    time as cannot overflow 32 bits.
     """
     limit = most**2
     at_once = (2**32 - 1) // (limit + 1)
@@ -212,20 +216,21 @@ class AddDiscreteNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
-    def __repr__(self) -> str:  # states are logged, and whoever has the key can subtract the noise
+    def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
         return f"AddDiscreteNoiseState(key=<secret>, step={self.step!r})"
 
 
 def add_discrete_gaussian_noise(
     noise_multiplier: float, *, key: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
-    """Add exact discrete Gaussian noise to the sum of `quantized_grad`, and return it in float32.
+    """Add exact discrete Gaussian noise to the sum of `quantized_grad`; return a float32 sum.
 
-    Every entry gets an integer number x of quanta with P[x] ∝ exp(−x²/2s²), where s is at least z
-    times the sensitivity in quanta. All computation on secrets is exact integer arithmetic, so the
-    guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. It covers full
-    batches: every example in every step. NumPy draws the noise on the host, under `jit` too, which
-    is much slower than `add_gaussian_noise`. Inside `shard_map` the transform raises.
+    The noise of every entry is an integer number x of quanta with P[x] ∝ exp(−x²/2s²), where s is
+    at least z times the sensitivity in quanta. All computation on secrets is exact integer
+    arithmetic, so the guarantee of `accounting.DiscreteGaussian` holds for what the machine
+    releases. The guarantee covers full batches only: every example in every step. NumPy draws the
+    noise on the host, even under `jit`, so this transform is much slower than
+    `add_gaussian_noise`. Inside `shard_map` the transform raises.
 
     Args:
         noise_multiplier: z, the noise in units of the sensitivity.
@@ -247,8 +252,8 @@ def add_discrete_gaussian_noise(
     check_key("key", key)
     if not is_threefry(key):
         raise ValueError(
-            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}; make it with "
-            "`fresh_key()` under JAX's default generator."
+            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}; call `fresh_key()` "
+            "under JAX's default generator."
         )
 
     def init(params: optax.Params) -> AddDiscreteNoiseState:
@@ -273,7 +278,8 @@ def add_discrete_gaussian_noise(
         if scale > LARGEST_SCALE:
             raise ValueError(
                 f"`noise_multiplier` must keep the noise at {LARGEST_SCALE} quanta at most, got "
-                f"{noise_multiplier} times {leaves[0].sensitivity}; choose a smaller `resolution`."
+                f"{noise_multiplier} times a sensitivity of {leaves[0].sensitivity} quanta; pass a "
+                "smaller `resolution` to `quantized_grad`."
             )
         step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
         keys = fold_in_texts(step_key, leaf_addresses(updates, _is_quantized))
@@ -302,33 +308,34 @@ def _check_quantized(
         if not (isinstance(leaf, QuantizedSum) and isinstance(first, QuantizedSum)):
             raise ValueError(
                 f"`updates` must be the sum of `quantized_grad`, got {type(leaf).__name__} at "
-                f"{path_name(path)!r}; exact noise needs integers."
+                f"{path_name(path)!r}; compute the gradient with `quantized_grad`."
             )
         if leaf.value.dtype != jnp.int32:
             raise ValueError(
                 f"`updates` must be in whole quanta, got {leaf.value.dtype} at "
-                f"{path_name(path)!r}; make this transform the first of the chain."
+                f"{path_name(path)!r}; make `add_discrete_gaussian_noise` the first transform of "
+                "the chain."
             )
         is_alike = (leaf.quantum, leaf.sensitivity) == (first.quantum, first.sensitivity)
         if not is_alike or leaf.together != len(paths):
             raise ValueError(
-                f"`updates` must come from one call of `quantized_grad`, got {len(paths)} leaves "
-                f"of which {leaf.together} were clipped together, at {path_name(path)!r}; pass all "
-                "leaves of one sum."
+                f"`updates` must come from one call of `quantized_grad`, got {len(paths)} leaves, "
+                f"but a call with {leaf.together} leaves or with other settings made "
+                f"{path_name(path)!r}; pass all leaves of one sum, and no others."
             )
 
 
 def _check_outside_shard_map(name: str) -> None:
-    """Raise inside `shard_map`, where a sum or its noise would be that of one shard."""
+    """Raise inside `shard_map`, where the sum and its noise would cover one shard only."""
     if manual_axes():
         raise ValueError(
             f"`{name}` must be called outside shard_map, got the axes "
-            f"{', '.join(sorted(map(str, manual_axes())))}; use arrays that are sharded under jit."
+            f"{', '.join(sorted(map(str, manual_axes())))}; call it under jit on sharded arrays."
         )
 
 
 def _add_noise(value: jax.Array, key: jax.Array, scale: int) -> jax.Array:
-    """Return a leaf with noise, in quanta, int32."""
+    """Return a leaf with noise, as int32 numbers of quanta."""
     like = jax.ShapeDtypeStruct(value.shape, jnp.int32)
     draw = partial(_add_noise_on_host, scale=scale)
     return jax.pure_callback(draw, like, value, jax.random.key_data(key), vmap_method="sequential")

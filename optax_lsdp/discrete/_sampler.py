@@ -1,8 +1,8 @@
 """Draw integers x with exactly P[x] ∝ exp(−x²/2s²), for an integer scale s.
 
-The sampler only compares uniform random integers. It uses no logarithm and no rounding, and cuts
-no tail off. Every product below stays under 2⁶⁴, because s is at most 2²⁰ and larger products have
-a probability below exp(−1000).
+The sampler only compares uniform random integers. It uses no logarithm and no rounding, and does
+not cut off the tail. For s ≤ 2²⁰, all products below stay under 2⁶⁴, except with a probability
+below exp(−1000).
 
 References:
     Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy, Algorithms 1–3.
@@ -19,13 +19,13 @@ _LAST_WORD = np.uint64(2**64 - 1)
 
 
 class Stream:
-    """A stream of random integers: Threefry of 0, 1, 2, … under a key."""
+    """A stream of random integers: Threefry encrypts 0, 1, 2, … with a key."""
 
     def __init__(self, key: np.ndarray) -> None:
         self.key, self.drawn = np.asarray(key, np.uint32).reshape(2, 1), 0
 
     def words(self, size: int) -> np.ndarray:
-        """Return the next `size` words of 64 bits."""
+        """Return the next `size` 64-bit words."""
         place = np.arange(self.drawn, self.drawn + size, dtype=np.uint64)
         self.drawn += size
         halves = (place >> np.uint64(32)).astype(np.uint32), place.astype(np.uint32)
@@ -35,7 +35,8 @@ class Stream:
     def below(self, bounds: np.ndarray) -> np.ndarray:
         """Return a uniform integer in [0, bound) for each bound.
 
-        The last 2⁶⁴ mod bound words would favour small results, so they are drawn again.
+        The largest 2⁶⁴ mod bound values of a word would favour small results. If a word has one of
+        these values, the function draws a new word.
         """
         excess = (np.uint64(0) - bounds) % bounds
         found = np.empty_like(bounds)
@@ -51,8 +52,8 @@ class Stream:
 def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
     """Return `size` independent draws of the discrete Gaussian, int64.
 
-    Draw y from the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), and keep it with probability
-    exp(−(|y| − s)²/2s²). The product of both is proportional to exp(−y²/2s²).
+    Draw y from the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), and keep y with probability
+    exp(−(|y| − s)²/2s²). The product of the two probabilities is proportional to exp(−y²/2s²).
     """
     found = np.empty(size, np.int64)
     missing = np.arange(size)
@@ -67,9 +68,10 @@ def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
-    """Return draws with P[y] ∝ exp(−|y|/s): |y| = u + s·v with a random sign.
+    """Return draws with P[y] ∝ exp(−|y|/s): y = ±(u + s·v) with a random sign.
 
-    −0 is drawn again, so that 0 is not twice as likely.
+    u is a uniform integer in [0, s), kept with probability exp(−u/s), and `_successes` draws v.
+    Draws of −0 are rejected: otherwise 0 would be twice as likely.
     """
     found = np.empty(size, np.int64)
     missing = np.arange(size)
@@ -86,7 +88,7 @@ def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _successes(stream: Stream, size: int) -> np.ndarray:
-    """Return how often an event of probability 1/e happens before it first fails."""
+    """Return how often an event of probability 1/e happens before it first fails to happen."""
     counts = np.zeros(size, np.int64)
     alive = np.arange(size)
     while alive.size:
@@ -100,7 +102,7 @@ def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray
     """Return events of probability exp(−above/below).
 
     Write above/below as an integer k plus a rest. The event happens if k events of probability 1/e
-    and one of probability exp(−rest) all happen.
+    and one event of probability exp(−rest) all happen.
     """
     whole, rest = np.divmod(above, below)
     alive = _happens_below_one(stream, rest, below)
@@ -114,8 +116,8 @@ def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray
 def _happens_below_one(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return events of probability exp(−p), p = above/below ≤ 1.
 
-    Try events of probabilities p/1, p/2, p/3, … until one fails. The number of the one that fails
-    is odd with probability Σ (−p)ᵏ/k! = exp(−p).
+    Try events of probabilities p/1, p/2, p/3, … until an event p/k does not happen. This k is odd
+    with probability Σⱼ (−p)ʲ/j! = exp(−p).
     """
     happened = np.empty(len(above), bool)
     undecided, k = np.arange(len(above)), 1

@@ -1,9 +1,9 @@
 """Choose a method for each leaf, and run it.
 
-`_METHODS` is the table of methods. To add one, write a function with one of the two signatures
-below in `methods/`, add a line to the table, and say in `_obstacle` what it cannot do. The order in
-which "auto" tries methods, and the limits, come from `benchmarks/smoothing.py`, whose results say
-how far each choice is from the fastest.
+`_METHODS` is the table of methods. To add a method, write a function of type `SmoothLeaves` or
+`SmoothArray` in `methods/`, add a line to the table, and say in `_obstacle` which leaves the method
+cannot smooth. The limits below, and the order in which "auto" tries methods, come from
+`benchmarks/smoothing.py`. Its results say how much slower each choice is than the fastest method.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precis
 def smooth_leaves(
     leaves: Sequence[Leaf], operator: Operator, scope: Scope, method: str
 ) -> list[jax.Array]:
-    """Return the smoothed leaves: each by itself, or all in one ring if `scope` is "tree"."""
-    members: dict[str, list[int]] = {}
+    """Return the smoothed leaves. If `scope` is "tree", all leaves form one ring."""
     if scope == "tree":
         members[_method_of_tree(leaves, operator, method)] = list(range(len(leaves)))
     else:
@@ -61,8 +60,8 @@ def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> 
     arrangements = [leaf.arrangement for leaf in leaves]
     if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
         raise ValueError(
-            "`layout` must not give a Grid with scope='tree', which joins all leaves to one ring, "
-            "got one; use scope='leaf'."
+            "`layout` must not give a Grid with scope='tree', because 'tree' joins all leaves to "
+            "one ring, got a Grid; use scope='leaf'."
         )
     size = sum(one.grid[0] for one in arrangements)
     widest = max((leaf.array for leaf in leaves), key=lambda x: wide_dtype(x).itemsize)
@@ -71,8 +70,19 @@ def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> 
     return _choose_method(method, ring, operator)
 
 
-def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
-    """Return the method for one leaf, or raise if the requested one does not fit."""
+def _choose_method(
+    method: str,
+    arrangement: Arrangement,
+    operator: Operator,
+    smoothing: jax.Array | float,
+    *,
+    dtype: jnp.dtype,
+    is_split: bool,
+) -> str:
+    """Return the method that smooths a leaf; raise if the requested method cannot smooth it.
+
+    `is_split` says whether the leaf may be spread over several devices.
+    """
     if method == "auto":
         order = ["halo"] if leaf.is_split else []
         order += ["recursive"]
@@ -89,32 +99,37 @@ def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
     """Return why a method cannot smooth a leaf, or None if it can."""
     arrangement, grid = leaf.arrangement, leaf.arrangement.grid
     if method in ("recursive", "halo", "banded") and len(grid) > 1:
-        return f"smooths along one axis, not along a grid of {grid}; use 'auto'"
+        return f"smooths along one axis, not along a grid of {grid}; use method='auto'"
     if method == "halo" and arrangement.reshapes:
-        return f"does not support a Grid with the shape {arrangement.shape}; use 'auto'"
+        return (
+            f"does not support a Grid that reshapes the leaf to {arrangement.shape}; "
+            "use method='auto'"
+        )
     if method in ("recursive", "halo") and operator.order > 1:
-        return f"supports order 1 only, not {operator.order}; use 'auto'"
+        return f"supports order 1 only, not {operator.order}; use method='auto'"
     if method == "matrix" and max(grid) > _LARGEST_MATRIX:
-        return f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use 'auto'"
+        return (
+            f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use method='auto'"
+        )
     if method == "banded":
-        if not isinstance(operator.smoothing, float):
-            return "needs σ as a number, not a schedule or an injected value; use 'recursive'"
-        least = 2 * band_reach(operator, wide_dtype(leaf.array)) + 1
+        if not isinstance(smoothing, float):
+            return "needs σ as a number, not a schedule or an injected value; use method='auto'"
+        least = 2 * band_reach(smoothing, operator, dtype) + 1
         if least > grid[0]:
-            return f"needs {least} entries for this σ, not {grid[0]}; use 'auto'"
+            return f"needs at least {least} entries for this σ, not {grid[0]}; use method='auto'"
     return None
 
 
 def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
-    """Raise if `shard_map` splits neighbours, which only "halo" can smooth."""
+    """Raise if `shard_map` splits a row of neighbours. Only "halo" can smooth such rows."""
     for _, arrangement, spec, _ in leaves:
         split = {axis for axis, entry in enumerate(spec) if entry is not None}
         neighbours = set(arrangement.order[len(arrangement.order) - arrangement.trailing :])
         if split and (arrangement.reshapes or split & neighbours):
             raise ValueError(
                 f"`shard_specs` must not split the axes along which {method!r} smooths, got "
-                f"{spec} for an array of {arrangement.shape}; gather it first, or use "
-                "method='halo' (order 1, one axis)."
+                f"{spec} for an array of {arrangement.shape}; gather the array first, or use "
+                "method='halo', which smooths with order 1 along one axis."
             )
 
 
@@ -162,8 +177,8 @@ def _keep_shardings(
     leaves: Sequence[Leaf],
     operator: Operator,
 ) -> list[jax.Array]:
-    """Return `run(arrays, operator)`, each result sharded like its array, on any kind of mesh."""
-    arrays, smoothing = [leaf.array for leaf in leaves], operator.smoothing
+    """Return `run(arrays, σ)` with each result sharded like its array, on any kind of mesh."""
+    arrays = [leaf.array for leaf in leaves]
     traced = [] if isinstance(smoothing, float) else [jnp.asarray(smoothing)]
 
     def call(arrays: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:

@@ -1,7 +1,7 @@
 """Decide which entries of a leaf are neighbours.
 
-A layout says this for every leaf of a tree. For one leaf, an `Arrangement` turns the array into
-rows of neighbours and back.
+A layout makes this decision for every leaf of a tree. An `Arrangement` turns one leaf into rows of
+neighbours and back.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ Scope = Literal["leaf", "tree"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Neighbours along several axes at once: smooth with I − σ Σₐ Lₐ over `axes`.
+    """A grid of neighbours: smoothing applies (I − σ Σₐ Lₐ)⁻¹, with one Lₐ for each of `axes`.
 
-    The other axes are independent: a `Grid` over the first axis of a Dense kernel is one ring for
-    each output unit. `Grid((0, 1))` is the window of a two-dimensional convolution.
+    Entries that differ along any other axis are not neighbours. A `Grid` over the first axis of a
+    Dense kernel is therefore one ring for each output unit. For a Conv kernel (H, W, in, out),
+    `Grid((0, 1))` smooths each window of H × W entries by itself.
 
     Attributes:
         axes: the axes along which entries are neighbours.
         shape: reshape the leaf to this shape first, in row-major order; None keeps the leaf's
-            shape. For a Dense kernel of 784 × 10 on images of 28 × 28 pixels, it is
+            shape. For a Dense kernel of 784 × 10 on images of 28 × 28 pixels, use
             `(28, 28, 10)`.
 
     >>> Grid(axes=(0, 1), shape=(28, 28, 10))
@@ -58,9 +59,9 @@ class Arrangement(NamedTuple):
     Attributes:
         shape: first reshape the leaf to this shape.
         order: then transpose its axes into this order.
-        trailing: how many of the last axes then hold neighbours; the other axes count rows.
-        grid: the sizes along which entries are neighbours: one number, the size of a row, if the
-            trailing axes form one row; otherwise the size of each trailing axis.
+        trailing: how many of the last axes then hold neighbours; the axes before them index rows.
+        grid: if all trailing axes together form one row, the length of the row, as a tuple of one
+            number; otherwise the size of each trailing axis.
         reshapes: whether `shape` differs from the leaf's shape.
     """
 
@@ -96,9 +97,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         array: the leaf or the shard.
-        arrangement: that of the whole leaf.
+        arrangement: the arrangement of the whole leaf.
         spec: how `shard_map` splits the leaf.
-        is_split: whether several devices may hold parts of the leaf, under `jit` too.
+        is_split: whether several devices may hold parts of the leaf, inside `shard_map` or `jit`.
     """
 
     array: jax.Array
@@ -108,21 +109,21 @@ class Leaf(NamedTuple):
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
-    """Return the leaf at `path` with its arrangement, or None if the layout leaves it unchanged."""
+    """Return the leaf at `path` with its arrangement, or None if smoothing must not change it."""
     if not array.size:
         return None
     spec = shard.spec
     if len(spec) > array.ndim:
         raise ValueError(
             "`shard_specs` must have at most as many entries as an array has dimensions, got "
-            f"{spec} for the shape {array.shape} at {path!r}; pass a tree of PartitionSpecs."
+            f"{spec} for the shape {array.shape} at {path!r}; pass a tree with one spec per leaf."
         )
     unnamed = (shard.varying or frozenset()) - set(shard.named)
     if unnamed:
         raise ValueError(
             "`updates` must be whole inside shard_map, got a shard over "
-            f"{', '.join(sorted(unnamed))} at {path!r}; sum it with jax.lax.psum, or name in "
-            "`shard_specs` the mesh axes that split it."
+            f"{', '.join(sorted(unnamed))} at {path!r}; sum this leaf with jax.lax.psum, or "
+            "pass `shard_specs` that name the mesh axes that split this leaf."
         )
     shape = list(array.shape)
     for axis, entry in enumerate(spec):
@@ -135,15 +136,15 @@ def check_layout(layout: object) -> None:
     """Raise unless `layout` is a known name or a function."""
     if isinstance(layout, Grid):
         raise ValueError(
-            f"`layout` must be a function that returns a Grid where one fits, got {layout!r} for "
-            "all leaves; write lambda path, shape: …"
+            "`layout` must be a function that returns a Grid for the leaves that need one, got "
+            f"{layout!r}; pass lambda path, shape: {layout!r} if path == '…' else 'inputs'."
         )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)
 
 
 def _choose(layout: Layout, path: str, shape: tuple[int, ...]) -> Arrangement | None:
-    """Return the arrangement that `layout` gives to a leaf, or None to leave it unchanged."""
+    """Return a leaf's arrangement, or None if `layout` leaves the leaf unchanged."""
     path = path.removesuffix("/value")  # NNX stores a variable's array under this name
     chosen = layout(path, shape) if callable(layout) else layout
     if chosen is None:
@@ -165,7 +166,7 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 
 
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
-    """Return the order of axes in which the inputs of each output unit follow one another.
+    """Return the order of axes that puts the inputs of each output unit next to each other.
 
     Flax, Haiku and plain JAX store space × in × out, so the order is out, in, space. Equinox and
     PyTorch store out × in × space already, in arrays named `weight` or `weight_…`.

@@ -1,10 +1,10 @@
 """Define the operator that smoothing inverts: A = I + (−1)ⁿ σ Lⁿ on a grid.
 
-L is the sum of the second differences along the axes of the grid. `inverse_spectrum` is the one
-place that states the eigenvalues of A⁻¹; the methods "fft" and "matrix" work from it alone. To add
-another smoothing operator, add a field to `Operator` and its eigenvalues to `inverse_spectrum`,
-then let `_dispatch` exclude the methods that do not know it. `_spectrum.py` has the same formulas
-without JAX.
+L is the sum of the second differences along the axes of the grid. `inverse_spectrum` returns the
+eigenvalues of A⁻¹, which are all that the methods "fft" and "matrix" need. `_spectrum.py` has the
+same formulas without JAX. To add a smoothing operator, add a field to `Operator`, add the
+eigenvalues to `inverse_spectrum`, and let `_obstacle` in `_dispatch.py` exclude the methods that do
+not support the new operator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
-LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
+LARGEST_SMOOTHING = 1e30  # the product of a larger σ and the spectrum could overflow float32
 
 
 class Operator(NamedTuple):
-    """The operator A: σ, what happens at the ends, and the order n."""
+    """Everything that determines A except σ: the boundary condition and the order n."""
 
     smoothing: jax.Array | float
     boundary: Boundary = "periodic"
@@ -32,7 +32,7 @@ class Operator(NamedTuple):
 def energies(waves: jax.Array, size: int) -> jax.Array:
     """Return 4 sin²(πk/d), the eigenvalue of −L for the wave k on a ring of d entries.
 
-    It equals 2 − 2cos(2πk/d) without cancellation, and holds for the sizes 1 and 2 too.
+    This form equals 2 − 2cos(2πk/d) but has no cancellation. It also holds for d = 1 and d = 2.
     """
     folded = jnp.minimum(waves, size - waves)  # sin(π − x) = sin(x), more precise for small x
     return 4 * jnp.sin(folded * jnp.asarray(math.pi / size, waves.dtype)) ** 2

@@ -1,9 +1,10 @@
 """Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing applies
-(I − σL)⁻¹, whose kernel on a long ring is gain·ρ^|k|. γ and β say how much of independent noise
-smoothing leaves. The formulas of the ring use arithmetic operators only, so they take floats,
-complex numbers, NumPy arrays and traced values.
+(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|, where `ring_decay` returns ρ. γ
+is the diagonal of the matrix. β is the variance of independent unit noise after smoothing. The
+functions for rings use arithmetic operators only, so they accept floats, complex numbers, NumPy
+arrays and traced values.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,8 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
     """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
     This is Proposition 3 of the paper, with λₖ as in `ring_gamma`. The sum equals
-    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²), which, unlike the printed form, is not 0/0 at σ = 0.
+    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The form in the paper is 0/0 at σ = 0; this form is
+    not.
 
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
@@ -57,8 +59,9 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
     """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an infinite line, centre first.
 
-    The kernel is the mean, over the roots r of 1 + σrⁿ = 0, of gain·ρ^k at σ = −1/r. It is cut off
-    where the magnitudes of the omitted entries, on both sides, sum to at most `error`.
+    Each root r of 1 + σrⁿ = 0 gives a kernel gain·ρᵏ of order 1 with the smoothing −1/r. The result
+    is the mean of these n kernels. The magnitudes of all entries that are cut off, on both sides,
+    sum to at most `error`.
 
     >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
     array([0.33333333, 0.16666667, 0.08333333, 0.04166667])
@@ -87,7 +90,7 @@ def grid_gamma(
 ) -> float:
     """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
 
-    With reflecting ends, E = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
+    With boundary="neumann", E = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
 
     >>> round(grid_gamma(1.0, (28, 28)), 3)
     0.254
@@ -104,13 +107,13 @@ def grid_beta(
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
-    λ is the spectrum that `grid_gamma` states. 1/λ is a sum of n partial fractions, one for each
-    root of λ, and each fraction is a ring with a complex σ. So the last axis has a closed form; the
-    function sums over the waves of the other axes.
+    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each
+    fraction has the form of a ring with a complex σ. The sum over the waves of the last axis
+    therefore has a closed form. The function adds up the waves of the other axes one by one.
 
     Args:
         smoothing: σ ≥ 0.
-        sizes: the length d of each axis along which entries are neighbours; one number is a ring.
+        sizes: the length d of each axis along which entries are neighbours; `(d,)` is a ring.
         boundary: see `laplacian_smooth`.
         order: n; see `laplacian_smooth`.
 
@@ -125,14 +128,17 @@ def _grid_means(
 ) -> tuple[float, float]:
     """Return γ and β of a grid.
 
-    Let r be the roots of 1 + σrⁿ = 0, E the energy of the other axes, s that of the last axis and
-    u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
+    Let r be the roots of 1 + σrⁿ = 0, s the energy of the last axis, E the sum of the energies of
+    the other axes, and u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ
+    with σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
     check_choice("boundary", boundary, ("periodic", "neumann"))
     if not len(sizes):
-        raise ValueError("`sizes` must name the size of at least one axis, got none.")
+        raise ValueError(
+            "`sizes` must name the size of at least one axis, got none; for a ring, pass (d,)."
+        )
     if smoothing == 0:
         return 1.0, 1.0
     *others, last = sizes
@@ -148,10 +154,10 @@ def _grid_means(
 
 
 def _line_means(smoothing: np.ndarray, size: int, around: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return γ and β of a ring, or, if `around` is 2, of a line whose ends reflect.
+    """Return γ and β of a ring if `around` is 1, or of a line with reflecting ends if it is 2.
 
     A line of d entries with reflecting ends is one half of a ring of 2d entries. The ring has the
-    waves 0 and d once and all others twice; the line has each wave once.
+    waves 0 and d once and all other waves twice; the line has each wave once.
     """
     gamma, beta = (f(smoothing, around * size) for f in (ring_gamma, ring_beta))
     if around == 1:

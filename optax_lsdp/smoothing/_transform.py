@@ -24,7 +24,7 @@ from optax_lsdp.smoothing._operator import (
 
 
 class LaplacianSmoothState(NamedTuple):
-    """The number of steps so far, at which a schedule of σ is evaluated."""
+    """The number of steps taken so far. A schedule of σ is evaluated at this number."""
 
     step: jax.Array
 
@@ -41,10 +41,10 @@ def laplacian_smooth(
 ) -> optax.GradientTransformationExtraArgs:
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
-    Smoothing keeps the mean and shrinks differences between neighbouring entries: it leaves a
-    share β ≈ (1 + 2σ)/(1 + 4σ)^1.5 of the variance of independent noise. After the noise it costs
-    no privacy and buys none: ε is the same with and without it, and so is the noise to add. It
-    helps where neighbouring entries have similar gradients, and hurts where they have not; see
+    Smoothing keeps the mean and shrinks differences between neighbouring entries. It multiplies
+    the variance of independent noise by β ≈ (1 + 2σ)/(1 + 4σ)^1.5. Smoothing after the noise costs
+    no privacy and buys none: ε and the noise to add are the same with and without smoothing.
+    Smoothing helps if neighbouring entries have similar gradients, and hurts if they do not; see
     the manual's page on smoothing.
 
     Args:
@@ -52,34 +52,36 @@ def laplacian_smooth(
         scope: "leaf" smooths every array by itself; "tree" smooths all arrays as one ring, in the
             order of `jax.tree.leaves`.
         layout: which entries are neighbours. "inputs": the inputs of each output unit, with
-            space innermost. A Dense kernel (in, out) is read as (out, in), a Conv kernel
+            the spatial axes innermost. A Dense kernel (in, out) is read as (out, in), a Conv kernel
             (H, W, in, out) as (out, in, H, W). The rule for every rank: the last axis is outputs,
-            the axis before it inputs, and all axes in front are space. So an embedding is read
-            along its vocabulary, feature by feature, and a query kernel (in, heads, features)
-            along `in`. Arrays named `weight` or `weight_…` (Equinox) are stored as (out, in, …)
-            and are read as stored. "stored": the row-major order of every array. A function
-            `(path, shape) → "inputs" | "stored" | Grid(...) | None` chooses for each leaf, where
-            `path` is such as "params/Dense_0/kernel"; None leaves the leaf unchanged.
+            the axis before it inputs, and all earlier axes are spatial. So an embedding is read
+            along its vocabulary, feature by feature, and a query kernel (in, heads, features) is
+            read along `in`. Arrays named `weight` or `weight_…`, as in Equinox, are stored as
+            (out, in, …), so they are read as stored. "stored": the row-major order of every array.
+            A function `(path, shape) → "inputs" | "stored" | Grid(...) | None` chooses for each
+            leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first; "neumann" reflects both ends, as if
             each entry at an end were its own neighbour.
-        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹: a higher order keeps slow waves and shrinks
-            fast ones more. None means 1, and is the default because `optax.inject_hyperparams`
-            would trace a number; for an order, pass it static_args=("layout", "order").
+        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
+            less of fast waves. None means 1. The default is not the number 1, because
+            `optax.inject_hyperparams` would trace a number. If you use `optax.inject_hyperparams`
+            with another order, pass static_args=("layout", "order") to it.
         method: how to solve the system. All methods give the same result. "recursive" takes linear
-            time and any σ. "halo" does the same on sharded arrays, whose devices exchange two
-            numbers for each contiguous segment that they hold. "banded" cuts the kernel off where
+            time and any σ. "halo" is "recursive" for sharded arrays: devices exchange two numbers
+            for each contiguous segment that they hold. "banded" cuts the kernel off where
             it is too small to change a float, and needs σ as a number. "matrix" is for small grids.
-            "fft" covers every case. "auto" takes the fastest that fits.
-        shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not, one
-            `PartitionSpec` for all leaves, or a tree of them like `updates`. A spec must not have
-            more entries than its leaf has dimensions, so scalars and biases need a tree.
+            "fft" covers every case. "auto" chooses the fastest method that can smooth the leaf.
+        shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not
+            split them, one `PartitionSpec` for all leaves, or a tree like `updates` with one
+            `PartitionSpec` per leaf. A spec must not have more entries than its leaf has
+            dimensions. If some leaves have fewer dimensions, pass a tree.
 
     Raises:
-        TypeError: if `shard_specs` holds anything but PartitionSpecs, or `updates` anything but
-            real floating-point arrays.
-        ValueError: if an argument is not one of those above; if `method` cannot smooth a leaf; if
-            `updates` still carry the mark of `clipped_grad`; if a scheduled σ is out of range,
-            where under `jit` the result is NaN instead; or, inside `shard_map`, if a leaf
+        TypeError: if `shard_specs` holds anything but PartitionSpecs, or if `updates` holds
+            anything but real floating-point arrays.
+        ValueError: if an argument has a value that is not listed above; if `method` cannot smooth a
+            leaf; if `updates` still carry the mark of `clipped_grad`; if a scheduled σ is out of
+            range (under `jit`, the result is NaN instead); or, inside `shard_map`, if a leaf
             varies over a mesh axis that its spec does not name.
 
     >>> import numpy as np
@@ -118,8 +120,8 @@ def laplacian_smooth(
         if shard_specs is None and any(shard.varying is None for shard in shards):
             raise ValueError(
                 "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; PartitionSpec() says that updates are "
-                "whole."
+                "over (check_vma=False, pmap), got None; pass PartitionSpec() if every device "
+                "holds whole updates, or specs that name the mesh axes that split the updates."
             )
         arranged = {
             index: leaf
@@ -137,7 +139,10 @@ def laplacian_smooth(
 
 
 def _checked(smoothing: object) -> jax.Array | float:
-    """Return σ as a float if it is a number, or as the array that it is; raise if out of range."""
+    """Return σ as a float if σ is a number, or as a JAX array otherwise.
+
+    Raise if a number is out of range.
+    """
     check_non_negative("smoothing", smoothing, schedule=True)
     if not is_number(smoothing):
         return jnp.asarray(smoothing)
@@ -149,9 +154,9 @@ def _checked(smoothing: object) -> jax.Array | float:
 def _unless_zero_or_invalid(
     smoothing: jax.Array | float, leaf: jax.Array, smoothed: jax.Array
 ) -> jax.Array:
-    """Return `smoothed`; but the leaf itself if σ is zero, and NaN if σ is out of range."""
+    """Return `leaf` if σ is zero, NaN if an array σ is out of range, and `smoothed` otherwise."""
     now = jnp.asarray(smoothing, wide_dtype(leaf))
-    is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # or too small to distinguish from zero
+    is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # subnormal numbers count as zero
     chosen = jnp.where(is_zero, leaf, smoothed)
     if isinstance(smoothing, float):
         return chosen

@@ -195,7 +195,7 @@ def test_bad_input_is_refused():
         )
     with pytest.raises(ValueError, match="`train` must return 10 scores"):
         audit_one_run(lambda is_in: jnp.zeros(3), canaries=10, delta=DELTA, key=jax.random.key(0))
-    with pytest.raises(ValueError, match="`guesses` must be at most the 10 canaries, got 12"):
+    with pytest.raises(ValueError, match="`guesses` must be at most `canaries`, 10, got 12"):
         audit_one_run(
             lambda is_in: is_in, canaries=10, guesses=12, delta=DELTA, key=jax.random.key(0)
         )

@@ -122,7 +122,10 @@ def test_noise_that_repeats_is_found_if_steps_are_a_period_apart(period):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([0, 5, 5], "`steps` must list 2 or more different steps, got 3 steps of which 2 differ"),
+        (
+            [0, 5, 5],
+            "`steps` must list 2 or more different steps, got 3 steps, 2 of them different",
+        ),
         ([7], "`steps` must list 2 or more different steps, got 1"),
         ([0, -1], "`steps` must be a whole number, 0 or more, got -1"),
         (1, "`steps` must be a whole number, 2 or more, got 1"),

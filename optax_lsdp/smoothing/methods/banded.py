@@ -1,7 +1,8 @@
-"""Smooth by a banded matrix, for any order, if σ is a known number.
+"""Smooth with a banded matrix, for any order, if σ is a known number.
 
-Far from its centre the kernel of A⁻¹ is too small to change a float. The rest of the kernel is a
-band, which this method applies as products of blocks with a few small matrices.
+Far from its centre, the kernel of A⁻¹ is too small to change a float, and this method omits it. The
+rest of A⁻¹ is a band. The method cuts the input into blocks and multiplies them by a few small
+matrices, which together hold the band.
 """
 
 import jax
@@ -24,8 +25,10 @@ def _half_kernel(operator: Operator, dtype: jnp.dtype) -> np.ndarray:
     return line_kernel(float(operator.smoothing), operator.order, error)
 
 
-def smooth_banded(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
-    """Return A⁻¹ x along the last axis of x; σ must be a number, and `dims` 1."""
+def smooth_banded(
+    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
+) -> jax.Array:
+    """Return A⁻¹ x along the last axis of x; `smoothing` must be a number, and `dims` must be 1."""
     del dims
     half = _half_kernel(operator, x.dtype)
     reach, size = len(half) - 1, x.shape[-1]

@@ -1,10 +1,10 @@
 """Smooth leaves as linked segments: the methods "recursive", on one device, and "halo", on many.
 
-A segment is a contiguous stretch of a leaf, in the order of its neighbours, that one device holds.
-A whole leaf is one segment, or one for each row of a grid. A shard may hold many. `recursive.py`
-filters each segment by itself and needs two numbers from its neighbours, so devices exchange two
-numbers per segment and never gather a leaf. Small leaves are packed and filtered together. With
-scope="tree" the leaves are linked to each other in the same way, and never concatenated.
+A segment is a sequence of neighbouring entries that one device holds. A device holds one or more
+segments of a leaf. `recursive.py` filters each segment by itself and needs only two numbers from
+the neighbouring segments. So devices exchange two numbers per segment and do not gather the leaf.
+Small leaves are packed and filtered together. With scope="tree" the leaves are linked to each other
+in the same way, and never concatenated.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from optax_lsdp.smoothing.methods.recursive import (
     prepare_rows,
 )
 
-_SMALL = 2**16  # leaves with at most so many entries are worth copying into a pack
-_COLUMN = 8  # columns are filtered without transposition if they are so long and so many
+_SMALL = 2**16  # leaves with at most this many entries are copied into a pack
+_COLUMN = 8  # columns this long, and at least this many of them, are not transposed
 
 
 class Task(NamedTuple):
@@ -55,13 +55,14 @@ class Segments(NamedTuple):
 
     Attributes:
         rows: the number of rows of neighbours on this device.
-        outer: how many segments of a row this device holds along each axis that counts segments.
-        names: the mesh axes that split each axis of `outer`, then those that cut rows into
-            segments of this length.
+        outer: for each axis that indexes the segments of a row, how many of them this device holds.
+        names: for each axis of `outer`, the mesh axes that split it; at the end, the mesh axes that
+            split the first axis within a segment.
         length: the number of entries of a segment.
         total: the number of segments of a row, on all devices.
-        columns: if the segments are stored as columns, the shape of all columns; otherwise None.
-        order: the order of the axes of `columns` in which segments follow one another.
+        columns: if segments are stored as columns, the shape of the axes that index the columns;
+            otherwise None.
+        order: the order of these axes that puts neighbouring segments next to each other.
     """
 
     rows: int
@@ -73,7 +74,7 @@ class Segments(NamedTuple):
     order: tuple[int, ...]
 
     def sort(self, values: jax.Array) -> jax.Array:
-        """Put one number per segment from the order of storage into that of neighbours."""
+        """Reorder one number per segment from the order of storage to the order of neighbours."""
         if self.columns is None:
             return values
         return values.reshape(self.columns).transpose(self.order).reshape(-1)
@@ -106,7 +107,7 @@ class Segments(NamedTuple):
         return jax.lax.dynamic_slice(values, starts, (self.rows, *self.outer, 1)).reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, the start of this device's, and the mesh axes."""
+        """Return the shape of all segments, where this device's segments start, and mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -114,22 +115,29 @@ class Segments(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """Leaves that are filtered together: several small whole ones, or one of any kind."""
+    """Leaves that are filtered together: several small whole leaves, or one leaf of any kind."""
 
     members: list[int]
-    segments: Segments | None  # of the one leaf
+    segments: Segments | None  # None if the pack has several leaves
     rows: Rows
 
 
-def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    """Return the smoothed leaves, each of which this device or `shard_map` holds."""
+def smooth_recursive(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    """Return the smoothed leaves. Each is a whole array, or inside `shard_map` a shard."""
     arrays, arrangements, specs, _ = zip(*leaves, strict=True)
     task = Task(arrangements, scope, operator.boundary)
     return _smooth_segments(arrays, operator.smoothing, specs, task)
 
 
-def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    """Return the smoothed leaves, each with its sharding: no device gathers a leaf."""
+def smooth_halo(
+    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    """Return the smoothed leaves, sharded as before.
+
+    Devices gather a leaf only if its sharding is unknown or its shards have different shapes.
+    """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
     arrays = [leaf.array for leaf in leaves]
@@ -149,7 +157,7 @@ def _smooth_segments(
     specs: Sequence[jax.P],
     task: Task,
 ) -> list[jax.Array]:
-    """Return the smoothed arrays, which are split over manual mesh axes as `specs` say."""
+    """Return the smoothed arrays. `specs` say how manual mesh axes split each array."""
     arrangements, scope, boundary = task
     wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
     kernel_of = cache(partial(make_kernel, smoothing))  # a function of the dtype
@@ -194,7 +202,7 @@ def _smooth_segments(
 def _one_leaf(
     index: int, array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
 ) -> Pack:
-    """Return a pack of one leaf, each of whose segments is a row or a column."""
+    """Return a pack of one leaf, with the leaf's segments as rows or as columns."""
     segments = _cut(arrangement, array, spec)
     upright = segments.columns is not None
     shape = (segments.length, -1) if upright else (-1, segments.length)
@@ -265,7 +273,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
-    # Where the axes that vary fastest among neighbours are stored first, segments are columns.
+    # If the last axes of the arrangement are the first axes of the leaf, segments are columns.
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
     height = math.prod(local[top:])
@@ -292,7 +300,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
 def _on_explicit_mesh(
     task: Task, mesh: jax.sharding.AbstractMesh, specs: tuple[jax.P, ...]
 ) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
-    """Return a function of σ and of arrays that are sharded as `specs` say."""
+    """Return a function of arrays and σ, for arrays that are sharded as `specs` say."""
 
     def smooth(arrays: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
         return _smooth_segments(arrays, smoothing, specs, task)
@@ -310,9 +318,9 @@ def _on_explicit_mesh(
 
 @lru_cache(maxsize=256)
 def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
-    """Return a function of arrays and σ to which the compiler says how the arrays are sharded.
+    """Return a function of arrays and σ, for arrays whose shardings the compiler chooses.
 
-    Under `vmap` and differentiation it is an ordinary function of whole arrays.
+    Under `vmap` and differentiation, the function treats the arrays as whole.
     """
     count = len(task.arrangements)
 
@@ -368,6 +376,6 @@ def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
 
 
 def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
-    """Tell whether all shards have the same shape."""
+    """Return whether all shards have the same shape."""
     counts = [math.prod(sharding.mesh.shape[n] for n in axis_names(e)) for e in sharding.spec]
     return not any(size % count for size, count in zip(shape, counts, strict=False))

@@ -1,13 +1,14 @@
 """Filter rows with the kernel of (I − σL)⁻¹ in linear time, for any σ, traced or known.
 
-On an infinite line the kernel is gain·ρ^|k|. Entries beyond an end of a row therefore act on it
-through one number, the *carry* of that end: the part of the smoothed value just outside the row
-that comes from the entries out there. A carry c adds c·ρᵏ to the k-th entry of the row, counted
-from that end. The same holds for blocks within a row. So a row is filtered in three steps:
+On an infinite line the kernel is gain·ρ^|k|; for ρ, see `_spectrum.ring_decay`. The entries beyond
+an end of a row therefore act on the row through one number, the *carry* of that end. The carry is
+what these outer entries add to the smoothed value just outside the row. A carry c adds c·ρᵏ to the
+k-th entry of the row, counted from that end. The same holds for blocks within a row. So a row is
+filtered in three steps:
 
-1. Cut the row into blocks, and find the smoothed values at the ends of each block as if zeros
-   surrounded it.
-2. Pass these numbers from block to block, which gives the carries of each block.
+1. Cut the row into blocks. Compute the smoothed values at both ends of each block as if zeros
+   surrounded the block.
+2. Accumulate these values from block to block. This gives the carries of each block.
 3. Multiply each block, with its two carries as additional entries, by one small matrix.
 
 The carries of a whole row depend on what lies beyond it: the row's other end on a ring, its mirror
@@ -24,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Entries per block: the short width if the kernel reaches no further than that.
-_WIDTH, _SHORT_WIDTH = 64, 32
-_CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
-_LONG = 2**23  # from so many entries on, a CPU filters a line in place, chunk by chunk
-_PADDED = 2**20  # the same for a line that its blocks do not divide evenly
+_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block, for long and for short kernels
+_CHUNK = 2**19  # this many entries stay in a CPU's cache while they are filtered
+# A CPU filters larger arrays in place, because it would allocate new memory for them in each step.
+_LONG = 2**23
+_PADDED = 2**20  # the same limit for arrays that would have to be padded to whole blocks
 
 
 class Kernel(NamedTuple):
@@ -37,8 +38,8 @@ class Kernel(NamedTuple):
     Attributes:
         rate: −log ρ.
         gain: the kernel at its centre.
-        reach: the distance from the centre beyond which the kernel is too small to matter;
-            infinite if σ is traced.
+        reach: the distance from the centre beyond which the kernel is too small to matter; ∞ if σ
+            is traced.
     """
 
     rate: jax.Array
@@ -59,8 +60,8 @@ class Kernel(NamedTuple):
 def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
     """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    In this form neither loses digits where ρ is close to 1. Where σ is zero, the kernel of σ = 1
-    stands in, and `laplacian_smooth` ignores the result.
+    In this form, neither number loses digits if ρ is close to 1. If σ is zero, the function returns
+    the kernel of σ = 1, and `laplacian_smooth` ignores the result.
     """
     positive = jnp.asarray(smoothing, dtype)
     is_zero = jnp.abs(positive) < jnp.finfo(dtype).tiny
@@ -74,7 +75,7 @@ def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """A number for the left and for the right end of each row: (rows,), or (rows, segments)."""
+    """One number for each left end and one for each right end: (rows,) or (rows, segments)."""
 
     left: jax.Array
     right: jax.Array
@@ -84,13 +85,14 @@ class Rows(NamedTuple):
     """Rows that are ready to be filtered.
 
     Attributes:
-        values: (rows, length), or (length, rows) if `upright`; zeros after the entries that count.
+        values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
         carries: the carries of each block from the other blocks of its row: (rows, blocks).
-        ends: the smoothed first and last entry of each row if zeros surrounded it.
-        sizes: how many entries of each row count: one number for all rows, or one for each.
+        ends: the first and last entry of each row, smoothed as if zeros surrounded the row.
+        sizes: the number of entries per row: one number for all rows, or one for each row.
         kernel: the kernel that filters the rows.
         upright: whether the rows are columns of `values`.
-        filtered: the blocks of a single row, each filtered as if zeros surrounded it, or None.
+        filtered: the blocks of a single row, each filtered as if zeros surrounded the block; None
+            if they are not filtered yet.
     """
 
     values: jax.Array
@@ -108,13 +110,13 @@ def prepare_rows(
     """Return rows with everything that filtering needs except the carries of the whole rows.
 
     Args:
-        values: (rows, length), or (length, rows) if `upright`; zeros after the entries that count.
-        sizes: how many entries of each row count: one number for all rows, or one for each.
-            Upright rows all have the same size.
+        values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
+        sizes: the number of entries per row: one number for all rows, or one for each row. Upright
+            rows all have the same size.
         kernel: the kernel that filters the rows.
         upright: whether the rows are columns of `values`, which saves a transposition.
         copied: whether `values` is a transposed copy. XLA would transpose a single copied row
-            again for each use, so such a row is filtered at once.
+            again for each use, so this function filters such a row at once.
     """
     width = _block_width(values.shape[0 if upright else 1], kernel)
     filtered = None
@@ -141,7 +143,7 @@ def prepare_rows(
         carry, power = carries.left[row, block], kernel.powers(entry + 1)
     else:
         end = sizes[0]
-        start = (end - 1) // width * width  # of the last block that counts
+        start = (end - 1) // width * width  # where the last block with entries starts
         tail = values[start:end].T if upright else values[:, start:end]
         distance = end - 1 - start - jnp.arange(end - start, dtype=jnp.int32)
         carry, power = carries.left[:, start // width], kernel.powers(end - start)
@@ -181,7 +183,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # As above: an entry right after the row's end, which the kernel spreads over the block.
+        # As above, but by an entry right after the row's end. The kernel spreads it over the block.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
@@ -191,7 +193,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows that are rings: each end sees the other end, round after round."""
+    """Return the carries of rows that are rings: each end continues at the other end, endlessly."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
@@ -236,9 +238,9 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Add the carries of whole rows, (…,), to those of each of their segments, (…, segments).
+    """Add the carries of whole rows, (…,), to the carries of their segments, (…, segments).
 
-    `places` says where in the row each segment starts, and where the last one ends.
+    `places` says where in the row each segment starts, and where the last segment ends.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
@@ -247,12 +249,12 @@ def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kerne
 
 
 def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
-    """Return an array that is computed: custom partitioning does not allow constant arrays."""
+    """Return the values as a computed array: custom partitioning does not allow constants."""
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
 def _block_width(length: int, kernel: Kernel) -> int:
-    """Return the number of entries per block: if possible, one that divides the row evenly."""
+    """Return the number of entries per block. If possible, it divides the row evenly."""
     most = _SHORT_WIDTH if kernel.reach <= _SHORT_WIDTH else _WIDTH
     if length <= 2 * most:
         return length
@@ -260,9 +262,9 @@ def _block_width(length: int, kernel: Kernel) -> int:
 
 
 def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the smoothed ends of every block if zeros surrounded it: (blocks, 2, …).
+    """Return the ends of every block, smoothed as if zeros surrounded it: (blocks, 2, …).
 
-    `line` is (entries, …): each index of the other axes is a line of its own.
+    `line` is (entries, …): each index of the other axes is a separate line.
     """
     place = jnp.arange(width, dtype=jnp.int32)
     weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
@@ -333,7 +335,7 @@ def _accumulate(x: jax.Array, kernel: Kernel) -> jax.Array:
 
 
 def _delayed(x: jax.Array) -> jax.Array:
-    """Return x moved by one place along the last axis, after a zero."""
+    """Return x shifted by one place along the last axis, with a zero in front."""
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(1, 0)])[..., :-1]
 
 

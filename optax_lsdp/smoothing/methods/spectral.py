@@ -1,7 +1,7 @@
-"""Smooth in the basis of waves, in which A is diagonal: by FFT, or by matrix products.
+"""Smooth in the basis of waves, where A is diagonal: by FFT, or by matrix products.
 
-Both methods take any boundary, any order and grids of any number of axes. The FFT is fast for
-long axes; matrix products are faster for short ones.
+Both methods support any boundary, any order and grids with any number of axes. The FFT is fast for
+long axes; matrix products are faster for short axes.
 """
 
 import math
@@ -62,7 +62,7 @@ def _hartley_waves(size: int) -> np.ndarray:
 
 
 def _cosine_waves(size: int) -> np.ndarray:
-    """Return cos(π(2j + 1)k/2d) in row j for wave k: the waves between reflecting ends."""
+    """Return the waves between reflecting ends: cos(π(2j + 1)k/2d), normalized, at [j, k]."""
     place = np.arange(size)
     angle = ((2 * place[:, None] + 1) * place % (4 * size)) * (math.pi / (2 * size))
     return np.cos(angle) * np.where(place == 0, math.sqrt(1 / size), math.sqrt(2 / size))
