@@ -40,6 +40,7 @@ def smooth_leaves(
     leaves: Sequence[Leaf], operator: Operator, scope: Scope, method: str
 ) -> list[jax.Array]:
     """Return the smoothed leaves. If `scope` is "tree", all leaves form one ring."""
+    members: dict[str, list[int]] = {}
     if scope == "tree":
         members[_method_of_tree(leaves, operator, method)] = list(range(len(leaves)))
     else:
@@ -60,8 +61,8 @@ def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> 
     arrangements = [leaf.arrangement for leaf in leaves]
     if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
         raise ValueError(
-            "`layout` must not give a Grid with scope='tree', because 'tree' joins all leaves to "
-            "one ring, got a Grid; use scope='leaf'."
+            "`layout` must not give a Grid with scope='tree', which joins all leaves to one ring, "
+            "got one; use scope='leaf'."
         )
     size = sum(one.grid[0] for one in arrangements)
     widest = max((leaf.array for leaf in leaves), key=lambda x: wide_dtype(x).itemsize)
@@ -70,19 +71,8 @@ def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> 
     return _choose_method(method, ring, operator)
 
 
-def _choose_method(
-    method: str,
-    arrangement: Arrangement,
-    operator: Operator,
-    smoothing: jax.Array | float,
-    *,
-    dtype: jnp.dtype,
-    is_split: bool,
-) -> str:
-    """Return the method that smooths a leaf; raise if the requested method cannot smooth it.
-
-    `is_split` says whether the leaf may be spread over several devices.
-    """
+def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
+    """Return the method for one leaf, or raise if the requested one does not fit."""
     if method == "auto":
         order = ["halo"] if leaf.is_split else []
         order += ["recursive"]
@@ -101,10 +91,7 @@ def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
     if method in ("recursive", "halo", "banded") and len(grid) > 1:
         return f"smooths along one axis, not along a grid of {grid}; use method='auto'"
     if method == "halo" and arrangement.reshapes:
-        return (
-            f"does not support a Grid that reshapes the leaf to {arrangement.shape}; "
-            "use method='auto'"
-        )
+        return f"does not support a Grid with the shape {arrangement.shape}; use method='auto'"
     if method in ("recursive", "halo") and operator.order > 1:
         return f"supports order 1 only, not {operator.order}; use method='auto'"
     if method == "matrix" and max(grid) > _LARGEST_MATRIX:
@@ -112,11 +99,11 @@ def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
             f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use method='auto'"
         )
     if method == "banded":
-        if not isinstance(smoothing, float):
+        if not isinstance(operator.smoothing, float):
             return "needs σ as a number, not a schedule or an injected value; use method='auto'"
-        least = 2 * band_reach(smoothing, operator, dtype) + 1
+        least = 2 * band_reach(operator, wide_dtype(leaf.array)) + 1
         if least > grid[0]:
-            return f"needs at least {least} entries for this σ, not {grid[0]}; use method='auto'"
+            return f"needs {least} entries for this σ, not {grid[0]}; use method='auto'"
     return None
 
 
@@ -128,8 +115,8 @@ def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
         if split and (arrangement.reshapes or split & neighbours):
             raise ValueError(
                 f"`shard_specs` must not split the axes along which {method!r} smooths, got "
-                f"{spec} for an array of {arrangement.shape}; gather the array first, or use "
-                "method='halo', which smooths with order 1 along one axis."
+                f"{spec} for an array of {arrangement.shape}; gather it first, or use "
+                "method='halo' (order 1, one axis)."
             )
 
 
@@ -177,8 +164,8 @@ def _keep_shardings(
     leaves: Sequence[Leaf],
     operator: Operator,
 ) -> list[jax.Array]:
-    """Return `run(arrays, σ)` with each result sharded like its array, on any kind of mesh."""
-    arrays = [leaf.array for leaf in leaves]
+    """Return `run(arrays, operator)`, each result sharded like its array, on any kind of mesh."""
+    arrays, smoothing = [leaf.array for leaf in leaves], operator.smoothing
     traced = [] if isinstance(smoothing, float) else [jnp.asarray(smoothing)]
 
     def call(arrays: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:

@@ -116,14 +116,14 @@ def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> L
     if len(spec) > array.ndim:
         raise ValueError(
             "`shard_specs` must have at most as many entries as an array has dimensions, got "
-            f"{spec} for the shape {array.shape} at {path!r}; pass a tree with one spec per leaf."
+            f"{spec} for the shape {array.shape} at {path!r}; pass a tree of PartitionSpecs."
         )
     unnamed = (shard.varying or frozenset()) - set(shard.named)
     if unnamed:
         raise ValueError(
             "`updates` must be whole inside shard_map, got a shard over "
-            f"{', '.join(sorted(unnamed))} at {path!r}; sum this leaf with jax.lax.psum, or "
-            "pass `shard_specs` that name the mesh axes that split this leaf."
+            f"{', '.join(sorted(unnamed))} at {path!r}; sum it with jax.lax.psum, or name in "
+            "`shard_specs` the mesh axes that split it."
         )
     shape = list(array.shape)
     for axis, entry in enumerate(spec):
@@ -136,8 +136,8 @@ def check_layout(layout: object) -> None:
     """Raise unless `layout` is a known name or a function."""
     if isinstance(layout, Grid):
         raise ValueError(
-            "`layout` must be a function that returns a Grid for the leaves that need one, got "
-            f"{layout!r}; pass lambda path, shape: {layout!r} if path == '…' else 'inputs'."
+            f"`layout` must be a function that returns a Grid where one fits, got {layout!r} for "
+            "all leaves; write lambda path, shape: …"
         )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
-LARGEST_SMOOTHING = 1e30  # the product of a larger σ and the spectrum could overflow float32
+LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
 
 
 class Operator(NamedTuple):
-    """Everything that determines A except σ: the boundary condition and the order n."""
+    """The operator A: σ, what happens at the ends, and the order n."""
 
     smoothing: jax.Array | float
     boundary: Boundary = "periodic"

@@ -120,8 +120,8 @@ def laplacian_smooth(
         if shard_specs is None and any(shard.varying is None for shard in shards):
             raise ValueError(
                 "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; pass PartitionSpec() if every device "
-                "holds whole updates, or specs that name the mesh axes that split the updates."
+                "over (check_vma=False, pmap), got None; PartitionSpec() says that updates are "
+                "whole."
             )
         arranged = {
             index: leaf
@@ -156,7 +156,7 @@ def _unless_zero_or_invalid(
 ) -> jax.Array:
     """Return `leaf` if σ is zero, NaN if an array σ is out of range, and `smoothed` otherwise."""
     now = jnp.asarray(smoothing, wide_dtype(leaf))
-    is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # subnormal numbers count as zero
+    is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # or too small to distinguish from zero
     chosen = jnp.where(is_zero, leaf, smoothed)
     if isinstance(smoothing, float):
         return chosen

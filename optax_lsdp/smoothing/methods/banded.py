@@ -25,9 +25,7 @@ def _half_kernel(operator: Operator, dtype: jnp.dtype) -> np.ndarray:
     return line_kernel(float(operator.smoothing), operator.order, error)
 
 
-def smooth_banded(
-    x: jax.Array, smoothing: jax.Array | float, operator: Operator, dims: int
-) -> jax.Array:
+def smooth_banded(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
     """Return A⁻¹ x along the last axis of x; `smoothing` must be a number, and `dims` must be 1."""
     del dims
     half = _half_kernel(operator, x.dtype)

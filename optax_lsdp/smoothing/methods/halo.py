@@ -38,8 +38,8 @@ from optax_lsdp.smoothing.methods.recursive import (
     prepare_rows,
 )
 
-_SMALL = 2**16  # leaves with at most this many entries are copied into a pack
-_COLUMN = 8  # columns this long, and at least this many of them, are not transposed
+_SMALL = 2**16  # leaves with at most so many entries are worth copying into a pack
+_COLUMN = 8  # columns are filtered without transposition if they are so long and so many
 
 
 class Task(NamedTuple):
@@ -118,22 +118,18 @@ class Pack(NamedTuple):
     """Leaves that are filtered together: several small whole leaves, or one leaf of any kind."""
 
     members: list[int]
-    segments: Segments | None  # None if the pack has several leaves
+    segments: Segments | None  # of the one leaf
     rows: Rows
 
 
-def smooth_recursive(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
-) -> list[jax.Array]:
+def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves. Each is a whole array, or inside `shard_map` a shard."""
     arrays, arrangements, specs, _ = zip(*leaves, strict=True)
     task = Task(arrangements, scope, operator.boundary)
     return _smooth_segments(arrays, operator.smoothing, specs, task)
 
 
-def smooth_halo(
-    leaves: Sequence[Leaf], smoothing: jax.Array | float, operator: Operator, scope: Scope
-) -> list[jax.Array]:
+def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, sharded as before.
 
     Devices gather a leaf only if its sharding is unknown or its shards have different shapes.
@@ -273,7 +269,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
-    # If the last axes of the arrangement are the first axes of the leaf, segments are columns.
+    # Where the axes that vary fastest among neighbours are stored first, segments are columns.
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
     height = math.prod(local[top:])

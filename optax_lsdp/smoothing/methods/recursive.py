@@ -25,11 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block, for long and for short kernels
-_CHUNK = 2**19  # this many entries stay in a CPU's cache while they are filtered
-# A CPU filters larger arrays in place, because it would allocate new memory for them in each step.
-_LONG = 2**23
-_PADDED = 2**20  # the same limit for arrays that would have to be padded to whole blocks
+# Entries per block: the short width if the kernel reaches no further than that.
+_WIDTH, _SHORT_WIDTH = 64, 32
+_CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
+_LONG = 2**23  # from so many entries on, a CPU filters a line in place, chunk by chunk
+_PADDED = 2**20  # the same for a line that its blocks do not divide evenly
 
 
 class Kernel(NamedTuple):
@@ -38,8 +38,8 @@ class Kernel(NamedTuple):
     Attributes:
         rate: −log ρ.
         gain: the kernel at its centre.
-        reach: the distance from the centre beyond which the kernel is too small to matter; ∞ if σ
-            is traced.
+        reach: the distance from the centre beyond which the kernel is too small to matter;
+            infinite if σ is traced.
     """
 
     rate: jax.Array
@@ -143,7 +143,7 @@ def prepare_rows(
         carry, power = carries.left[row, block], kernel.powers(entry + 1)
     else:
         end = sizes[0]
-        start = (end - 1) // width * width  # where the last block with entries starts
+        start = (end - 1) // width * width  # of the last block that counts
         tail = values[start:end].T if upright else values[:, start:end]
         distance = end - 1 - start - jnp.arange(end - start, dtype=jnp.int32)
         carry, power = carries.left[:, start // width], kernel.powers(end - start)
@@ -183,7 +183,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # As above, but by an entry right after the row's end. The kernel spreads it over the block.
+        # As above: an entry right after the row's end, which the kernel spreads over the block.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
