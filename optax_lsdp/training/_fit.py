@@ -57,7 +57,7 @@ from optax_lsdp.training._step import (
     initial_average,
     make_step,
 )
-from optax_lsdp.training._validation import check_params, check_uses_params, trace_loss
+from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 
 
 def fit(
@@ -169,7 +169,7 @@ def fit(
         key = broadcast_fresh_key() if key is None else key
         state = _initial_state(params, make_private(key), average, key, placement)
         shapes = describe(state.params, False)  # like the engines, it leaves shardings to XLA
-        loss = trace_loss(loss_fn, shapes, examples.first)
+        loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
         if folder is not None:
             kept = stack.enter_context(closing(RunFolder(folder, plan)))
