@@ -58,7 +58,7 @@ from optax_lsdp.training._step import (
     initial_average,
     make_step,
 )
-from optax_lsdp.training._validation import check_params, check_uses_params, trace_loss
+from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 
 
 def fit(
@@ -177,7 +177,7 @@ def fit(
         state = _initial_state(params, make_private(key), average, key, placement)
         # Like the engines, the trace of the loss leaves all shardings to XLA.
         shapes = describe(state.params, False)
-        loss = trace_loss(loss_fn, shapes, examples.first)
+        loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
         if folder is not None:
             kept = stack.enter_context(closing(RunFolder(folder, plan)))

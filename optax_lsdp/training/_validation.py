@@ -184,7 +184,7 @@ def check_params(params: optax.Params) -> None:
             )
 
 
-def trace_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
+def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
     """Return the jaxpr of a loss. Raise if `fit` cannot train with this loss.
 
     Args:
