@@ -89,7 +89,7 @@ def test_an_auxiliary_loss_over_the_batch_is_found(weight):
 
     w = jax.random.normal(jax.random.key(3), (5, 4))
     report = lsdp.check_model(loss, w, BATCH[0], batched=True)
-    assert not report and "depends on others, in balance" in str(report).replace(
+    assert not report and "depends on other examples, in balance" in str(report).replace(
         "test_an_auxiliary_loss_over_the_batch_is_found.<locals>.", ""
     )
     assert lsdp.check_model(lambda w, x: ((x @ w) ** 2).mean(), w, BATCH[0], batched=True)
@@ -168,7 +168,7 @@ def test_parameters_without_a_gradient_are_told():
 )
 def test_mixing_is_found_wherever_it_is(mixing):
     report = lsdp.check_model(mixing, jnp.arange(1.0, 6.0), BATCH[0], batched=True)
-    assert not report and "depends on others" in str(report)
+    assert not report and "depends on other examples" in str(report)
 
 
 def test_attention_with_biases_is_no_mixing():
@@ -195,7 +195,7 @@ def test_attention_with_biases_is_no_mixing():
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (lambda w, x: ((x @ w).sum(), x), "The loss must be one array, got tuple; leave aux out"),
+        (lambda w, x: ((x @ w).sum(), x), "The loss must be one array, got tuple; return no aux"),
         (lambda w, x: jnp.int32((x @ w).sum()), "must be a real number, got int32"),
         (
             lambda w, x: jax.lax.while_loop(
@@ -210,13 +210,13 @@ def test_attention_with_biases_is_no_mixing():
 @pytest.mark.parametrize("batched", [False, True])
 def test_a_loss_of_no_use_is_told_in_a_sentence(loss, words, batched):
     report = lsdp.check_model(loss, jnp.ones(5), BATCH[0], batched=batched)
-    assert not report and words in str(report) and "depends on others" not in str(report)
+    assert not report and words in str(report) and "depends on other examples" not in str(report)
 
 
 def test_odd_batches_are_refused():
-    with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
+    with pytest.raises(ValueError, match="`batch` must hold arrays with leading axes"):
         lsdp.check_model(lambda w, x: jnp.vdot(w, x[0]), jnp.ones(5), (BATCH[0], BATCH[0][:2]))
-    with pytest.raises(ValueError, match="`batch` must be arrays with one leading axis"):
+    with pytest.raises(ValueError, match="`batch` must hold arrays with leading axes"):
         lsdp.check_model(lambda w, x: jnp.vdot(w, x[0]), jnp.ones(5), (BATCH[0], jnp.ones(())))
 
 
