@@ -1,6 +1,7 @@
-"""Check arguments and JSON text; each failure raises an error of one sentence.
+"""Check arguments and parse JSON text.
 
-The sentence names the argument, what it must be, the value, and the remedy if there is one.
+Each error about an argument is one sentence. It names the argument, what the argument must be, its
+value, and the remedy if one is known.
 """
 
 import json
@@ -18,12 +19,12 @@ _Value = TypeVar("_Value")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a plain number: no bool, no array, no schedule."""
+    """Return whether `value` is a real number. Bools, arrays and schedules are not."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_positive(name: str, value: object, remedy: str = "", *, schedule: bool = False) -> None:
-    """Raise unless a number is in (0, ∞); with `schedule`, accept any function too.
+    """Raise unless `value` is in (0, ∞). Accept traced values and, with `schedule`, functions.
 
     >>> check_positive("clip_norm", -1.0)
     Traceback (most recent call last):
@@ -35,7 +36,7 @@ def check_positive(name: str, value: object, remedy: str = "", *, schedule: bool
 
 
 def check_non_negative(name: str, value: object, *, schedule: bool = False) -> None:
-    """Raise unless a number is in [0, ∞); with `schedule`, accept any function too."""
+    """Raise unless `value` is in [0, ∞). Accept traced values and, with `schedule`, functions."""
     known = _known_number(name, value, schedule)
     if known is not None and not 0 <= known < math.inf:
         raise ValueError(_sentence(name, "zero or positive, and finite", value))
@@ -62,7 +63,7 @@ def check_delta(name: str, value: object) -> None:
 
 
 def check_function(name: str, value: object, of_what: str) -> None:
-    """Raise unless `value` is callable; `of_what` describes its arguments in the message."""
+    """Raise unless `value` is callable. In the message, `of_what` describes its arguments."""
     if not callable(value):
         raise TypeError(_sentence(name, f"a function {of_what}", value))
 
@@ -74,16 +75,19 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Replace a NumPy scalar array by its number, so that the caller cannot change it later."""
+    """Convert a NumPy scalar to a Python number, and return any other value unchanged.
+
+    An array of shape () counts as a scalar. The caller could change the array later.
+    """
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return the value that a JSON text describes, or raise a ValueError that says what is wrong.
+    """Parse a JSON text. Raise a ValueError with the reason if the text is not valid.
 
-    Besides text that is not JSON, refuse objects in which a name occurs twice, because Python
-    would keep only the last value, and values that are nested too deeply.
+    A text is also invalid if a name occurs twice in one object, because Python would keep only the
+    last value, or if its values are nested more than 64 levels deep.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
@@ -100,7 +104,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def check_depth(value: object) -> None:
-    """Raise a ValueError if lists, tuples and dicts are nested too deeply."""
+    """Raise a ValueError if lists, tuples and dicts are nested more than 64 levels deep."""
     level, depth = [value], 0
     while level:
         if depth > _DEEPEST_JSON:
@@ -124,7 +128,7 @@ def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object
 
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
-    """Return a number as a float, or None if it is not known yet: traced, or a schedule."""
+    """Return a number as a float, and None for a traced value or a schedule. Refuse the rest."""
     if is_number(value):
         return _as_float(value)
     if callable(value) and schedule:

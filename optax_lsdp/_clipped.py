@@ -1,7 +1,7 @@
 """The mark on a clipped sum: which clip norm bounds it, and whether its batch had a mask.
 
-`clipped_grad` wraps each leaf of its sum in `Clipped`. The optimizer unwraps the leaves, and
-refuses a sum that was clipped otherwise than the noise assumes.
+`clipped_grad` wraps each leaf of its sum in `Clipped`. The optimizer unwraps the leaves. It refuses
+a sum whose clip norms or groups differ from those that the noise assumes.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Clipped:
     """One leaf of a clipped sum, with the clip norm that bounds each example's part in it.
 
     `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
-    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both were clipped alike.
-    The mark catches accidents, not adversaries: it records how the sum was made, and cannot tell
-    whether the sum was changed afterwards. `optax.apply_if_finite` cannot carry the mark. It is
-    not needed either, because an example without a finite gradient contributes nothing.
+    `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
+    The mark catches accidents, not adversaries: it records how the sum was made, but a sum that is
+    changed afterwards keeps its mark. `optax.apply_if_finite` cannot carry the mark. You do not
+    need `apply_if_finite`, because an example without a finite gradient contributes nothing.
 
     Attributes:
-        value: the sum of clipped gradients, in float32 or float64. Under a schedule of clip norms
-            it is divided by the clip norm, so that its sensitivity is 1 at every step.
+        value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,
+            the sum is divided by the clip norm, so that its sensitivity is 1 at every step.
         clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
         group: the group's path in the prefix tree of clip norms; "" if there is one group.
-        together: how many leaves were clipped together with this one, including it. Sums that
-            were clipped separately, each to C, have a joint sensitivity above C.
+        together: how many leaves were clipped together, including this leaf. If leaves are clipped
+            separately, each to C, their joint sensitivity is above C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples, so plans
             with padded batches refuse such sums.
 
@@ -60,14 +60,19 @@ class Clipped:
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
             "pass the whole sum through `privatize`, and to train only some parameters, "
-            "differentiate with respect to those."
+            "differentiate with respect to these parameters only."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
 
 
 class ClipGroup(NamedTuple):
-    """A group of leaves that are clipped together: its path in the prefix tree, its clip norm."""
+    """A group of leaves that are clipped together.
+
+    Attributes:
+        path: the path of the group in the prefix tree of clip norms.
+        clip_norm: the clip norm of the group.
+    """
 
     path: str
     clip_norm: ClipNorm
@@ -79,12 +84,13 @@ def is_marked(leaf: object) -> TypeGuard[Clipped]:
 
 
 def check_unmarked(link: str, updates: optax.Updates) -> None:
-    """Raise if a marked sum reaches `link`, which must come after `clip_per_example`."""
+    """Raise if `updates` reach the transform `link` before `clip_per_example` unwraps them."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
         if is_marked(leaf):
             raise ValueError(
                 f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
-                f"at {path_name(path)!r}; `privatize` chains the links in the right order."
+                f"at {path_name(path)!r}; use `privatize`, which chains the transforms in the "
+                "right order."
             )
 
 
@@ -100,7 +106,7 @@ def mark(sums: optax.Updates, groups: list[ClipGroup], masked: bool) -> optax.Up
 
 
 def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
-    """Unwrap each leaf; raise if one has no mark, or a mark other than `groups` demands."""
+    """Unwrap each leaf. Raise if a leaf has no mark, or if its mark does not match `groups`."""
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
     for (path, leaf), group in zip(leaves, groups, strict=True):
@@ -111,7 +117,7 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
             )
         if ClipGroup(leaf.group, leaf.clip_norm) != group:
             raise ValueError(
-                f"`clip_norm` must be the same on both sides, got "
+                f"`clip_norm` must be the same in `clipped_grad` and in the optimizer, got "
                 f"{_describe(leaf.group, leaf.clip_norm)} in `clipped_grad` and "
                 f"{_describe(*group)} in the optimizer at {path_name(path)!r}; pass the same "
                 "object to both."
@@ -119,8 +125,9 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
         if leaf.together < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves of which {leaf.together} were clipped together, at {path_name(path)!r}; "
-                "clip all leaves in one call, or give each call its own group of clip norms."
+                f"leaves, but only {leaf.together} of them were clipped together, at "
+                f"{path_name(path)!r}; clip all leaves in one call, or give the leaves of each "
+                "call their own group in `clip_norm`."
             )
     return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
 
@@ -134,8 +141,8 @@ def unmarked_leaves(
 ) -> tuple[list[tuple[jax.tree_util.KeyPath, jax.Array]], jax.tree_util.PyTreeDef]:
     """Return the leaves of `updates` with their paths, and the structure of the tree.
 
-    Raise if a leaf is a marked sum, which `clip_per_example` must unwrap before `link`, or if it is
-    no real floating-point array.
+    Raise if a leaf is not a real floating-point array, or if it is a marked sum, which
+    `clip_per_example` must unwrap before the transform `link`.
     """
     check_unmarked(link, updates)
     check_floating("updates", updates)

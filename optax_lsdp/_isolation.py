@@ -1,14 +1,14 @@
-"""Check that a loss keeps its example to itself, and that its layers allow private training.
+"""Check that a loss cannot mix examples, and find layers that prevent private training.
 
 The engines map the loss of one example over a batch with `jax.vmap`. Ordinary primitives cannot
 mix examples under `vmap`. This module traces the loss, forward and backward, and refuses the
 equations that can mix examples: callbacks, custom `vmap` rules, and collectives.
 
-It also finds batch normalisation, which is meant to mix examples. JAX records with each equation
-the functions that were running when it was traced. A layer is recognised by the name of its class
-or function among them, so Flax, Haiku, Equinox, Keras and custom layers are treated alike, and no
-such library is imported. A layer with frozen statistics (`use_running_average=True`) computes no
-sum, so it is not reported.
+The module also finds batch normalisation, which is meant to mix examples. JAX stores the call stack
+with each equation. The module recognises a layer by the name of its class or function on this call
+stack. This works for Flax, Haiku, Equinox, Keras and custom layers, and imports none of these
+libraries. A layer with frozen statistics (`use_running_average=True`) computes no sum, so the
+module does not report it.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ from optax_lsdp._types import PyTree
 ValueAndAux = Callable[[optax.Params, PyTree], tuple[jax.Array, PyTree]]
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
 
-_ONE_AT_A_TIME = ("sequential", "sequential_unrolled")  # ways in which vmap maps a callback
-_RAISING_MODULE = "equinox._errors"  # its callbacks raise an error or do nothing
-_OPAQUE = ("debug_print", "ffi_call")  # besides callbacks, code that JAX cannot see into
-# Their loops run until those of all examples have ended, which changes no example's result.
+_ONE_AT_A_TIME = ("sequential", "sequential_unrolled")  # values of a callback's `vmap_method`
+_RAISING_MODULE = "equinox._errors"  # the callbacks of this module raise an error or do nothing
+_OPAQUE = ("debug_print", "ffi_call")  # primitives that hide their code from JAX, as callbacks do
+# Under vmap, a loop of these libraries runs until the loops of all examples have ended. The extra
+# iterations change no example's result.
 _LOOP_LIBRARIES = ("equinox", "diffrax", "lineax", "optimistix")
 _HARMLESS_COLLECTIVES = ("axis_index", "pvary", "pcast")
-# Collects the names that a loss vouches for while it is traced. Losses are wrapped in other
-# functions on their way to an engine, so an attribute of the loss would be lost.
+# While a loss is traced, this variable collects the names passed to `vouch_for_callbacks`. An
+# attribute of the loss would be lost, because other functions wrap the loss before the trace.
 _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
 
 
@@ -60,8 +61,8 @@ class TracedLoss(NamedTuple):
     """The jaxpr of the loss of one example, and the structure of its result.
 
     Attributes:
-        closed: the jaxpr. Its first inputs are the leaves of the parameters, the others the leaves
-            of the example.
+        closed: the jaxpr. Its first inputs are the leaves of the parameters. Its other inputs are
+            the leaves of the example.
         outputs: the tree structure of (value, aux).
     """
 
@@ -79,7 +80,7 @@ def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> T
         backward = jax.make_jaxpr(jax.value_and_grad(loss_fn, has_aux=True))(params, example)
     finally:
         _VOUCHED.reset(token)
-    for jaxpr in (closed.jaxpr, backward.jaxpr):  # only the second has custom derivatives
+    for jaxpr in (closed.jaxpr, backward.jaxpr):  # only `backward` contains custom derivatives
         for equation, mapped in equations_with_mapped_axes(jaxpr, replicated):
             _check_no_collective(equation, mapped)
             _check_no_leak(equation, vouched)
@@ -95,11 +96,12 @@ def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
     and those that Equinox uses to raise errors. The library does not check the assertion.
 
     Args:
-        loss_fn: the loss, as for `clipped_grad` or `fit`.
-        names: the functions that are called back, or primitives such as "debug_print".
+        loss_fn: the loss that `clipped_grad` or `fit` refuses.
+        names: the names of the functions that JAX calls back, or of primitives such as
+            "debug_print".
 
     Returns:
-        The same loss, which `clipped_grad` and `fit` accept.
+        A function that computes the same loss, and that `clipped_grad` and `fit` accept.
 
     >>> def loss_fn(w, x):
     ...     jax.debug.print("w = {}", w)
@@ -114,14 +116,14 @@ def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
             collected.update(names)
         return loss_fn(*arguments, **options)
 
-    return vouched  # type: ignore[return-value]  # called as `loss_fn` is
+    return vouched  # type: ignore[return-value]  # has the signature of `loss_fn`
 
 
 def is_example_split(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> bool:
     """Return whether shards that hold the same example compute different parts of its loss.
 
-    They do if parameters are split over them, or if the loss reads the shard's index. The
-    gradient of one example is then the sum over the shards, or is itself split over them.
+    The parts differ if parameters are split over the shards, or if the loss reads the index of its
+    shard. The gradient of one example is then the sum over the shards, or it is split over them.
     """
     replicated = _replicated_axes(example)
     if not replicated:
@@ -145,7 +147,7 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
         _refuse_equation("custom_vmap, whose rule may mix examples", "remove it", name)
     if name.startswith("unvmap_") and not _is_loop_control(equation) and name not in vouched:
         _refuse_equation(
-            f"Equinox's {name}, which gives one value for all examples of a batch",
+            f"Equinox's {name}, which computes one value from all examples of a batch",
             "remove it",
             name,
         )
@@ -162,7 +164,7 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
     if not is_safe:
         what = name if called == name else f"{name} of {called!r}"
         remedy = (
-            "let JAX map it with vmap_method='sequential'"
+            "pass vmap_method='sequential' to it"
             if name in ("pure_callback", "ffi_call")
             else f"remove {'jax.debug.print' if name == 'debug_print' else 'it'}"
         )
@@ -171,13 +173,13 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
 
 def _refuse_equation(what: str, remedy: str, name: str) -> NoReturn:
     raise ValueError(
-        f"`loss_fn` must keep each example to itself, got {what}; {remedy}, or vouch for it with "
-        f"vouch_for_callbacks(loss_fn, {name!r})."
+        f"`loss_fn` must neither mix nor reveal examples, got {what}; {remedy} or, if it does "
+        f"neither, wrap the loss in vouch_for_callbacks(loss_fn, {name!r})."
     )
 
 
 def _is_loop_control(equation: Equation) -> bool:
-    """Return whether a library, not the loss, applies `unvmap_*` to end a loop or to raise."""
+    """Return whether a known library calls `unvmap_*` to end a loop or to raise an error."""
     dtypes = [dtype_of(atom) for atom in equation.invars]
     callers = [file.split(os.sep) for file in source_files(equation)]
     callers = [file for file in callers if "jax" not in file and file[-1] != "_unvmap.py"]
@@ -186,22 +188,23 @@ def _is_loop_control(equation: Equation) -> bool:
 
 
 def _check_no_collective(equation: Equation, mapped: MappedAxes) -> None:
-    """Raise if an equation is a collective over an axis along which there are other examples.
+    """Raise if an equation is a collective over an axis along which examples differ.
 
-    There are none along `mapped` axes: the loss itself maps over them, or all their shards hold
-    the same example.
+    Examples do not differ along `mapped` axes: either the loss itself maps over such an axis, or
+    all shards along the axis hold the same example.
     """
     name = equation.primitive.name
     outside = _axis_names(equation) - mapped
     if outside and name not in _HARMLESS_COLLECTIVES:
         raise ValueError(
             f"`loss_fn` must not look across the shards of a batch, got {name} over the axis "
-            f"{sorted(map(str, outside))[0]!r}; add up the clipped sums instead."
+            f"{sorted(map(str, outside))[0]!r}; remove it from the loss, and add up the clipped "
+            "sums instead."
         )
 
 
 def _axis_names(equation: Equation) -> MappedAxes:
-    """Return the named axes, of a mesh or of vmap, over which a collective works."""
+    """Return the names of the axes, of a mesh or of vmap, that a collective runs over."""
     named = equation.params.get("axis_name", equation.params.get("axes"))
     each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
     return frozenset(a for a in each if a is not None and not isinstance(a, Integral))
@@ -214,7 +217,7 @@ _BATCH_NORM = re.compile(
 _REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "psum", "psum_invariant")
 _TRACING_FILES = ("source_info_util.py", "partial_eval.py", "core.py")  # where JAX adds equations
 _CALLING_FILES = ("pjit.py", "traceback_util.py", "api.py")  # where JAX calls jitted functions
-# Errors of layers that may not change their statistics, or that find no axis of a batch.
+# Errors that a layer raises if it cannot change its statistics, or if it finds no batch axis.
 _STATE_ERRORS = ("ModifyScopeVariableError", "NameError", "TraceContextError")
 _LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "haiku", "equinox"))
 
@@ -230,7 +233,7 @@ def batch_norm_sentence(layers: Sequence[str], demand: str = "must") -> str:
 
 
 def batch_norms(program: ClosedJaxpr) -> list[str]:
-    """Return the batch normalisation layers of a program that compute statistics of their input."""
+    """Return the batch normalisation layers in a program, except layers with frozen statistics."""
     found: dict[str, None] = {}
     for equation in equations(program.jaxpr):
         layer = _batch_norm_of(equation) if _reduces(equation) else None
@@ -240,7 +243,7 @@ def batch_norms(program: ClosedJaxpr) -> list[str]:
 
 
 def warn_of_batch_norms(program: ClosedJaxpr) -> None:
-    """Warn that batch normalisation breaks the model if the loss of one example contains it.
+    """Warn if the loss of one example contains batch normalisation, which breaks the model.
 
     This is a warning, not an error, because privacy holds: the layer sees no other example.
     """
@@ -250,7 +253,7 @@ def warn_of_batch_norms(program: ClosedJaxpr) -> None:
 
 
 def batch_norm_in_traceback(error: BaseException) -> str | None:
-    """Return the batch normalisation layer that raised a Flax or JAX error, if one did."""
+    """Return the batch normalisation layer that raised `error`, or None if no such layer did."""
     if type(error).__name__ not in _STATE_ERRORS:
         return None
     stack = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -259,18 +262,21 @@ def batch_norm_in_traceback(error: BaseException) -> str | None:
 
 
 def _batch_norm_of(equation: Equation) -> str | None:
-    """Return the batch normalisation layer that an equation belongs to, if it does."""
+    """Return the batch normalisation layer that contains an equation, or None."""
     frames = getattr(equation.source_info.traceback, "frames", ())
     calls = [(frame.function_name, frame.file_name, frame.line_num) for frame in frames]
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _TRACING_FILES, calls))
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _CALLING_FILES, calls))
-    # JAX traces a jitted function once, so calls further out may belong to another layer.
+    # JAX traces a jitted function only once, so calls outside it may belong to a different layer.
     own = takewhile(lambda call: os.path.basename(call[1]) != "pjit.py", calls)
     return _batch_norm_among(list(own), str(equation.source_info.name_stack))
 
 
 def _batch_norm_among(calls: Sequence[tuple[str, str, int]], scopes: str) -> str | None:
-    """Return the name and place of the batch normalisation layer among calls, innermost first."""
+    """Return the name and place of the innermost batch normalisation layer, or None.
+
+    `calls` are (function, file, line), the innermost call first. `scopes` are JAX's named scopes.
+    """
     for index, (function, _, _) in enumerate(calls):
         match = _BATCH_NORM.search(function)
         if match:
@@ -285,7 +291,7 @@ def _batch_norm_among(calls: Sequence[tuple[str, str, int]], scopes: str) -> str
 
 
 def _reduces(equation: Equation) -> bool:
-    """Return whether an equation, or one inside it, is a reduction such as a sum."""
+    """Return whether an equation is, or contains, a reduction such as a sum."""
     if equation.primitive.name in _REDUCTIONS:
         return True
     inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
@@ -293,21 +299,22 @@ def _reduces(equation: Equation) -> bool:
     return any(e.primitive.name in _REDUCTIONS for jaxpr in bodies for e in equations(jaxpr))
 
 
-_UNTRAINED_VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation", "RngState")  # of NNX
+# Classes of Flax NNX.
+_UNTRAINED_VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation", "RngState")
 
 
 def check_no_layer_state(params: optax.Params) -> None:
     """Raise if the parameters contain a layer's state, such as statistics of batch normalisation.
 
-    Everything in `params` is trained, so the state would get noise and no gradient.
+    The optimizer trains everything in `params`, so the state would get noise but no gradient.
     """
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_layer_state):
         name = path_name(path)
         if _is_layer_state(leaf):
             remedy = (
-                "`model, state = eqx.nn.make_with_state(...)(...)` splits it off"
+                "split it off by `model, state = eqx.nn.make_with_state(...)(...)`"
                 if "equinox" in type(leaf).__module__
-                else "`graph, params, rest = nnx.split(model, nnx.Param, ...)` splits it off"
+                else "split it off by `graph, params, rest = nnx.split(model, nnx.Param, ...)`"
             )
             _refuse_state(f"{type(leaf).__name__} at {name!r}", remedy)
         if "batch_stats" in name.split("/"):
@@ -316,7 +323,7 @@ def check_no_layer_state(params: optax.Params) -> None:
 
 def _refuse_state(what: str, remedy: str) -> NoReturn:
     raise ValueError(
-        f"`params` must hold trained parameters alone, got {what}, which would get noise; "
+        f"`params` must hold only trained parameters, got {what}, which would get noise; "
         f"{remedy}, and let the loss close over the rest."
     )
 

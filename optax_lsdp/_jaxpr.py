@@ -1,6 +1,6 @@
 """Walk, evaluate and describe jaxprs.
 
-This is the only module that imports `jax.extend`, so a change of JAX's internals is met here.
+Only this module imports `jax.extend`, so only this module has to follow changes in JAX's internals.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def equations_with_mapped_axes(
 
 
 def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
-    """Yield the jaxprs that an equation calls, loops over or chooses from."""
+    """Yield the jaxprs inside an equation: called functions, bodies of loops, and branches."""
     for value in equation.params.values():
         for inner in value if isinstance(value, tuple | list) else (value,):
             if isinstance(inner, core.ClosedJaxpr):
@@ -61,7 +61,7 @@ def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
 
 
 def has_custom_backward(equation: Equation) -> bool:
-    """Return whether a user wrote the backward pass of an equation, or of one inside it."""
+    """Return whether an equation is, or contains, a function with a custom backward pass."""
     if equation.primitive.name in _CUSTOM:
         return True
     return any(
@@ -70,7 +70,7 @@ def has_custom_backward(equation: Equation) -> bool:
 
 
 def constants(program: ClosedJaxpr) -> Iterator[PyTree]:
-    """Yield all arrays that a program closes over, as constants or as literals of an equation."""
+    """Yield all constants of a program: arrays that it closes over, and literals in equations."""
     yield from program.consts
     for equation in equations(program.jaxpr):
         yield from (atom.val for atom in equation.invars if is_literal(atom))
@@ -110,7 +110,7 @@ def evaluate(equation: Equation, values: Sequence[jax.typing.ArrayLike]) -> list
 
 
 def is_call(equation: Equation) -> bool:
-    """Return whether an equation calls one jaxpr and passes on its operands unchanged."""
+    """Return whether an equation only calls one jaxpr, with the equation's operands as inputs."""
     inner = _called(equation)
     jaxpr = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
     if not isinstance(jaxpr, core.Jaxpr) or equation.primitive.name in _CONTROL_FLOW:
@@ -135,12 +135,16 @@ def source_files(equation: Equation) -> list[str]:
 
 
 def describe_location(equation: Equation) -> str:
-    """Name the layer of an equation: its named scopes, or else the function that traced it."""
+    """Return the named scopes of an equation or, if it has none, the function that traced it.
+
+    If the function is unknown as well, return the name of the primitive.
+    """
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
     frames = getattr(equation.source_info.traceback, "frames", ())
-    package = os.path.join(os.path.dirname(__file__), "")  # frames beyond it called the library
+    # Frames outside the library's first frame belong to code that called the library.
+    package = os.path.join(os.path.dirname(__file__), "")
     frames = takewhile(lambda frame: not frame.file_name.startswith(package), frames)
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]

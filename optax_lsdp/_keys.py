@@ -1,10 +1,10 @@
 """Make and check typed keys, derive keys from texts, and draw random bits.
 
 JAX's default generator, Threefry-2x32 with 20 rounds, computes two words per entry and returns
-their exclusive or; on CPUs it runs as a loop that writes to memory. `random_words` returns both
-words and writes all rounds as one expression, which XLA fuses with the code that follows. That
-takes a third of the time and no memory. The bits of an entry depend only on the key and on the
-entry's index, so they are the same on any mesh.
+their exclusive or. On CPUs, JAX runs the rounds as a loop that writes to memory. `random_words`
+returns both words, and writes all rounds as one expression. XLA fuses this expression with the code
+that follows, which takes a third of the time and no memory. The bits of an entry depend only on the
+key and on the index of the entry, so they are the same on any mesh.
 
 References:
     Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
@@ -29,10 +29,10 @@ _PARITY = 0x1BD11BDA
 def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy from the operating system.
 
-    An integer seed keeps only 32 of its bits (`jax.random.key(2**40 + 5)` is `key(5)`, unless
-    `jax_enable_x64` is set), and 32 bits can be guessed. The key is a secret: whoever has it can
-    subtract the noise. Inside `jax.vmap` all mapped calls would share one key, so make the keys
-    outside and map over them.
+    `jax.random.key(seed)` uses only 32 bits of the seed, unless `jax_enable_x64` is set: without
+    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret,
+    because whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share
+    one key, so make the keys outside and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
@@ -40,8 +40,8 @@ def fresh_key() -> jax.Array:
     words = jax.random.key_data(jax.random.key(0))
     if isinstance(words, jax.core.Tracer):
         raise RuntimeError(
-            "`fresh_key()` must be called outside jit, got a call while tracing: its result would "
-            "be a constant of the compiled program; pass the key in as an argument."
+            "`fresh_key()` must be called outside jit, got a call while tracing: every run of the "
+            "compiled program would use the same key; pass the key in as an argument."
         )
     entropy = np.frombuffer(os.urandom(words.nbytes), words.dtype).reshape(words.shape)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
@@ -63,18 +63,18 @@ def check_key(name: str, key: object) -> None:
 
 
 def fold_in_text(key: jax.Array, text: str) -> jax.Array:
-    """Return a key for `text`: fold 64 bits of its hash into `key`."""
+    """Return a key for `text`: `key` with a 64-bit hash of `text` folded in."""
     return fold_in_texts(key, [text])[0]
 
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Return a key for each text: (len(texts),); raise if two texts have the same hash."""
+    """Return a key for each text: (len(texts),). Raise if two texts have the same hash."""
     digests = [
         hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
         for text in texts
     ]
     if len(set(digests)) < len(digests):
-        raise ValueError("`texts` must all be different, got some that would share a key.")
+        raise ValueError("`texts` must all be different, got two that would share a key.")
     words = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, words[:, 0])
     return jax.vmap(jax.random.fold_in)(keys, words[:, 1])
@@ -83,8 +83,8 @@ def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return two arrays of random 32-bit words, both of shape (*keys.shape, *shape).
 
-    With JAX's default generator, the exclusive or of both is `jax.random.bits` of the key. Other
-    generators are called twice.
+    With JAX's default generator, the exclusive or of the two arrays is `jax.random.bits` of the
+    key. Any other generator is called twice, once for each array.
     """
     if not is_threefry(keys) or math.prod(shape) >= 2**32:
         return _draw_twice(keys, shape)
@@ -102,7 +102,7 @@ def is_threefry(keys: jax.Array) -> bool:
 
 
 def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
-    """Encrypt a count of two words with a key of two words; all are uint32 arrays."""
+    """Encrypt a counter of two words with a key of two words. All words are uint32 arrays."""
     first, second = key
     schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
     x, y = count[0] + first, count[1] + second

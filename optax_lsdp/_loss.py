@@ -3,9 +3,9 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, it is traced again in the ways its author may have meant: with a batch instead of
-one example, with the parts of the example as arguments, and so on. The way that works explains the
-failure.
+If a loss fails, this module traces other calls that the author may have intended: with a batch
+instead of one example, with the parts of the example as arguments, and so on. If one of these calls
+works, it explains the failure.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ LossFn: TypeAlias = Callable[..., PyTree]
 _Call: TypeAlias = Callable[[optax.Params, PyTree], PyTree]
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_TRIAL_BATCH_SIZE = 2  # of the batch on which a loss is tried that fails on one example
-_FLAX_REMEDIES = {  # by the name of Flax's error
+_TRIAL_BATCH_SIZE = 2  # a loss that fails on one example is tried on a batch of this size
+_FLAX_REMEDIES = {  # by the class name of Flax's error
     "InvalidRngError": "let it take a key, `loss_fn(params, example, key)`, and pass "
     'rngs={"dropout": key} to `apply`',
-    "TraceContextError": "merge a copy in it, `nnx.merge(graph, params, rest, copy=True)`",
+    "TraceContextError": "let it merge a copy, `nnx.merge(graph, params, rest, copy=True)`",
 }
 _KEPT_ERRORS = (TypeError, ValueError, IndexError)  # an explained error keeps these types
 
@@ -41,15 +41,15 @@ def takes_key(loss_fn: LossFn) -> bool:
 
 
 def check_loss_signature(loss_fn: LossFn) -> None:
-    """Raise unless a loss can be called with parameters and one example, or with a key as well."""
+    """Raise unless a loss takes (params, example) or (params, example, key)."""
     parameters = _parameters(loss_fn)
     positional = [p for p in parameters if p.kind in _POSITIONAL]
     takes_few = len(positional) < 2 and not any(p.kind == p.VAR_POSITIONAL for p in parameters)
     if len(_required(loss_fn)) > 3 or (parameters and takes_few):
         raise TypeError(
             "`loss_fn` must take parameters, one example and at most a key, got a function of "
-            f"{', '.join(p.name for p in parameters)}; pass several arrays of an example as one "
-            "tuple, and let the function close over what is not trained."
+            f"{', '.join(p.name for p in parameters)}; pass the arrays of an example as one tuple, "
+            "and let the function close over other values that are not trained."
         )
 
 
@@ -78,7 +78,7 @@ def _names_key(loss_fn: LossFn) -> bool:
 
 
 def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.Array) -> PyTree:
-    """Call the loss of one example; pass the key, if there is one, by name or by position."""
+    """Call the loss of one example. Pass the key, if there is one, by name or by position."""
     if not key:
         return loss_fn(params, example)
     if _names_key(loss_fn):
@@ -87,8 +87,8 @@ def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.
         return loss_fn(params, example, *key)
     except Exception as error:
         error.add_note(
-            "The third argument of `loss_fn` is a key for each example; labels and the like are "
-            "part of the example, which is a tuple if `data` is one."
+            "The third argument of `loss_fn` is a random key. Labels are part of the example: if "
+            "`data` is a tuple of arrays, the example is a tuple as well."
         )
         raise
 
@@ -99,7 +99,7 @@ def with_key_in_example(loss_fn: LossFn) -> LossFn:
 
 
 def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
-    """Call the loss of one example; if it fails, raise an error that explains the cause."""
+    """Call the loss of one example. If the loss fails, raise an error that explains the cause."""
     try:
         return loss_fn(params, example)
     except Exception as error:
@@ -132,7 +132,7 @@ def explain_failure(
 ) -> str | None:
     """Return one sentence that explains why a loss failed, or None if no cause is found.
 
-    With `batched`, the loss is one of whole batches, and `example` is such a batch.
+    With `batched`, `loss_fn` is the loss of a whole batch, and `example` is a batch.
     """
     layer = batch_norm_in_traceback(error)
     if layer:
@@ -140,12 +140,13 @@ def explain_failure(
     if type(error).__name__ in _FLAX_REMEDIES:
         reason = str(error).splitlines()[0].split(" (https")[0].rstrip(".")
         remedy = _FLAX_REMEDIES[type(error).__name__]
-        demand = "`loss_fn` must be a function of its arguments alone"
+        demand = "`loss_fn` must depend only on its arguments"
         return f"{demand}, got an error of Flax, {reason}; {remedy}."
     if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
         return (
-            "`loss_fn` must combine a filtered model before it calls it, got None for a part of "
-            "it; split the model by `params, static = eqx.partition(model, eqx.is_inexact_array)`, "
+            "`loss_fn` must combine a filtered model before it calls the model, got None for a "
+            "part of the model; split the model by "
+            "`params, static = eqx.partition(model, eqx.is_inexact_array)`, "
             "and begin the loss with `model = eqx.combine(params, static)`."
         )
     one, rows, params = _shapes(example), _shapes(example, _TRIAL_BATCH_SIZE), _shapes(params)
@@ -158,22 +159,26 @@ def explain_failure(
         if not (needs_key(loss_fn) and "missing" in str(error)):
             return None
         return (
-            f"{demand}, got one that needs a key as well; pass keys in the batch, (examples, "
-            "jax.random.split(key, n)), with `lambda params, example: loss_fn(params, *example)`, "
+            f"{demand}, got a function that also needs a key; pass the batch (examples, "
+            "jax.random.split(key, n)) and the loss "
+            "`lambda params, example: loss_fn(params, *example)`, "
             "or use `training.fit`, which makes the keys itself."
         )
     for call, advice in _calls_with_parts(loss_fn):
         if _returns_a_loss(call, params, one):
             return f"{demand}, {advice}."
         if not batched and _returns_a_loss(call, params, rows):
-            return f"{demand} without batch axis, {advice}, and drop vmap and the mean from it."
+            return (
+                f"{demand} without batch axis, {advice}, and remove vmap and the mean over the "
+                "batch from the loss."
+            )
     if not batched and _returns_a_loss(unchanged, params, rows):
         return (
-            "`loss_fn` must be the loss of one example, got one of a whole batch: it fails on "
-            f"{_describe_arrays(one)} and works on {_describe_arrays(rows)}; drop vmap and the "
-            "mean over the batch from it, or call it on batches of one example with "
-            "keep_batch_axis=True (for `fit`, `training.keep_batch_axis(loss_fn)`; for "
-            "`check_model`, batched=True)."
+            "`loss_fn` must be the loss of one example, got the loss of a whole batch: it fails on "
+            f"{_describe_arrays(one)} and works on {_describe_arrays(rows)}; remove vmap and the "
+            "mean over the batch from the loss, or pass keep_batch_axis=True, which calls it on "
+            "batches of one example (for `fit`, pass `training.keep_batch_axis(loss_fn)`; for "
+            "`check_model`, pass batched=True)."
         )
     for call, advice in _other_calls(loss_fn):
         if _returns_a_loss(call, params, one):
@@ -187,57 +192,60 @@ def _call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -
 
 
 def _calls_with_parts(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
-    """Yield calls that pass the parts of an example as arguments, each with advice if it works."""
+    """Yield calls that pass the parts of an example as arguments.
+
+    Each call comes with the advice to give if the call works.
+    """
     yield (
         lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
-        "got one with the parts of the example as arguments; write "
+        "got a function that takes the parts of the example as arguments; write "
         "`lambda params, example: loss_fn(params, *example)`",
     )
     yield (
         lambda params, example: loss_fn(params, **_parts(example, dict)),
-        "got one with the parts of the example as arguments; write "
+        "got a function that takes the parts of the example as arguments; write "
         "`lambda params, example: loss_fn(params, **example)`",
     )
 
 
 def _other_calls(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
-    """Yield other likely calls of a loss, each with advice if it works."""
+    """Yield other likely calls of a loss, each with the advice to give if the call works."""
     yield (
         lambda params, example: _call_with_any_key(loss_fn, example, params),
-        "got one that takes the example first; write "
+        "got a function that takes the example first; write "
         "`lambda params, example: loss_fn(example, params)`",
     )
     yield (
         lambda params, example: loss_fn(params, jax.random.key(0), example),
-        "and then a key, got one that takes the key before the example; write "
+        "and then a key, got a function that takes the key before the example; write "
         "`lambda params, example, key: loss_fn(params, key, example)`",
     )
     yield (
         lambda params, example: _call_with_any_key(loss_fn, params, _squeeze(example)),
-        "got arrays of one entry in the example, and a loss that works with scalars; pass "
-        "columns as labels[:, 0]",
+        "got arrays of shape (1,) in the example, and a loss that works with scalars; remove the "
+        "last axis of such arrays from the data, as in labels[:, 0]",
     )
     yield (
         lambda params, example: _call_with_any_key(loss_fn, {"params": params}, example),
-        'got one that wants them in a dict; write `lambda params, example: loss_fn({"params": '
-        "params}, example)`",
+        "got a function that takes its parameters in a dict; write "
+        '`lambda params, example: loss_fn({"params": params}, example)`',
     )
 
 
 def _squeeze(example: PyTree) -> PyTree:
-    """Replace arrays of shape (1,), as columns of a table give them, by scalars."""
+    """Replace arrays of shape (1,), which are rows of data of shape (n, 1), by scalars."""
     return jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, example)
 
 
 def _parts(example: PyTree, kind: PyTree) -> PyTree:
-    """Return an example that is of a kind and has several parts; raise if it is not."""
+    """Return `example` unchanged. Raise unless it is of type `kind` and has several parts."""
     if not (isinstance(example, kind) and len(example) > 1):
         raise TypeError("the example has no such parts")
     return example
 
 
 def _returns_a_loss(function: _Call, params: optax.Params, example: PyTree) -> bool:
-    """Return whether a call returns a real number, or one for each row of `example`."""
+    """Return whether a call returns one real number, or one real number per row of `example`."""
     try:
         found = jax.eval_shape(function, params, example)
     except Exception:
@@ -249,7 +257,7 @@ def _returns_a_loss(function: _Call, params: optax.Params, example: PyTree) -> b
 
 
 def _shapes(tree: PyTree, *rows: int) -> PyTree:
-    """Return shapes and dtypes of all leaves, with further leading axes of lengths `rows`."""
+    """Return the shapes and dtypes of all leaves, with additional leading axes `rows`."""
     return jax.tree.map(
         lambda x: (
             jax.ShapeDtypeStruct((*rows, *jnp.shape(x)), jnp.result_type(x))
@@ -265,9 +273,10 @@ def _describe_arrays(example: PyTree) -> PyTree:
 
 
 def _describe_call(example: PyTree) -> str:
-    """Return a note that describes the example with which a loss was called."""
+    """Return a note that says what a loss was called with."""
     return (
-        f"`loss_fn(params, example)` was given one example without batch axis, "
-        f"{_describe_arrays(_shapes(example))}; several arrays come as one tuple, and "
-        "keep_batch_axis=True, or `training.keep_batch_axis` for `fit`, adds an axis of length 1."
+        f"`loss_fn(params, example)` was called with one example without batch axis, "
+        f"{_describe_arrays(_shapes(example))}. If a batch has several arrays, the example is one "
+        "tuple. To get a batch axis of length 1, pass keep_batch_axis=True (for `fit`, pass "
+        "`training.keep_batch_axis(loss_fn)`)."
     )

@@ -1,8 +1,8 @@
-"""Ask about meshes inside `jit` and `shard_map`, and reduce a condition under `vmap`.
+"""Query the mesh inside `jit` and `shard_map`, and reduce a condition under `vmap`.
 
 Inside `shard_map` or `pmap`, a mesh axis is *manual*: each shard runs the function by itself. A
-value *varies* over a manual axis if its shards may differ there. JAX tracks this for every value,
-except under `check_vma=False` and in `pmap`.
+value *varies* over a manual axis if shards along the axis may hold different values. JAX tracks
+which values vary, except under `check_vma=False` and in `pmap`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def are_shards_tracked() -> bool:
 
 
 def varying_axes(tree: PyTree) -> set[str]:
-    """Return the manual axes over which any leaf varies, as far as JAX tracks them.
+    """Return the manual axes over which any leaf varies, as far as JAX tracks this.
 
-    Leaves are arrays, or shapes with dtypes as `jax.eval_shape` returns them.
+    Leaves are arrays, or shapes and dtypes that `jax.eval_shape` returns.
     """
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
@@ -48,8 +48,8 @@ def _varying(leaf: PyTree) -> frozenset[str]:
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark every leaf as varying over `axes`, although its shards stay equal.
 
-    JAX differentiates with respect to a varying value shard by shard. The gradient with respect
-    to any other value is the sum over all shards, which is not the gradient of one example.
+    For a varying value, JAX computes one gradient per shard. For any other value, JAX adds up the
+    gradients of all shards, and this sum is not the gradient of one example.
     """
 
     def vary_leaf(leaf: jax.Array) -> jax.Array:
@@ -70,22 +70,23 @@ def axis_size(names: tuple[str, ...]) -> int:
 
 
 def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask: PyTree) -> None:
-    """Raise if a manual axis may split the parameters or the batch, and nobody says which.
+    """Raise if it is unknown whether a manual axis splits the parameters or the batch.
 
     Args:
-        named: the axes over which the caller says that all parameters are replicated.
+        named: the axes over which all parameters are replicated, according to the caller.
         params: the parameters.
-        batch_and_mask: everything with an axis of examples.
+        batch_and_mask: all arrays with an axis of examples.
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # exactly one is split
+        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # one of both is split
     if unknown:
         raise ValueError(
             "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
-            f"are replicated, got none for {', '.join(sorted(unknown))}, over which parameters and "
-            "batch both vary, or neither, or JAX does not tell (check_vma=False, pmap); name it, "
-            "or fold a shard's index into keys inside the loss."
+            f"are replicated, got none for {', '.join(sorted(unknown))}: over such an axis, "
+            "parameters and batch both vary, or neither varies, or JAX does not track them "
+            "(check_vma=False, pmap); name the axis if all parameters are replicated over it, and "
+            "otherwise fold a shard's index into keys inside the loss, not in the batch."
         )
 
 
@@ -104,7 +105,7 @@ def with_automatic_axes(function: _Function, out_shardings: PyTree) -> _Function
 
 
 def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P:
-    """Return the explicit sharding of the first `axes` axes of an array, or of all its axes."""
+    """Return the explicit sharding of an array's first `axes` axes; None means all axes."""
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 
 
@@ -112,7 +113,7 @@ def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P
 def all_under_vmap(condition: jax.Array) -> jax.Array:
     """Return a scalar condition; under `jax.vmap`, return whether it holds for all mapped values.
 
-    `lax.cond` then keeps one branch under `vmap`, where it would otherwise run both.
+    A `lax.cond` on the result runs one branch under `vmap`. Otherwise it would run both branches.
     """
     return condition
 
@@ -127,11 +128,11 @@ class Shard(NamedTuple):
     """How the surrounding `shard_map` splits one leaf.
 
     Attributes:
-        spec: the leaf's PartitionSpec. It names nothing outside `shard_map`.
+        spec: the leaf's PartitionSpec; empty outside `shard_map`.
         named: the mesh axes that `spec` names, in the order of the mesh.
-        varying: the mesh axes over which the leaf's shards differ; None where JAX does not track
-            them (check_vma=False, pmap).
-        is_split: whether several devices may hold parts of the leaf, under `jit` too.
+        varying: the manual axes over which the leaf varies, or None if JAX does not track them
+            (check_vma=False, pmap).
+        is_split: whether several devices may hold parts of the leaf, inside `shard_map` or outside.
     """
 
     spec: jax.P
@@ -151,21 +152,21 @@ def check_shard_specs(specs: PyTree) -> None:
 
 
 def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
-    """Return how `shard_map` splits each leaf, where `specs` is the argument `shard_specs`."""
+    """Return how `shard_map` splits each leaf; `specs` is the user's argument `shard_specs`."""
     if specs is None or _is_spec(specs):
         chosen = [jax.P() if specs is None else specs] * len(leaves)
     else:
         chosen = jax.tree.leaves(specs, is_leaf=_is_spec)
     if len(chosen) != len(leaves):
         raise ValueError(
-            "`shard_specs` must be a PartitionSpec, or a tree of them like `updates`, "
-            f"got {len(chosen)} of them for {len(leaves)} arrays."
+            "`shard_specs` must be a PartitionSpec, or a tree with one for each leaf of `updates`, "
+            f"got {len(chosen)} for {len(leaves)} leaves."
         )
     axes = manual_axes()
     if not axes and specs is not None:
         raise ValueError(
-            f"`shard_specs` must be None outside shard_map, got {specs}; arrays that are sharded "
-            "under jit need no specs."
+            f"`shard_specs` must be None outside shard_map, got {specs}; leave it out, because "
+            "arrays that `jit` shards need no specs."
         )
     if not axes:
         return [Shard(jax.P(), (), frozenset(), _may_be_split(leaf)) for leaf in leaves]
@@ -182,12 +183,12 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
 
 
 def _may_be_split(leaf: jax.Array) -> bool:
-    """Tell whether a leaf outside `shard_map` is, or may be, spread over several devices."""
+    """Return whether a leaf outside `shard_map` may be spread over several devices."""
     stated = jax.typeof(leaf).sharding
     if stated.mesh.explicit_axes:
         return any(stated.spec)
     if jax.sharding.get_abstract_mesh().explicit_axes:
-        return False  # before jax 0.10, an array on one device does not state the mesh
+        return False  # before jax 0.10, the type of an array on one device has no mesh
     return jax.device_count() > 1
 
 

@@ -1,4 +1,4 @@
-"""Name and check the leaves of trees, and compute norms of rows that are never too small."""
+"""Name and check the leaves of trees, and compute norms of rows with bounds on their rounding."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 from optax_lsdp._checks import is_number
 from optax_lsdp._types import PyTree
 
-_BLOCK = 128  # terms added at a time: fewer tighten `norm_rounding`, more are faster
+_BLOCK = 128  # terms to add at a time: small blocks tighten `norm_rounding`, large ones are faster
 
 
 def path_name(path: tuple[object, ...]) -> str:
@@ -20,13 +20,13 @@ def path_name(path: tuple[object, ...]) -> str:
 
 
 def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[str]:
-    """Return a text for each leaf that no other leaf of the tree has.
+    """Return one address per leaf: a text that is unique within the tree.
 
-    The text is the leaf's `keystr` if all keys on its path are plain: those of dicts, lists and
-    attributes. The `keystr` of any other key may equal that of another key, or of two joined keys.
-    Such a key, and a key whose text an earlier sibling has too, is therefore written with the
-    length of its text and the number of earlier siblings with that text. Masking out other leaves
-    does not change an address.
+    If all keys on a leaf's path are plain (keys of dicts and lists, and attributes), the address is
+    the `keystr` of the path. Two different keys that are not plain may have the same `keystr`, and
+    so may one such key and two joined keys. The address of such a key therefore also contains the
+    length of its text, and the number of earlier siblings with the same text. Masking out other
+    leaves does not change an address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:
@@ -49,7 +49,7 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 
 
 def _is_plain(entry: object) -> bool:
-    """Return whether no other key, or sequence of keys, is written like this one."""
+    """Return whether no other key, and no sequence of keys, has the same `keystr`."""
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)
     if isinstance(entry, jax.tree_util.GetAttrKey):
@@ -58,14 +58,14 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield each leaf's name, the leaf, and the leaf of `other`, which has the same structure."""
+    """Yield the name of each leaf, the leaf, and the leaf of `other` at the same place."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
 
 
 def dtype_name(leaf: object) -> str:
-    """Return the dtype of an array, or the type of anything else, as a message shows it."""
+    """Return the name of an array's dtype or, if `leaf` is not an array, of its type."""
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
@@ -91,8 +91,8 @@ def check_floating(name: str, tree: PyTree) -> None:
         if not is_floating(leaf):
             raise TypeError(
                 f"`{name}` must hold real floating-point arrays, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; split off what is not trained, as nnx.split, "
-                "eqx.partition or variables['params'] do."
+                f"{path_name(path)!r}; split off what is not trained with nnx.split, "
+                "eqx.partition or variables['params']."
             )
 
 
@@ -104,7 +104,8 @@ def check_mask(mask: object, size: int) -> None:
     if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where there is an example, got "
-            f"{dtype} of shape {shape}; several arrays are one batch, such as (images, labels)."
+            f"{dtype} of shape {shape}; pass several arrays of data as one batch, such as "
+            "(images, labels)."
         )
 
 
@@ -113,7 +114,7 @@ def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) 
 
     Args:
         extra_args: keyword arguments of `update`, by name.
-        height: the number of examples, if it is known.
+        height: the number of examples, or None if it is unknown.
     """
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
@@ -123,17 +124,17 @@ def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) 
             if is_one_each or (shape and dtype_name(leaf) == "bool"):
                 raise TypeError(
                     f"`{name}` must not hold a value for each example, got {dtype_name(leaf)} of "
-                    f"shape {shape}; pass a mask for stacked gradients as `mask`, and the mask of "
-                    "a clipped sum to the function that computes the sum."
+                    f"shape {shape}; pass the mask of stacked gradients to `update` as `mask`, and "
+                    "the mask of a clipped sum to the function that computes the sum."
                 )
 
 
 def count_examples(batch: PyTree, remedy: str = "") -> int:
-    """Return the length of the leading axis; raise unless all leaves have the same one."""
+    """Return the length of the leading axis. Raise unless it is above 0 and equal in all leaves."""
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
-            "`batch` must be arrays with one leading axis of examples, got lengths "
+            "`batch` must hold arrays with leading axes of the same length, above 0, got lengths "
             f"{sorted(lengths)}{'; ' + remedy if remedy else ''}."
         )
     return lengths.pop()[0]
@@ -152,8 +153,8 @@ def widen(x: jax.Array) -> jax.Array:
 def compute_once(tree: PyTree) -> PyTree:
     """Return the tree unchanged, and keep XLA from computing it twice.
 
-    XLA may skip a rounding to half precision where the value feeds a norm, but not where it feeds
-    a sum. The norm would then belong to a different value than the one that is added.
+    If XLA computed a value twice, it could round the value to half precision for the sum, but not
+    for the norm. The norm would then not be the norm of the value that is added.
     """
     return jax.lax.optimization_barrier(tree)
 
@@ -181,28 +182,29 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def usable_scale(largest: jax.Array) -> jax.Array:
-    """Return a divisor that brings `largest` to 8 at most: 1 for zero, and never above max/8.
+    """Return min(largest, max/8) as a divisor, or 1 where `largest` is zero.
 
-    XLA multiplies by the reciprocal of the divisor. The limit max/8 keeps the reciprocal from
-    being flushed to zero.
+    Here max is the largest finite number of the dtype, so largest/divisor is at most 8. XLA
+    multiplies by the reciprocal of the divisor. Without the limit max/8, XLA could flush the
+    reciprocal to zero.
     """
     most = jnp.asarray(jnp.finfo(largest.dtype).max / 8, largest.dtype)
     return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))
 
 
 def sums_of_squares(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row i‖² for rows (n, …), and how often each is rounded; squares may overflow."""
+    """Return ‖row i‖² for rows (n, …), and how often each is rounded. Squares may overflow."""
     flat = rows.astype(wide_dtype(rows)).reshape(rows.shape[0], math.prod(rows.shape[1:]))
     return _sum_in_blocks(flat, jnp.square), _roundings(flat.shape[1]) + 1
 
 
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
-    """Return r such that the true norm of a row is at most 1 + r times its `row_norms`.
+    """Return a bound r: the true norm of a row is at most 1 + r times its computed `row_norms`.
 
-    Adding B non-negative numbers, in any order, loses at most B − 1 roundings of u = ε/2 each,
-    relative to the sum. Blocks bound B, and the roundings of nested blocks add up. The square root
-    halves the relative error. Another 4u cover the roundings of the root, the scaling and the
-    squares.
+    Let u = ε/2, where ε is the machine epsilon. Adding B non-negative numbers in any order has a
+    relative error of at most (B − 1)u. The block size bounds B, and the errors of nested blocks add
+    up. The square root halves the relative error. Another 4u cover the roundings of the root, the
+    scaling and the squares.
     """
     sizes = [math.prod(leaf.shape[1:]) for leaf in leaves if leaf.size]
     roundings = max(map(_roundings, sizes), default=0) + _roundings(len(sizes))
@@ -210,7 +212,10 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
 
 
 def _block_size(size: int) -> int:
-    """Return how many terms to add at a time: a divisor of `size` from 33 to 128 if possible."""
+    """Return how many terms to add at a time: all, or at most 128.
+
+    Above 128 terms, prefer a divisor of `size`, so that no padding is needed.
+    """
     if size <= _BLOCK:
         return max(size, 1)
     return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)
@@ -232,6 +237,6 @@ def _sum_in_blocks(
     block = _block_size(size)
     blocks = jnp.pad(rows, ((0, 0), (0, -size % block)))
     blocks = blocks.reshape(n, -(-size // block), block)
-    # The barrier keeps XLA from merging nested blocks into one reduction of unknown order.
+    # Without the barrier, XLA could merge nested blocks into one reduction of unknown order.
     sums = jnp.sum(term(jax.lax.optimization_barrier(blocks)), axis=2)
     return sums[:, 0] if sums.shape[1] == 1 else _sum_in_blocks(sums)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 PyTree: TypeAlias = Any
-"""A nesting of registered containers with arrays as leaves; JAX has no narrower type for it."""
+"""Nested containers with arrays as leaves. JAX has no narrower type for them."""
 
 ClipNorm: TypeAlias = PyTree
 """A positive number, a prefix tree of positive numbers, or a schedule: a function of the step."""

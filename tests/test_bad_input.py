@@ -133,7 +133,7 @@ CASES = {
     ),
     "heights differ": (
         lambda: update({**STACK, "w": jnp.ones((4, 2, 3))}),
-        r"`updates` .* got shape \(4, 2, 3\) at 'w'; expected \(5, 2, 3\)",
+        r"`updates` .* got shape \(4, 2, 3\) at 'w' instead of \(5, 2, 3\)",
     ),
     "another shape": (
         lambda: update({**STACK, "w": jnp.ones((5, 3, 2))}),
@@ -147,7 +147,10 @@ CASES = {
     # batches
     "mask too short": (lambda: grad(mask=jnp.ones(4, bool)), r"`mask` .* \(5,\).* \(4,\)"),
     "mask a list": (lambda: grad(mask=[True] * 5), "`mask` .* got list"),
-    "mask a label": (lambda: grad(mask=jnp.arange(5)), "`mask` .* several arrays are one batch"),
+    "mask a label": (
+        lambda: grad(mask=jnp.arange(5)),
+        "`mask` .* pass several arrays of data as one",
+    ),
     "mask of floats": (lambda: grad(mask=jnp.ones(5)), "`mask` must be a bool .* got float32"),
     "batch of scalars": (
         lambda: grad(batch={**STACK, "t": jnp.float32(1)}),
@@ -192,7 +195,7 @@ CASES = {
                 for name in PARAMS
             }
         ),
-        "`updates` must come from one call of `clipped_grad`, got 2 leaves of which 1 were",
+        "`updates` must come from one call of `clipped_grad`, got 2 leaves, but only 1 of",
     ),
     "sums in a stack": (
         lambda: update(jax.tree.map(lambda x: x[None], marked())),
@@ -268,7 +271,7 @@ CASES = {
     ),
     "specs of another tree": (
         lambda: smooth(1.0, shard_specs={"a": jax.P(), "b": jax.P()}),
-        "`shard_specs` must be a PartitionSpec, .* got 2 of them for 1 arrays",
+        "`shard_specs` must be a PartitionSpec, .* got 2 for 1 leaves",
     ),
     "a grid in one ring": (
         lambda: lsdp.laplacian_smooth(

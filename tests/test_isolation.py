@@ -91,7 +91,7 @@ def test_other_callbacks_are_refused_by_name_unless_the_caller_vouches_for_them(
     )
     wrapped = training.keep_batch_axis(lambda w, x: vouched(w, x[0]))
     for make in (lsdp.clipped_grad, lsdp.value_and_clipped_grad):
-        with pytest.raises(ValueError, match=f"keep each example to itself, .*{name}"):
+        with pytest.raises(ValueError, match=f"neither mix nor reveal examples, .*{name}"):
             jax.eval_shape(make(REFUSED[name], clip_norm=CLIP), PARAMS, BATCH)
         others = clipping.vouch_for_callbacks(REFUSED[name], "another")
         called = "doubled" if name == "io_callback" else name  # the message has either name
@@ -114,7 +114,7 @@ BY_EQUINOX = {
 
 @pytest.mark.parametrize("name", BY_EQUINOX)
 def test_equinox_reductions_over_the_batch_are_refused_outside_its_own_loops(name):
-    with pytest.raises(ValueError, match=f"got Equinox's {name}, which gives one value for all"):
+    with pytest.raises(ValueError, match=f"got Equinox's {name}, which computes one value"):
         jax.eval_shape(lsdp.clipped_grad(BY_EQUINOX[name], clip_norm=CLIP), PARAMS, BATCH)
 
     def looped(w, x):

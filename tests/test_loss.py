@@ -101,7 +101,7 @@ def test_a_loss_of_whole_batches_may_take_a_key():
         return by_place(params, batch, key).mean()
 
     assert lsdp.check_model(apart, W, BATCH, batched=True)
-    assert "depends on others" in str(lsdp.check_model(mixed, W, BATCH, batched=True))
+    assert "depends on other examples" in str(lsdp.check_model(mixed, W, BATCH, batched=True))
 
 
 def test_a_key_does_not_change_the_explanation():
@@ -112,7 +112,7 @@ def test_a_key_does_not_change_the_explanation():
 
 @pytest.mark.parametrize("one", [by_name, by_place])
 def test_clipped_grad_takes_keys_as_part_of_the_batch(one):
-    with pytest.raises(TypeError, match=r"pass keys in the batch, .*random\.split"):
+    with pytest.raises(TypeError, match=r"pass the batch .*random\.split"):
         by_clipped_grad(one, W, BATCH)
     pairs = BATCH, jax.random.split(jax.random.key(0), 6)
     assert by_clipped_grad(lambda p, e: keyed(p, *e), W, pairs)  # the remedy of the message
@@ -171,21 +171,29 @@ def of_keys_first(params, rng, example):
 
 
 MISTAKES = {
-    "a vmap inside": (of_batches, BATCH, "got one of a whole batch: it fails on .* and works on"),
-    "an axis inside": (of_batches_by_axis, BATCH, "got one of a whole batch: it fails on"),
+    "a vmap inside": (
+        of_batches,
+        BATCH,
+        "got the loss of a whole batch: it fails on .* and works on",
+    ),
+    "an axis inside": (of_batches_by_axis, BATCH, "got the loss of a whole batch: it fails on"),
     "labels as an argument": (of_labels, BATCH, r"write `lambda params, example: .*\*example\)`"),
     "columns as arguments": (
         of_labels,
         {"x": BATCH[0], "y": BATCH[1]},
         r"write `lambda params, example: loss_fn\(params, \*\*example\)`",
     ),
-    "labels and a vmap": (of_labels_in_batches, BATCH, r"\*example\)`, and drop vmap"),
-    "the example first": (backwards, BATCH, "got one that takes the example first"),
-    "the key first": (of_keys_first, BATCH, "got one that takes the key before the example"),
-    "a column of labels": (loss, (BATCH[0], BATCH[1][:, None]), r"as labels\[:, 0\]"),
-    "Linen's collections": (undressed, BATCH, r"wants them in a dict; write .*\"params\": params"),
+    "labels and a vmap": (of_labels_in_batches, BATCH, r"\*example\)`, and remove vmap"),
+    "the example first": (backwards, BATCH, "got a function that takes the example first"),
+    "the key first": (of_keys_first, BATCH, "got a function that takes the key before the example"),
+    "a column of labels": (loss, (BATCH[0], BATCH[1][:, None]), r"as in labels\[:, 0\]"),
+    "Linen's collections": (
+        undressed,
+        BATCH,
+        r"takes its parameters in a dict; write .*\"params\": params",
+    ),
     "dropout without a key": (of_missing_keys, BATCH, "let it take a key, .* rngs=.*dropout"),
-    "a live NNX module": (of_live_modules, BATCH, "merge a copy in it, .*copy=True"),
+    "a live NNX module": (of_live_modules, BATCH, "merge a copy, .*copy=True"),
 }
 
 
@@ -225,7 +233,9 @@ def test_an_error_of_the_loss_itself_is_raised_unchanged():
 
 def test_labels_as_an_argument_are_explained_for_whole_batches_too():
     report = lsdp.check_model(of_labels_in_batches, W, BATCH, batched=True)
-    assert "`loss_fn` must take parameters and a batch, got one with the parts" in str(report)
+    assert "`loss_fn` must take parameters and a batch, got a function that takes the parts" in str(
+        report
+    )
 
 
 @pytest.mark.parametrize("use", USES)

@@ -291,7 +291,7 @@ def test_specs_of_single_leaves_allow_no_repeated_noise():
         jax.eval_shape(in_shards(swapped), SPLIT_TREE)
     with pytest.raises(ValueError, match=r"got 'scalar', which may vary .* over shards"):
         jax.eval_shape(in_shards(SPECS, check_vma=False), SPLIT_TREE)
-    with pytest.raises(ValueError, match="got 2 of them for 3 arrays"):
+    with pytest.raises(ValueError, match="got 2 for 3 leaves"):
         jax.eval_shape(in_shards({"a": PartitionSpec(), "b": PartitionSpec()}), SPLIT_TREE)
     tx = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0), shard_specs=SPECS)
     with pytest.raises(ValueError, match="`shard_specs` must be None outside shard_map"):

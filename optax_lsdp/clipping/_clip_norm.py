@@ -1,8 +1,8 @@
 """Check clip norms, group leaves under them, and clip per-example gradients to them.
 
-A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. From
-each example's gradient norm and the clip norm of a group follows a clip factor in [0, 1]. Both
-engines and `clip_per_example` get their clip factors here.
+A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. An
+example's gradient norm in a group and the clip norm of the group give a clip factor, by which the
+gradient is multiplied. Both engines and `clip_per_example` get their clip factors here.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
 
 @dataclass(frozen=True)
 class CheckedClipNorm:
-    """A clip norm that was checked and copied, so that nobody can change it afterwards.
+    """A checked copy of a clip norm.
 
     Clipping and noise must use the same clip norm. Without the copy, a caller could change a dict
-    of clip norms in between.
+    of clip norms between clipping and noise.
 
     Attributes:
         value: the copy: a number, a prefix tree of numbers, or a schedule.
         is_schedule: whether `value` is a function of the step.
-        addresses: a text for each group, unique within the tree.
+        addresses: one text per group, which is unique within the prefix tree.
     """
 
     value: ClipNorm
@@ -53,11 +53,11 @@ class CheckedClipNorm:
     addresses: tuple[str, ...]
 
     def at(self, step: ArrayLike | None) -> ClipNorm:
-        """Return the clip norm of one step: the schedule's value, or the clip norm itself."""
+        """Return the clip norm at a step: the value of the schedule, or the static clip norm."""
         return self.value(step) if self.is_schedule else self.value
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf of `tree`; `now` is the clip norm of the current step."""
+        """Return the group of each leaf of `tree`; `now`, if not None, replaces `value`."""
         prefix = self.value if now is None else now
         groups: list[ClipGroup] = []
         addresses = iter(self.addresses)
@@ -70,14 +70,15 @@ class CheckedClipNorm:
             jax.tree.map(extend, prefix, tree)
         except ValueError as error:
             raise ValueError(
-                "`clip_norm` must be a number or a prefix of the parameters' tree, got "
-                f"{jax.tree.structure(prefix)} for {jax.tree.structure(tree)}."
+                "`clip_norm` must be a number or a prefix of the parameters' tree, got the "
+                f"structure {jax.tree.structure(prefix)} for parameters of structure "
+                f"{jax.tree.structure(tree)}."
             ) from error
         return groups
 
 
 def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
-    """Check a clip norm and return a copy of it; raise unless its numbers are in [1e-30, 1e30]."""
+    """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30]."""
     is_schedule = _is_schedule(clip_norm)
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
@@ -99,16 +100,16 @@ def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
 
 
 def _is_schedule(clip_norm: ClipNorm) -> bool:
-    """Tell a function of the step from a number or a tree; an Equinox module is a tree."""
+    """Return whether a clip norm is a function of the step. A callable Equinox module is a tree."""
     return callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
     """Return how far one example can move the clipped sum: √ΣC² over the groups.
 
-    The standard deviation of the noise is the noise multiplier times this number. It holds for
-    adding or removing one example. Replacing one example can move the sum twice as far; the
-    accountant takes that into account.
+    The standard deviation of the noise is the noise multiplier times the sensitivity. The
+    sensitivity holds for adding or removing one example. Replacing one example can move the sum
+    twice as far; the accountant takes this factor into account.
 
     Args:
         clip_norm: a number, a prefix tree with one number per group, or a schedule. A schedule is
@@ -124,16 +125,16 @@ def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
 def clip_factors(
     norms: jax.Array, clip_norm: ArrayLike, *, style: ClipStyle, rounding: float
 ) -> jax.Array:
-    """Return clip factors cᵢ such that cᵢ‖gᵢ‖ ≤ C, allowing for rounding errors in the norms.
+    """Return clip factors cᵢ with cᵢ‖gᵢ‖ ≤ C, even if the computed norms are rounded down.
 
-    threshold: cᵢ = min(1, C/‖gᵢ‖); automatic: cᵢ = C/(‖gᵢ‖ + γ). An example gets factor 0 if its
-    norm is zero or not finite, or if its factor is too small for float32.
+    For "threshold", cᵢ = min(1, C/‖gᵢ‖). For "automatic", cᵢ = C/(‖gᵢ‖ + γ) with γ = 0.01. An
+    example gets factor 0 if its norm is zero or not finite, or if its factor would be subnormal.
 
     Args:
         norms: (n,), the computed gradient norms.
         clip_norm: C.
         style: the formula, as in `clipped_grad`.
-        rounding: an upper bound on how far a computed norm is below ‖gᵢ‖, relative to itself.
+        rounding: a bound r: each ‖gᵢ‖ is at most 1 + r times the computed norm.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy.
@@ -170,7 +171,7 @@ def clip_and_sum(
         split: inside `shard_map`, the mesh axes over which each leaf's gradient is split.
     """
     leaves, structure = jax.tree.flatten(rows)
-    # One barrier around split and replicated leaves would make all of them vary.
+    # One barrier around all leaves would make replicated leaves vary if other leaves are split.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
     norms, factors = {}, {}
@@ -192,7 +193,7 @@ def clip_and_sum(
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
-    """Return each example's ‖g‖₂ over all leaves and shards, (n,), and a bound on its rounding.
+    """Return each example's ‖g‖₂ over all leaves and shards, (n,), and a bound as `norm_rounding`.
 
     Args:
         members: leaves of shape (n, …), by the mesh axes over which they are split.
@@ -214,7 +215,7 @@ def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple
 
 
 def _weighted_sum(rows: jax.Array, factors: jax.Array) -> jax.Array:
-    """Return Σᵢ cᵢgᵢ; where cᵢ is 0, use zeros instead of gᵢ, because 0 · NaN is NaN."""
+    """Return Σᵢ cᵢgᵢ. Where cᵢ is 0, use zeros instead of gᵢ, because 0 · NaN is NaN."""
     rows = widen(rows)
     weights = factors.astype(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.sum(jnp.where(weights > 0, weights * rows, jnp.zeros_like(rows)), axis=0)

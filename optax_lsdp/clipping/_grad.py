@@ -1,8 +1,8 @@
 """Provide `clipped_grad` and `value_and_clipped_grad`, the counterparts of `jax.grad`.
 
 This module checks the arguments, chooses the engine, and marks the clipped sum. The engines
-themselves are in `_vmap` and `bookkeeping`. An example is whatever one index of the batch's leading
-axis selects, and one example is the unit of privacy. For per-user clipping, one example holds all
+themselves are in `_vmap` and `bookkeeping`. One index of the batch's leading axis selects one
+example, and one example is the unit of privacy. For per-user clipping, let one example hold all
 records of one user.
 """
 
@@ -58,13 +58,13 @@ _ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_
 
 
 class PerExample(NamedTuple):
-    """Each example's loss, gradient norm and aux. Private: these must never be released.
+    """Each example's loss, gradient norm and aux. These are private: never release them.
 
     Attributes:
         values: (n,) losses; zero where masked.
-        norms: (n,) gradient norms before clipping; zero where masked. With a prefix tree of clip
-            norms, a tree of the same structure. Norms far below the clip norm may be inaccurate,
-            because the clipped sum hardly depends on them.
+        norms: (n,) gradient norms before clipping; zero where masked. If the clip norm is a prefix
+            tree, a tree of the same structure with the norms of each group. Norms far below the
+            clip norm may be inaccurate, because the clipped sum hardly depends on them.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """
@@ -84,38 +84,40 @@ def clipped_grad(
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
 ) -> Callable[..., optax.Updates]:
-    """Return `f(params, batch, mask=None)`, the sum of clipped per-example gradients.
+    """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
-    s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ). The clip factors cᵢ follow from `clip_style`, so
-    that adding or removing one example moves s by at most C. The result is a sum, not a mean. After
-    the noise, the optimizers of this package divide it by the expected batch size, which is public.
+    s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ). The clip factors cᵢ, which `clip_style` defines,
+    ensure that adding or removing one example moves s by at most C. The result is a sum, not a
+    mean. The optimizers of this package add noise to the sum, and then divide it by the expected
+    batch size, which is public.
 
-    Inside `shard_map`, parameters that vary over a mesh axis over which the batch does not vary are
-    parts of one model. An example's norm is then the norm of its whole gradient, and each shard
-    returns its part of the sum; do not add the parts up. Arrays that `jit` shards work as they are.
+    Inside `shard_map`, a mesh axis splits the model if parameters vary over the axis and the batch
+    does not. An example's norm is then the norm of its whole gradient, and each shard returns its
+    part of the sum. Do not add these parts up. Arrays that `jit` shards need no special treatment.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis. A key
-            for dropout is part of the example: `f(params, (batch, jax.random.split(key, n)))`.
+        loss_fn: `loss_fn(params, example)` returns a scalar for one example without batch axis. A
+            key for dropout is part of the example: `f(params, (batch, jax.random.split(key, n)))`.
         clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales gradients longer than C down to C. "automatic" scales every
             gradient to the norm C·‖g‖/(‖g‖ + 0.01), so that only the learning rate needs tuning.
         engine: how norms and sums are computed. "bookkeeping" runs one backward pass and forms
             per-example gradients only where that is cheapest (see `explain_clipping`). "vmap" forms
-            all per-example gradients; it is the reference. "auto" chooses bookkeeping, or vmap
-            where shards of a `shard_map` split the work on one example, which bookkeeping refuses.
+            all per-example gradients; it is the reference. "auto" chooses "vmap" if shards of a
+            `shard_map` split the work on one example, which "bookkeeping" does not support, and
+            "bookkeeping" otherwise.
         microbatch_size: how many examples to differentiate at a time, to bound memory.
         keep_batch_axis: whether `loss_fn` gets its example with a leading axis of length 1.
         replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
-            replicated. The library relies on this statement. It is needed for axes that JAX does
-            not track (check_vma=False, `pmap`), and for axes over which parameters and batch both
-            vary, or neither.
+            replicated. The library relies on this statement. Name an axis if JAX does not track it
+            (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
+            varies over it.
 
     Returns:
-        f. `batch` is a tree of arrays with a leading axis of examples; typed keys (for dropout) are
-        allowed. `mask` is (n,), bool, False for padding, which contributes zero. The result has
-        the structure of `params`; each leaf is a `Clipped`. Examples whose gradient is not finite
-        contribute zero. Arrays that `loss_fn` closes over are treated as public.
+        The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys (for
+        dropout) are allowed. `mask` is a bool array (n,), False for padding. Padding contributes
+        zero, and so do examples whose gradient is not finite. The result of f has the structure of
+        `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as public.
 
     >>> import numpy as np
     >>> def loss(w, x):
@@ -158,20 +160,19 @@ def value_and_clipped_grad(
     replicated_axes: str | Sequence[str] = (),
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
-    """Return `f(params, batch, mask=None)`, which returns `(PerExample, clipped sum)`.
+    """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.
 
-    Like `clipped_grad`, but each example's loss, norm and aux are returned beside the sum. These
-    are private. Nothing that is released may depend on them unless they get noise as well. All
+    The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux.
+    These are private: if you release anything that depends on them, add noise to them first. The
     arguments have the same meaning as in `clipped_grad`, with these additions:
 
     Args:
-        loss_fn: with `has_aux`, it returns `(value, aux)`.
+        loss_fn: as in `clipped_grad`. With `has_aux`, `loss_fn` returns `(value, aux)`.
         clip_norm: as in `clipped_grad`.
         clip_style: as in `clipped_grad`.
-        engine: "auto" chooses bookkeeping, or vmap where shards of a `shard_map` split the work on
-            one example.
+        engine: as in `clipped_grad`.
         microbatch_size: as in `clipped_grad`.
-        keep_batch_axis: does not change aux, which is returned as `loss_fn` made it.
+        keep_batch_axis: as in `clipped_grad`. The axis of length 1 is not removed from aux.
         replicated_axes: as in `clipped_grad`.
         has_aux: whether `loss_fn` returns a pair.
 
@@ -243,10 +244,10 @@ def value_and_clipped_grad(
 def _choose_engine(
     engine: str, loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
 ) -> Engine:
-    """Return the engine of that name; "auto" is bookkeeping, or vmap where shards split an example.
+    """Return the engine that is called `engine`, or the engine that "auto" chooses.
 
-    Bookkeeping cannot compute norms where the shards of a `shard_map` split the work on one
-    example, so asking for it there raises an error.
+    Bookkeeping cannot compute norms if the shards of a `shard_map` split the work on one example.
+    In this case, "auto" chooses vmap, and "bookkeeping" raises an error.
     """
     name = "bookkeeping" if engine == "auto" else engine
     if name == "vmap" or not manual_axes():
@@ -257,43 +258,45 @@ def _choose_engine(
         return _ENGINES["vmap"]
     raise ValueError(
         f"`engine` must be 'auto' or 'vmap' where shards of a shard_map split the work on one "
-        f"example, got {engine!r}; it works outside of shard_map, with arrays that `jit` shards."
+        f"example, got {engine!r}; pass engine='auto', or shard the arrays with `jit` instead of "
+        "shard_map."
     )
 
 
 def _check_step(clip_norm: CheckedClipNorm, step: ArrayLike | None) -> None:
-    """Raise unless a step is passed if and only if the clip norm is a schedule."""
+    """Raise if a schedule of clip norms comes without a step, or a step without a schedule."""
     if clip_norm.is_schedule != (step is not None):
         raise ValueError(
-            "`step` must be passed with a schedule of clip norms and only then, got "
+            "`step` must be passed if and only if `clip_norm` is a schedule, got "
             f"step={step!r} with clip_norm={clip_norm.value!r}."
         )
 
 
 def _check_output(output: PyTree, has_aux: bool) -> None:
-    """Raise unless `loss_fn` returned a loss, and an aux beside it if `has_aux`."""
+    """Raise unless `loss_fn` returned a loss or, with `has_aux`, a pair (loss, aux)."""
     if isinstance(output, tuple) != has_aux or (has_aux and len(output) != 2):
         demand = "a pair (value, aux) with" if has_aux else "one value without"
         raise ValueError(
-            f"`loss_fn` must return {demand} has_aux=True, got {type(output).__name__}; for "
-            "aux, use `value_and_clipped_grad(..., has_aux=True)`."
+            f"`loss_fn` must return {demand} has_aux=True, got {type(output).__name__}; to "
+            "return aux, use `value_and_clipped_grad(..., has_aux=True)`."
         )
     value = output[0] if has_aux else output
     if not (is_floating(value) or isinstance(value, float)):
         raise TypeError(
             "`loss_fn` must return the loss, a real floating-point scalar, got "
-            f"{dtype_name(value)}; for other values, use has_aux=True of `value_and_clipped_grad`."
+            f"{dtype_name(value)}; to return other values as well, use "
+            "`value_and_clipped_grad(..., has_aux=True)`."
         )
     if jnp.shape(value) != ():
         raise ValueError(
-            f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; it "
-            "sees one example without batch axis, or with one of length 1 (keep_batch_axis=True; "
-            "for `fit`, `training.keep_batch_axis(loss_fn)`)."
+            f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; reduce "
+            "the loss to a scalar, and note that the example has no batch axis, or a batch axis of "
+            "length 1 with keep_batch_axis=True (for `fit`, `training.keep_batch_axis(loss_fn)`)."
         )
 
 
 def _batch_size(batch: PyTree) -> int:
-    """Return the number of examples; raise unless it is the same in all leaves."""
+    """Return the number of examples. Raise unless it is the same in all leaves."""
     leaves = jax.tree.leaves_with_path(batch)
     if not leaves:
         raise ValueError("`batch` must hold at least one array, got none.")
@@ -301,17 +304,19 @@ def _batch_size(batch: PyTree) -> int:
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
                 f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; encode text and dates first."
+                f"{path_name(path)!r}; encode text and dates as numbers first."
             )
         if getattr(leaf, "shape", ()) == ():
             raise ValueError(
                 "`batch` must be a tree of arrays with a leading axis of examples, got one "
                 f"{dtype_name(leaf)} at {path_name(path)!r}; split a key with "
-                "jax.random.split(key, n), and let `loss_fn` close over what all examples share."
+                "jax.random.split(key, n), and let `loss_fn` close over values that all examples "
+                "share."
             )
         if len(leaf) != len(leaves[0][1]):
             raise ValueError(
-                f"`batch` must have one length in all leaves, got {len(leaves[0][1])} at "
-                f"{path_name(leaves[0][0])!r} and {len(leaf)} at {path_name(path)!r}."
+                "`batch` must have the same number of examples in all leaves, got "
+                f"{len(leaves[0][1])} at {path_name(leaves[0][0])!r} and {len(leaf)} at "
+                f"{path_name(path)!r}."
             )
     return len(leaves[0][1])

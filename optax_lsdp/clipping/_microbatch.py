@@ -25,8 +25,9 @@ def in_microbatches(
     """Return `run(batch, mask)`, computed on `size` examples at a time.
 
     `run` returns two trees with a leading axis of examples, which are concatenated, and a sum over
-    examples, which is added up. Where `size` does not divide the batch, the last microbatch
-    overlaps the one before it. The overlapping examples are masked, so that they count once.
+    examples, which is added up. If `size` does not divide the number of examples, the last
+    microbatch overlaps the previous microbatch. The last microbatch masks the examples in the
+    overlap, so that they count once.
     """
     total = len(jax.tree.leaves(batch)[0])
     if size >= total:
@@ -53,7 +54,7 @@ def in_microbatches(
         overlap = count * size - total
         return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, overlap:]])
 
-    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # varying over the same mesh axes
+    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # zeros that vary over the axes of x
         return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x))
 
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])

@@ -1,7 +1,7 @@
 """Provide `clip_per_example`, the first transform of every private `optax.chain`.
 
-It clips and sums stacked per-example gradients, or it checks and unwraps the marked sum that
-`clipped_grad` returns. It refuses everything else.
+The transform either clips and sums stacked per-example gradients, or checks and unwraps the marked
+sum that `clipped_grad` returns. It refuses everything else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from optax_lsdp.clipping._clip_norm import checked_clip_norm, clip_and_sum
 
 
 class ClipPerExampleState(NamedTuple):
-    """The number of steps so far, at which a schedule of clip norms is evaluated."""
+    """The number of steps so far. A schedule of clip norms is evaluated at this number."""
 
     step: jax.Array
 
@@ -41,25 +41,26 @@ def clip_per_example(
     `update` accepts two kinds of input. Stacked gradients have a leading axis of examples in every
     leaf, as `jax.vmap` of `jax.grad` returns them; `update` then needs `params`. The marked sum of
     `clipped_grad` is already clipped; `update` checks and unwraps it. The result is a *sum* in
-    float32 or wider. It is never divided by the number of examples. Gradients that are not finite
+    float32 or wider, never divided by the number of examples. Gradients that are not finite
     contribute zero. This transform must be the first of a chain.
 
-    A padded batch needs a mask: (n,), bool, False for padding. Pass it to `clipped_grad`. For
-    stacked gradients, pass it to `update` of this transform, or of any chain that begins with it:
-    `update(stacked, state, params, mask=mask)`. Without a mask, padding counts as examples.
+    A padded batch needs a mask: a bool array (n,), False for padding. Without a mask, padding
+    counts as examples. If you use `clipped_grad`, pass the mask to `clipped_grad`. If you pass
+    stacked gradients, pass the mask to `update` of this transform or of the chain that begins with
+    this transform: `update(stacked, state, params, mask=mask)`.
 
     Args:
-        clip_norm: C, static. A number; or a prefix of the parameters' tree, with one number per
-            group (`sensitivity` then returns √ΣC²); or a schedule, a function of the step.
-            With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
-        replicated_axes: for stacked gradients inside `shard_map` or `pmap`: the mesh axes over
+        clip_norm: C, which must be static: a number; or a prefix of the parameters' tree, with one
+            number per group (`sensitivity` then returns √ΣC²); or a schedule, which is a function
+            of the step. With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
+        replicated_axes: for stacked gradients inside `shard_map` or `pmap`, the mesh axes over
             which parameters are replicated and examples are split. The library relies on this
             statement and cannot check it.
 
     Raises:
-        ValueError: if the updates are neither stacked nor marked; if they were clipped with
-            another clip norm; if a mask comes with a marked sum; or if parameters are split inside
-            `shard_map`, because each shard would then see the norm of its own part only.
+        ValueError: if the updates are neither stacked nor marked; if they were clipped with a
+            different clip norm; if a mask comes with a marked sum; or if parameters are split
+            inside `shard_map`, because each shard would then see only the norm of its own part.
 
     >>> import numpy as np
     >>> params = {"w": jnp.zeros(2)}
@@ -90,8 +91,8 @@ def clip_per_example(
                 check_not_per_example(extra_args, None)
             if mask is not None:
                 raise ValueError(
-                    "`mask` must be passed to `clipped_grad`, got one together with a clipped sum, "
-                    "which a mask can no longer change; call "
+                    "`mask` must be passed to `clipped_grad`, got a mask together with a clipped "
+                    "sum, which a mask can no longer change; call "
                     "`clipped_grad(loss_fn, ...)(params, batch, mask)`."
                 )
             if params is not None:
@@ -127,31 +128,33 @@ def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
         if leaf.shape != jnp.shape(param):
             raise ValueError(
                 f"`updates` must have the shapes of `params`, got {leaf.shape} for "
-                f"{jnp.shape(param)} at {path_name(path)!r}; `clipped_grad` sums over the examples."
+                f"{jnp.shape(param)} at {path_name(path)!r}; pass the result of `clipped_grad` "
+                "unchanged."
             )
 
 
 def _check_replicated(
     params: optax.Params | None, updates: optax.Updates, replicated: tuple[str, ...]
 ) -> None:
-    """Raise if shards may hold parts of the gradients: norms would then be those of the parts."""
+    """Raise if shards may hold parts of the gradients. Each norm would then cover only one part."""
     split = varying_axes((params, updates)) - set(replicated)
     if split:
         raise ValueError(
             "`replicated_axes` must name the mesh axes over which stacked gradients vary, got none "
-            f"for {', '.join(sorted(split))}; where parameters are split, use `clipped_grad`, "
-            "which computes the norm of all parts together."
+            f"for {', '.join(sorted(split))}; name the axis if it splits the examples, and if it "
+            "splits the parameters, use `clipped_grad`, which computes the norm of all parts "
+            "together."
         )
 
 
 def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
-    """Return the number of stacked gradients; raise unless it is the same in all leaves."""
+    """Return the number of stacked gradients. Raise unless it is the same in all leaves."""
     check_not_empty("updates", updates)
     check_floating("updates", updates)
     if params is None:
         raise ValueError(
-            "`params` must be passed to `update` with stacked gradients, got None; without it, "
-            "`update` cannot tell stacked gradients from a sum."
+            "`params` must be passed to `update` with stacked gradients, got None; call "
+            "`update(stacked, state, params)`, so that it can compare the shapes."
         )
     _check_structure(updates, params)
     size = jnp.shape(jax.tree.leaves(updates)[0])[:1]
@@ -160,13 +163,13 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; make it with `clipped_grad`, do not wrap the "
-                "optimizer in optax.MultiSteps or the like, which strips the mark, and give a plan "
-                "or `fit` an ordinary optimizer."
+                f"of shape {got} at {name!r}; compute it with `clipped_grad`, do not wrap the "
+                "optimizer in optax.MultiSteps or similar wrappers, which remove the mark, and "
+                "pass an ordinary optimizer, not a private one, to a plan or `fit`."
             )
         if got != size + shape:
             raise ValueError(
-                f"`updates` must stack one gradient per example, got shape {got} at {name!r}; "
-                f"expected {(*(size or ('n',)), *shape)}."
+                f"`updates` must stack one gradient per example, got shape {got} at {name!r} "
+                f"instead of {(*(size or ('n',)), *shape)}."
             )
     return size[0]

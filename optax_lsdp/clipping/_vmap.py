@@ -1,6 +1,6 @@
-"""The vmap engine: form every example's gradient, clip them, and sum.
+"""The vmap engine: form the gradients of all examples, clip them, and add them up.
 
-It is the plain reference to which the tests compare the bookkeeping engine.
+This engine is the plain reference to which the tests compare the bookkeeping engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def clip_by_vmap(
 ) -> tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
-    Inside `shard_map`, a leaf that varies over a mesh axis over which the batch does not vary is
-    split over that axis. Each shard then has a part of every example's gradient, and the norm is
-    taken over all parts.
+    Inside `shard_map`, a mesh axis splits a leaf if the leaf varies over the axis and the batch
+    does not. Each shard then has a part of every example's gradient, and the norm covers all parts.
     """
     batch_axes = varying_axes((batch, mask))
     split = [frozenset(varying_axes(leaf) - batch_axes) for leaf in jax.tree.leaves(params)]

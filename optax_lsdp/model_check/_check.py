@@ -1,9 +1,9 @@
 """check_model: list what prevents a model from being trained privately.
 
-The loss is traced, which finds layers of batch normalisation and data that it closes over. Its
-gradient is then computed for every example of the batch, which finds values that are not finite
-and parameters without a gradient. Gradients of eight examples at a time are in memory; a few bools
-per example are kept. Losses of whole batches are also searched for mixing, in `_mixing`.
+`check_model` traces the loss, to find layers of batch normalisation and data that the loss closes
+over. It then computes the gradient of every example of the batch, to find values that are not
+finite and parameters without a gradient. It holds the gradients of eight examples at a time, and
+keeps a few bools per example. `_mixing` also searches losses of whole batches for mixing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import Rows, mixing
 
 _CHUNK = 8  # examples whose gradients are in memory at the same time
-_STEP = 1e-2  # of a perturbation, relative to a leaf's root mean square or to 1 if that is larger
+_STEP = 1e-2  # size of a perturbation: times the root mean square of a leaf, or times 1 if larger
 _REMEDY = "look for labels out of range, large scales, logarithms and divisions by zero"
 
 _Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -50,7 +50,8 @@ class ModelReport:
 
     Attributes:
         problems: one sentence for each obstacle to private training; empty if there is none.
-        notes: what may be intended, such as parameters without a gradient.
+        notes: one sentence for each finding that may be intended, such as a parameter without a
+            gradient.
     """
 
     problems: tuple[str, ...]
@@ -75,20 +76,21 @@ def check_model(
 ) -> ModelReport:
     """Report whether a model can be trained privately and, if not, which layer prevents it.
 
-    The report names examples whose loss or gradient depends on another example (batch
+    The report lists layers in which one example's loss or gradient depends on other examples (batch
     normalisation, batch statistics, auxiliary losses), layers of batch normalisation in a loss of
-    one example, losses and gradients that are not finite, and parameters that get no gradient at
-    `params` or at a point nearby. A loss of one example cannot mix examples unless it hands them
-    to a callback, so only losses of whole batches are searched for mixing.
+    one example, losses and gradients that are not finite, and parameters that get no gradient,
+    neither at `params` nor at a point nearby. A loss of one example cannot mix examples unless it
+    passes them to a callback, so `check_model` searches only losses of whole batches for mixing.
 
     Args:
-        loss_fn: `loss_fn(params, example)`, a scalar for one example, as for `clipped_grad`; or
-            with `batched`, `loss_fn(params, batch)` as in ordinary training, which returns each
-            example's loss, their mean or their sum. Either may take a key as a third argument, as
-            for `fit`.
+        loss_fn: `loss_fn(params, example)` returns a scalar for one example, as for `clipped_grad`.
+            With `batched`, `loss_fn(params, batch)` returns each example's loss, their mean or
+            their sum, as in ordinary training. Both kinds of loss may take a key as a third
+            argument, as for `fit`.
         params: the parameters at the start of training.
-        batch: public examples with a leading axis, because the report reveals facts about them.
-            All are searched for values that are not finite, and the first eight for mixing.
+        batch: examples with a leading axis. Use public examples, because the report reveals facts
+            about them. `check_model` searches all examples for values that are not finite, and the
+            first eight examples for mixing.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -133,8 +135,8 @@ def check_model(
     problems += _not_finite(found, params, "batches" if batched else "examples")
     if any(_begins_with(constant, few) for constant in constants(program)):
         problems.append(
-            "The loss closes over the examples of its batch, which then count as public: it may "
-            "use only the example that it is called with."
+            "The loss closes over the examples of its batch, which then count as public; use only "
+            "the example that the loss is called with."
         )
     if batched and not problems:
         problems += mixing(loss, params, few, count)
@@ -146,8 +148,9 @@ def check_model(
     without = [path for path, has in zip(paths, has_gradient, strict=True) if not has]
     if len(without) == len(paths):
         problems.append(
-            "No parameter gets a gradient: the loss does not depend on them, or only through steps "
-            "that cannot be differentiated, such as argmax, round or stop_gradient."
+            "No parameter gets a gradient: the loss does not depend on the parameters, or depends "
+            "on them only through steps that cannot be differentiated, such as argmax, round or "
+            "stop_gradient."
         )
         without = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
@@ -155,11 +158,11 @@ def check_model(
 
 
 class _UnusableLossError(Exception):
-    """The loss returns something else than a loss; the message says what."""
+    """The loss returns a value that cannot be a loss; the message says why."""
 
 
 def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
-    """Return a loss without a key: one that takes a key gets the same key for all examples."""
+    """Return a loss that takes no key. If `loss_fn` takes a key, all examples get the same key."""
     check_function(
         "loss_fn",
         loss_fn,
@@ -171,37 +174,37 @@ def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
 
 
 def _check_batch(batch: PyTree, batched: bool) -> int:
-    """Return the number of examples; raise if a leaf has no numbers or keys for each of them."""
+    """Return the number of examples. Raise unless each leaf has numbers or keys for all of them."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
                 f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; encode text and dates first."
+                f"{path_name(path)!r}; encode text and dates as numbers first."
             )
-    size = count_examples(batch, "move the axis with jnp.moveaxis if it is another one")
+    size = count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
     return size
 
 
 def _as_rows(array: jax.typing.ArrayLike) -> Rows:
-    """Return an array in the dtype that JAX gives it, and in NumPy unless it holds keys."""
+    """Return typed keys as a JAX array, and other data as a NumPy array with the dtype of JAX."""
     rows = jnp.asarray(array)
     return rows if is_key(rows) else np.asarray(rows)
 
 
 def _trace(loss: LossFn, params: optax.Params, sample: PyTree, shapes: _Shapes) -> ClosedJaxpr:
-    """Return the jaxpr of a loss; raise unless its value is real and has one of `shapes`."""
+    """Return the jaxpr of a loss. Raise unless its value is real and has one of `shapes`."""
     program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
     if not hasattr(value, "shape"):
         raise _UnusableLossError(
-            f"The loss must be one array, got {type(value).__name__}; leave aux out."
+            f"The loss must be one array, got {type(value).__name__}; return no aux."
         )
     if value.shape not in shapes:
         demand = " or ".join(str(shape) for shape in shapes)
         raise _UnusableLossError(
-            f"The loss must have shape {demand}, got {value.shape}; a loss of one example sees it "
-            "without batch axis, and a loss of whole batches needs batched=True."
+            f"The loss must have shape {demand}, got {value.shape}; write a loss of one example "
+            "without batch axis, or pass batched=True for a loss of whole batches."
         )
     if not jnp.issubdtype(value.dtype, jnp.floating):
         raise _UnusableLossError(
@@ -215,13 +218,14 @@ def _not_differentiable(error: Exception) -> str:
     if reason.startswith("`loss_fn` must"):  # one of this library's own messages
         return reason
     return (
-        f"The loss cannot be differentiated: {reason}; a loss of whole batches needs batched=True, "
-        "and a loss whose keys are part of the batch, (examples, keys), takes both as its example."
+        f"The loss cannot be differentiated: {reason}; pass batched=True for a loss of whole "
+        "batches, and if the batch is (examples, keys), let the loss take (example, key) as its "
+        "example."
     )
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
-    """Return whether a constant of the loss is the batch, or a dataset that begins with it."""
+    """Return whether a constant of the loss begins with the rows of an array of the batch."""
     rows = jnp.shape(constant)[:1]
     return any(
         rows >= leaf.shape[:1]
@@ -246,7 +250,7 @@ class _ScanResult(NamedTuple):
     Attributes:
         finite_losses: (n,) whether each example's loss is finite.
         finite_gradients: (n, leaves) whether each example's gradient is finite, by leaf.
-        has_gradient: (leaves,) whether any example has a gradient other than zero.
+        has_gradient: (leaves,) whether any example's gradient is not zero.
     """
 
     finite_losses: np.ndarray
@@ -255,7 +259,7 @@ class _ScanResult(NamedTuple):
 
 
 def _make_scan(value_and_grads: LossFn) -> _Scan:
-    """Return a compiled function of parameters and a chunk that computes a `_ScanResult`."""
+    """Return a compiled function (params, chunk) → the fields of a `_ScanResult`."""
 
     def scan(params: optax.Params, chunk: PyTree) -> tuple[jax.Array, jax.Array, jax.Array]:
         values, grads = value_and_grads(params, chunk)
@@ -267,7 +271,10 @@ def _make_scan(value_and_grads: LossFn) -> _Scan:
 
 
 def _grads_of_batch(loss: LossFn) -> LossFn:
-    """Return a function for the mean loss of a batch and its gradient, with an axis of length 1."""
+    """Return a function that computes the mean loss of a batch and its gradient.
+
+    Both get a leading axis of length 1, because a scan expects an axis of examples.
+    """
 
     def value_and_grads(params: optax.Params, batch: PyTree) -> PyTree:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
@@ -277,7 +284,7 @@ def _grads_of_batch(loss: LossFn) -> LossFn:
 
 
 def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
-    """Scan all examples in chunks of one size; the last chunk may overlap the one before."""
+    """Scan all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
     width = min(size, _CHUNK)
     starts = sorted({*range(0, size - width + 1, width), size - width})
     chunks = [jax.tree.map(lambda x, s=s: x[s : s + width], batch) for s in starts]
@@ -293,7 +300,7 @@ def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> 
 
 @jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
-    """Return parameters at a point nearby, where leaves that are zero, as LoRA's B, are not."""
+    """Return parameters at a point nearby. There, leaves such as LoRA's B are no longer zero."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
@@ -307,33 +314,34 @@ def _perturb(params: optax.Params) -> optax.Params:
 
 
 def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator[str]:
-    """Say which losses and gradients are not finite, and how such examples affect training.
+    """Yield sentences on losses and gradients that are not finite, and on their effect on training.
 
-    A loss may be NaN while its gradient is finite, for example if a label is out of range. Such an
-    example trains the model like any other. An example whose gradient is not finite contributes
-    nothing.
+    A loss may be NaN although its gradient is finite, for example if a label is out of range. Such
+    an example trains the model like any other example. An example whose gradient is not finite
+    contributes nothing.
     """
     broken, sound = ~found.finite_losses, found.finite_gradients.all(axis=1)
     count, size = int(broken.sum()), len(broken)
     if count:
         trained = int((broken & sound).sum())
         if trained == count:
-            effect = "the gradients there are finite, and train the model all the same"
+            effect = "their gradients are finite, and still train the model"
         elif trained == 0:
-            effect = "the gradients there are not finite either, and contribute nothing"
+            effect = "their gradients are not finite either, and contribute nothing"
         else:
             effect = (
-                f"{trained} of the gradients there are finite, and train the model all the same, "
-                "and the others contribute nothing"
+                f"{trained} of their gradients are finite, and still train the model, and the "
+                "others contribute nothing"
             )
         first = f", first at index {int(np.argmax(broken))}" if size > 1 else ""
-        yield f"The loss is not finite for {count} of {size} {what}{first}; {effect}: {_REMEDY}."
+        yield f"The loss is not finite for {count} of {size} {what}{first}: {effect}; {_REMEDY}."
     paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     for path, finite in zip(paths, found.finite_gradients.T, strict=True):
         alone = ~finite & ~broken
         if alone.any():
             of = f" of {path!r}" if path else ""
             yield (
-                f"The gradient{of} is not finite for {int(alone.sum())} of {size} {what}, though "
-                f"the loss is; they contribute nothing to private training: {_REMEDY}."
+                f"The gradient{of} is not finite for {int(alone.sum())} of {size} {what}, although "
+                f"the loss is finite: these {what} contribute nothing to private training; "
+                f"{_REMEDY}."
             )

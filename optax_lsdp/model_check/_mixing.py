@@ -1,10 +1,10 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
-The examples are split into two halves, x and y. A loss or gradient f that is a sum of terms of one
-example each has no mixed part: ∂²f/∂x∂y is zero, and so is the difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′) when the halves change to x′ and y′. Both are tested. If
-one is not zero, the program is evaluated equation by equation on all four batches, the *corners*,
-until an equation shows it.
+The module splits the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum
+of terms that each depend on one example, then ∂²f/∂x∂y is zero. The mixed difference
+f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′) is zero as well, where x′ and y′ are changed halves. The
+module tests both. If one of them is not zero, the module evaluates the program on all four batches,
+the *corners*, until it finds an equation whose output has a mixed difference.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from optax_lsdp._trees import is_floating
 from optax_lsdp._types import PyTree
 
 Rows: TypeAlias = np.ndarray | jax.Array
-"""One array of a batch: in NumPy, for which nothing is compiled, or typed keys, which JAX has."""
+"""One array of a batch: a NumPy array, for which JAX compiles nothing, or typed keys of JAX."""
 
-_SPLITS = 4  # random splits into halves that are tried
+_SPLITS = 4  # how many random splits into halves to try
 _ROUNDING = 1e-4  # relative to the largest entry; smaller differences count as rounding
 _REMEDY = (
     "replace batch normalisation by GroupNorm or LayerNorm, and compute statistics and auxiliary "
@@ -45,7 +45,7 @@ _REMEDY = (
 
 
 def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
-    """Yield a sentence with the layer in which examples mix, if one random split shows mixing."""
+    """Yield one sentence that names the mixing layer if any of the random splits shows mixing."""
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))
@@ -55,14 +55,18 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
         corners = _corners(batch, half, rng)
         if _is_curved(curvature, batch, half) or _is_mixed(outcome, corners, half):
             layer = _first_mixing(loss_fn, params, corners, half) or "a layer that was not found"
-            yield f"The loss or gradient of one example depends on others, in {layer}; {_REMEDY}."
+            yield (
+                f"The loss or gradient of one example depends on other examples, in {layer}; "
+                f"{_REMEDY}."
+            )
             return
 
 
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
-    """Return the batch with neither half changed, the first, the second, and both.
+    """Return the batch unchanged, with the first half changed, with the second, and with both.
 
-    A changed example is replaced by another one, which is also scaled up if it is floating-point.
+    A changed example is replaced by another example of the batch. Floating-point arrays are also
+    scaled up.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -84,7 +88,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return the loss of a batch, or all losses, and the gradient of their sum."""
+    """Return what `loss_fn` returns, one loss or all losses, and the gradient of their sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -92,7 +96,7 @@ def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.
 def _curvature(
     loss_fn: LossFn, params: optax.Params, batch: PyTree, along: Sequence[list[Rows]]
 ) -> tuple[PyTree, PyTree]:
-    """Return the derivative of losses and gradient along x, and its derivative along y.
+    """Return the derivative D of losses and gradient along x, and the derivative of D along y.
 
     Each entry of `along` holds the direction in all floating-point leaves of the batch.
     """
@@ -123,15 +127,15 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 
 
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
-    """Return whether ∂²f/∂x∂y is not zero; without mixing it is zero exactly.
+    """Return whether ∂²f/∂x∂y is not zero. Without mixing, it is exactly zero.
 
-    The derivative shows mixing that is too small for differences. It needs floating-point examples
+    The derivative shows mixing that is too small for `_is_mixed`. It needs floating-point examples
     and functions that allow forward differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
         (losses, _), bent = jax.device_get(curvature(batch, along))
-    except TypeError:  # custom_vjp
+    except TypeError:  # custom_vjp does not allow forward differentiation
         return False
     leaves = [*jax.tree.leaves(bent), *([losses[~half]] if np.ndim(losses) else [])]
     known = [np.asarray(leaf) for leaf in leaves if leaf.dtype != jax.dtypes.float0]
@@ -141,8 +145,8 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
 def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
     """Return whether losses or gradients at the corners show mixing.
 
-    All leaves of the gradient are compared as one vector, so that a leaf which is zero but for
-    rounding is held to the rounding of the largest leaf.
+    All leaves of the gradient are compared as one vector. Rounding errors in a leaf that should be
+    zero are then small, relative to the largest leaf, and do not count as mixing.
     """
     losses, grads = zip(*(jax.device_get(outcome(corner)) for corner in corners), strict=True)
     flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]) for g in grads]
@@ -152,9 +156,10 @@ def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
 def _shows_mixing(
     values: Sequence[jax.typing.ArrayLike], half: np.ndarray, *, rows: bool = True
 ) -> bool:
-    """Return whether the values at the four corners have a mixed difference.
+    """Return whether the values at the four corners show mixing.
 
-    If `rows` are examples, a row of the second half must also not change with the first half.
+    A mixed difference that is not zero shows mixing. With `rows`, the rows of the values may be
+    examples. If they are, a row of the second half that changes with the first half shows mixing.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
@@ -173,7 +178,7 @@ def _differs(one: np.ndarray, other: np.ndarray) -> bool:
 def _first_mixing(
     loss_fn: LossFn, params: optax.Params, corners: list[PyTree], half: np.ndarray
 ) -> str | None:
-    """Return the layer of the first equation whose outputs show mixing, if there is one."""
+    """Return the layer of the first equation whose outputs show mixing, or None."""
     closed = jax.make_jaxpr(loss_fn)(params, corners[0])
     inputs = [jax.tree.leaves((params, corner)) for corner in corners]
     for equation, outputs in _evaluate_corners(closed, inputs):
@@ -186,7 +191,7 @@ def _first_mixing(
 def _evaluate_corners(
     closed: ClosedJaxpr, inputs: list[list[jax.Array]]
 ) -> Generator[tuple[Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
-    """Evaluate a program at all corners; yield each equation with its outputs at each corner."""
+    """Evaluate a program at all corners. Yield each equation with its outputs at each corner."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))

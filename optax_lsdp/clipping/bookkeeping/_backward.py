@@ -1,8 +1,9 @@
 """Run one backward pass that records the operand and the cotangent of every use.
 
-A *tap* is an array of zeros that is added to the output of a use. The gradient with respect to the
-tap is the cotangent of that output. So differentiating the loss with respect to all taps gives all
-cotangents in one backward pass, and forms no gradient of a parameter that has rules for all uses.
+`_uses` defines what a use is. A *tap* is an array of zeros that is added to the output of a use.
+The gradient with respect to the tap is the cotangent of the output. One backward pass with respect
+to all taps therefore gives all cotangents. It forms no gradient of a parameter whose uses all have
+rules.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 )
 
 Taps = Mapping[Path, jax.Array]  # zeros for the output of each use
-Operands = dict[Path, jax.Array]  # of each use, the operand that holds data
+Operands = dict[Path, jax.Array]  # the data operand of each use; the other operand is the weight
 
 
 class Recorded(NamedTuple):
     """What one backward pass recorded. All arrays have a leading axis of examples.
 
     Attributes:
-        operands: of each use, the operand that holds data.
-        cotangents: of each use, the cotangent of its output.
-        gradients: by leaf, the gradients of the uses without a rule.
+        operands: the data operand of each use; the other operand is the weight.
+        cotangents: the cotangent of the output of each use.
+        gradients: for each leaf that has uses without a rule, the gradient from these uses.
     """
 
     operands: Operands
@@ -50,7 +51,7 @@ class Recorded(NamedTuple):
 def run_backward(
     loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
 ) -> tuple[tuple[jax.Array, PyTree], Recorded, LossAnalysis]:
-    """Return each example's (value, aux), what the backward pass recorded, and the analysis."""
+    """Return each example's (value, aux), the recorded arrays, and the analysis of the loss."""
     found: list[LossAnalysis] = []
     axes = varying_axes(batch)
 
@@ -89,9 +90,10 @@ def _tap(use: Use) -> jax.Array:
 
 
 class Value(NamedTuple):
-    """A value in two copies: one to differentiate, and one that is constant.
+    """Two copies of a value: one to differentiate, and one that is constant.
 
-    Uses with a rule take the constant copy of a weight, so that no gradient of it is formed.
+    Uses with a rule take the constant copy of a weight, so that JAX forms no gradient of the
+    weight.
 
     Attributes:
         active: the copy to differentiate.
@@ -110,7 +112,7 @@ Branch = Callable[[list[Value], Taps], tuple[list[jax.Array], Operands]]
 def _run(
     closed: ClosedJaxpr, inputs: Sequence[Value], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Evaluate a jaxpr with taps; return its outputs, and the data operand of each use."""
+    """Evaluate a jaxpr with taps. Return its outputs, and the data operand of each use."""
     jaxpr = closed.jaxpr
     operands: Operands = {}
     values: dict[object, Value] = {
@@ -163,7 +165,7 @@ def _run_use(
 
 
 def _taps_inside(path: Path, taps: Taps) -> Taps:
-    """Return the taps of the uses inside of the equation at `path`."""
+    """Return the taps of the uses inside the equation at `path`."""
     return {use: tap for use, tap in taps.items() if use[: len(path)] == path}
 
 
@@ -186,7 +188,7 @@ def _run_scan(
     """Run a scan that also slices the taps of its body, and stacks the operands of the uses."""
     consts, carry, slices = scan_parts(equation, arguments)
     unchanged = carried_unchanged(equation)
-    same = [item.active is item.weight for item in slices]  # these are sliced only once
+    same = [item.active is item.weight for item in slices]  # equal copies are sliced only once
     apart = [None if alike else item.weight for item, alike in zip(slices, same, strict=True)]
 
     def step(carried: list[jax.Array], sliced: PyTree) -> tuple[list[jax.Array], PyTree]:
@@ -218,7 +220,7 @@ def _run_scan(
 def _keep_weights(
     equation: Equation, arguments: Sequence[Value], results: list[Value]
 ) -> list[Value]:
-    """Return a scan's results; a carry that it returns unchanged is still a weight."""
+    """Return the results of a scan, with a weight for each carry that the scan does not change."""
     _, carry, _ = scan_parts(equation, arguments)
     for place, unchanged in enumerate(carried_unchanged(equation)):
         if unchanged:
@@ -229,7 +231,7 @@ def _keep_weights(
 def _run_cond(
     equation: Equation, arguments: list[Value], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Run the branches; those that are not taken record zeros, whose gradients are zero."""
+    """Run a cond. Uses in branches that are not taken record zeros, so their gradients are zero."""
     index, *rest = arguments
 
     def branch(number: int, closed: ClosedJaxpr) -> Branch:

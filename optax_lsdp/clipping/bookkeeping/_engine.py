@@ -1,8 +1,8 @@
 """The bookkeeping engine: one backward pass → norms → clip factors → clipped sum.
 
-Norms are computed in two ways. The quick way adds up squares and bounds their rounding errors. The
-careful way forms the gradients and scales them, so that no square overflows or underflows. It runs
-only for a batch in which the quick way is not accurate enough for some example.
+There are two ways to compute norms. The quick way adds up squares and bounds their rounding errors.
+The careful way forms the gradients and scales them, so that no square overflows or underflows. The
+careful way runs only if the quick way is not accurate enough for some example of the batch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from optax_lsdp.clipping.bookkeeping._gram import (
     squared_norms,
 )
 
-_INFLATION = 0.005  # how far a bound on rounding may inflate a norm before the careful way is taken
+_INFLATION = 0.005  # the careful way runs if a bound on rounding is above this fraction of the norm
 
 ByLeaf = dict[int, jax.Array]  # by the index of the leaf
 Scales = dict[int, tuple[jax.Array, jax.Array]]  # by leaf, the scales of a and g
@@ -56,7 +56,8 @@ def clip_by_bookkeeping(
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     1. One backward pass records the operands and cotangents of all uses of parameters.
-    2. Norms follow from these. A bound on their rounding errors is added to them.
+    2. The quick way computes norms from these records, and bounds on the norms' rounding errors.
+       The clip factors use each norm plus its bound.
     3. The careful way replaces step 2 for an example if the bound is too large, if squares
        overflow or underflow, or if the example is not finite. It forms the gradients that Gram
        matrices avoid, for one example at a time, so it is slow, rare and exact. It affects only
@@ -78,10 +79,10 @@ def clip_by_bookkeeping(
     dtype = wide_dtype(*analysis.leaves, *jax.tree.leaves(recorded))
     totals = group_squares(squares, groups, jnp.zeros(counted.shape, dtype))
     finite = jnp.stack([jnp.isfinite(values) for values, _ in totals.values()]).all(axis=0)
-    broken = ~finite & jnp.isnan(outputs[0])  # the careful way would not find a norm either
+    broken = ~finite & jnp.isnan(outputs[0])  # the careful way would find no finite norm either
     certain = are_certain(totals, groups, style)
     settled = certain | broken | ~counted
-    # Sums of Gram leaves select no examples, and 0 · NaN is NaN.
+    # The quick sum of a Gram leaf multiplies all examples by their factors, and 0 · NaN is NaN.
     safe = all_under_vmap((settled & finite if grams else settled).all())
 
     def quickly(recorded: Recorded, rows: ByLeaf) -> tuple[Clipping, Scales, ByLeaf]:
@@ -112,7 +113,7 @@ def clip_by_bookkeeping(
         values = {index: length.values for index, length in lengths.items()}
         inputs = (recorded, rows, values, totals, certain)
         clipping, sums = _one_by_one(clip, inputs, counted) if grams else clip(inputs, counted)
-        for index in grams:  # examples whose norms are certain get the same bits as the quick way
+        for index in grams:  # examples with certain norms get the same bits as in the quick way
             weights = jnp.where(certain, clipping.factors[groups[index].path], 0)
             sums[index] += leaf_sum(_finite(recorded, weights > 0), analysis, index, weights)
         factors = {index: leaf_factors(recorded, analysis, index) for index in outer}
@@ -146,7 +147,7 @@ def row_squares(rows: jax.Array) -> Squares:
 def group_squares(
     squares: Mapping[int, Squares], groups: list[ClipGroup], zero: jax.Array
 ) -> dict[str, Squares]:
-    """Return each example's ‖gradient‖² in each group, from those of the leaves."""
+    """Return each example's ‖gradient‖² in each group: the sum over the leaves of the group."""
     totals = {}
     for path, members in _members(groups).items():
         parts = [squares[index] for index in members if index in squares]
@@ -160,7 +161,7 @@ def group_squares(
 def are_certain(
     squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle
 ) -> jax.Array:
-    """Tell for each example whether rounding inflates its norms by at most 0.5 %.
+    """Return for each example whether the bounds on rounding are at most 0.5 % of its norms.
 
     Norms far below the clip norm, or far below γ of automatic clipping, may be less accurate,
     because they hardly affect the clip factor.
@@ -178,7 +179,7 @@ def are_certain(
 def clip_quickly(
     squares: dict[str, Squares], groups: list[ClipGroup], style: ClipStyle, alive: jax.Array
 ) -> Clipping:
-    """Return norms from squares, and clip factors from upper bounds on them.
+    """Return norms from squares, and clip factors from upper bounds on the norms.
 
     Examples that are not `alive`, (n,), get factor 0.
     """
@@ -186,7 +187,7 @@ def clip_quickly(
     for path, clip_norm in dict(groups).items():
         values = jnp.maximum(squares[path].values, 0)
         norms[path], upper = jnp.sqrt(values), jnp.sqrt(values + squares[path].slack)
-        rounding = 2 * float(jnp.finfo(upper.dtype).eps)  # of the root, and of the sum that follows
+        rounding = 2 * float(jnp.finfo(upper.dtype).eps)  # of the root, and of the clipped sum
         scaled = clip_factors(upper, clip_norm, style=style, rounding=rounding)
         factors[path] = jnp.where(alive, scaled, jnp.zeros_like(scaled))
     return Clipping(norms, factors)
@@ -199,10 +200,11 @@ def clip_carefully(
     style: ClipStyle,
     counted: jax.Array,
 ) -> Clipping:
-    """Return norms and clip factors, computed with scales so that no square over- or underflows.
+    """Return norms and clip factors. Scaling keeps squares from overflow and underflow.
 
-    Of each leaf, `columns` has either the gradients, (n, k), or only their norms, (n, 1), whose
-    relative error is at most `rounding`. Examples that are not `counted`, (n,), get factor 0.
+    For each leaf, `columns` has either the gradients, (n, k), or only their norms, (n, 1). The
+    relative error of these norms is at most `rounding`. Examples that are not `counted`, (n,), get
+    factor 0.
     """
     norms, factors = {}, {}
     dtype = wide_dtype(*columns.values())
@@ -222,8 +224,8 @@ def _one_by_one(
 ) -> tuple[Clipping, ByLeaf]:
     """Return `clip(inputs, counted)`, computed for one example per device at a time.
 
-    The examples of one iteration are far apart in the batch, so that the examples of a sharded
-    batch stay on their devices.
+    The examples of one iteration are far apart in the batch. If the batch is sharded, each example
+    therefore stays on its device.
     """
     at_once = math.gcd(len(counted), jax.device_count())
     if len(counted) == 0:
@@ -244,10 +246,11 @@ def _one_by_one(
 
 
 def _finite(recorded: Recorded, keep: jax.Array) -> Recorded:
-    """Return zeros for operands that are not finite, and for cotangents of examples not kept.
+    """Set operands that are not finite, and cotangents of examples that are not kept, to zero.
 
-    0 · NaN is NaN. The operands of all examples that are kept are finite, so this does not need to
-    select operands by example. Under a `vmap` over parameters alone, all runs thus share one copy.
+    Without the zeros, such an example would spoil the sum, because 0 · NaN is NaN. Examples that
+    are kept have finite operands, so the operands need not depend on `keep`. Under a `vmap` over
+    only the parameters, all runs therefore share one copy of the operands.
     """
 
     def finite(x: jax.Array) -> jax.Array:
@@ -259,7 +262,7 @@ def _finite(recorded: Recorded, keep: jax.Array) -> Recorded:
 
 
 def _selected(x: jax.Array, keep: jax.Array) -> jax.Array:
-    """Return zeros for the examples that are not kept."""
+    """Return x with zeros for the examples that are not kept."""
     return jnp.where(keep.reshape(-1, *[1] * (x.ndim - 1)), x, jnp.zeros_like(x))
 
 

@@ -1,8 +1,8 @@
 """Compute the factors, the gradients or the clipped sum of one leaf from a backward pass.
 
-The backward pass records operands and cotangents of uses. The rules turn these into factors of the
-weight that each use takes. This module also maps them back to the leaf, through scans, views and
-concatenations.
+The backward pass records the operand and the cotangent of each use. The rules turn them into the
+factors of a gradient: that of the weight in the use. This module also maps this gradient back to
+the leaf, through scans, views and concatenations.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from optax_lsdp.clipping.bookkeeping._rules import Matrix
 from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis, Term, piece_size
 from optax_lsdp.clipping.bookkeeping._uses import Piece, Use
 
-_CACHE_FLOATS = 2**20  # factors to make at a time: 4 MiB, which fit into a CPU's cache
+_CACHE_FLOATS = 2**20  # entries of factors to make at a time: 4 MiB, which fit into a CPU's cache
 
 
 def leaf_factors(recorded: Recorded, analysis: LossAnalysis, index: int) -> list[list[Factors]]:
-    """Return the factors of a leaf for each of its disjoint parts, all in the same orientation."""
+    """Return the factors of a leaf, part by part; transposed terms have a and g swapped."""
     parts = []
     for part in analysis.strategies[index].parts:
         pairs = [_term_factors(recorded, analysis, term) for term in part]
@@ -53,7 +53,7 @@ def leaf_sum(
     clip_factors: jax.Array,
     scales: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """Return Σᵢ cᵢ gᵢ of a leaf from its factors; `scales` as in `weighted_sum`."""
+    """Return Σᵢ cᵢ gᵢ of a leaf from its factors. `weighted_sum` explains `scales`."""
     leaf = analysis.leaves[index]
     total = jnp.zeros(leaf.shape, wide_dtype(leaf))
     for term in chain.from_iterable(analysis.strategies[index].parts):
@@ -74,7 +74,8 @@ def _term_factors(recorded: Recorded, analysis: LossAnalysis, term: Term) -> Fac
 def _piece_factors(use: Use, piece: Piece, operand: jax.Array, cotangent: jax.Array) -> Factors:
     """Return the factors of one piece of a use, for every example.
 
-    The iterations of a scan that slices the weight become blocks. Those of the others become rows.
+    The iterations of a scan that slices the weight become blocks. The iterations of other scans
+    become rows.
     """
 
     def factors(operand: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +99,7 @@ def _piece_factors(use: Use, piece: Piece, operand: jax.Array, cotangent: jax.Ar
 
 
 def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the blocks, inputs and outputs that belong to one of several concatenated weights."""
+    """Return the entries of a and g that belong to one of several concatenated weights."""
     blocks, inputs, outputs = whole.axes
     start, size = piece.start or 0, piece.matrix.split[piece.axis]
 
@@ -114,7 +115,7 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
 
 
 def _to_leaf(analysis: LossAnalysis, term: Term, index: int, gradient: jax.Array) -> jax.Array:
-    """Convert the gradient of a weight, (blocks, inputs, outputs), to one of leaf `index`."""
+    """Convert the gradient of a weight, (blocks, inputs, outputs), to the gradient of a leaf."""
     use, leaves = analysis.uses[term.path], analysis.leaves
     weight, matrix, *_ = use.pieces[term.piece]
     stack = [size for _, (size, _) in weight.sliced]
@@ -147,9 +148,9 @@ def _term_gradients(
 def _in_chunks(
     form: Callable[..., jax.Array], use: Use, arrays: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Return `form(*arrays)`; on a CPU, form large patches for a few examples at a time.
+    """Return `form(*arrays)`. On a CPU, form large patches for a few examples at a time.
 
-    A mesh of several devices is an exception: taking a few examples at a time would gather them.
+    On a mesh of several devices, form all patches at once: slicing the batch would gather it.
     """
     blocks, rows, inputs, outputs = piece_size(use, use.pieces[0])
     n, floats = len(arrays[0]), blocks * rows * (inputs + outputs)
@@ -162,7 +163,7 @@ def _in_chunks(
             return [jax.lax.dynamic_slice_in_dim(x, start, most) for x in arrays]
 
         def step(i: jax.Array, formed: jax.Array) -> jax.Array:
-            start = jnp.minimum(i * most, n - most)  # the last chunk may overlap the one before
+            start = jnp.minimum(i * most, n - most)  # the last chunk may overlap the previous one
             return jax.lax.dynamic_update_slice_in_dim(formed, form(*cut(start)), start, 0)
 
         some = jax.eval_shape(form, *(x[:most] for x in arrays))

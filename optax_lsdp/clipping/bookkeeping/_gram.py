@@ -1,8 +1,9 @@
 """Compute norms and sums of gradients Σ_t a_t ⊗ g_t from their factors a and g.
 
-Every norm comes with a bound on its rounding error, so that callers can use an upper bound on it.
-Arrays have a leading axis of examples. a is (n, blocks, rows, inputs), or (n, blocks, rows) of
-integers if its rows are one-hot; g is (n, blocks, rows, outputs).
+Every norm comes with a bound on its rounding error, so that callers can compute an upper bound on
+the exact norm. Arrays have a leading axis of n examples. a is (n, blocks, rows, inputs), and g is
+(n, blocks, rows, outputs). If the rows of a are one-hot, a is an array of integers instead,
+(n, blocks, rows).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from optax_lsdp._trees import norm_rounding, row_norms, sums_of_squares, usable_scale, wide_dtype
 
 EXACT = jax.lax.Precision.HIGHEST  # by default, accelerators round the operands of products
-_LONGEST = 1024  # terms per inner product: fewer tighten the bound, more are faster
+_LONGEST = 1024  # terms to add at a time: fewer terms tighten the bound, more terms are faster
 
 
 class Factors(NamedTuple):
@@ -29,14 +30,14 @@ class Factors(NamedTuple):
 
 
 class Lengths(NamedTuple):
-    """Each example's computed ‖gradient‖. The exact norm is at most 1 + `rounding` times it."""
+    """Each example's computed ‖gradient‖. The exact norm is at most (1 + rounding) · values."""
 
     values: jax.Array
     rounding: float
 
 
 class Squares(NamedTuple):
-    """Each example's computed ‖gradient‖². The exact value is at most `slack` larger."""
+    """Each example's computed ‖gradient‖². The exact square is at most values + slack."""
 
     values: jax.Array
     slack: jax.Array
@@ -47,7 +48,7 @@ def _is_one_hot(rows: jax.Array) -> bool:
 
 
 def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
-    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how many roundings it contains."""
+    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how many roundings each contains."""
     if _is_one_hot(u) and _is_one_hot(v):
         same = (u[..., :, None] == v[..., None, :]) & (u[..., :, None] >= 0)
         return same.astype(jnp.float32), 0
@@ -71,7 +72,7 @@ def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
 
 
 def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row‖² of every row, (n, blocks, rows), and how many roundings it contains."""
+    """Return ‖row‖² of every row, (n, blocks, rows), and how many roundings each contains."""
     if _is_one_hot(rows):
         return (rows >= 0).astype(jnp.float32), 0
     flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])
@@ -103,7 +104,7 @@ def outer_norms(parts: Sequence[Sequence[Factors]]) -> Lengths:
 
 
 def factor_scales(parts: Sequence[Sequence[Factors]]) -> tuple[jax.Array, jax.Array]:
-    """Return scales for a and g, (n,): their largest entries, or 1 where these are zero."""
+    """Return scales for a and g, (n,): the largest magnitude, as limited by `usable_scale`."""
 
     def largest(items: list[jax.Array]) -> jax.Array:
         kept = [x for x in items if not _is_one_hot(x)]
@@ -117,7 +118,7 @@ def factor_scales(parts: Sequence[Sequence[Factors]]) -> tuple[jax.Array, jax.Ar
 
 
 def outer_squares(parts: Sequence[Sequence[Factors]]) -> Squares:
-    """Return each example's ‖a ⊗ g‖² = ‖a‖²‖g‖²; squares may overflow or underflow."""
+    """Return each example's ‖a ⊗ g‖² = ‖a‖²‖g‖². Squares may overflow or underflow."""
     squares = []
     for (part,) in parts:
         (a, rounded_a), (g, rounded_g) = (_squares(x) for x in part)
@@ -146,12 +147,12 @@ def _added(squares: Sequence[Squares]) -> Squares:
 def _squared_norms(terms: Sequence[Factors]) -> Squares:
     """Return each example's ‖Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩ over all terms.
 
-    Adding k numbers in any order has an error of at most (k − 1)u times the sum of their
-    magnitudes, where u = ε/2. So the error of ⟨a_t, a_s⟩ is at most k_a·u·‖a_t‖‖a_s‖, and the error
-    of the result is at most u times
-    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|), where k
-    is the number of roundings of the outer sum. The slack also covers errors of second order, and
-    products that underflow to zero.
+    Let u = ε/2, where ε is the machine epsilon. Adding m numbers in any order has an error of at
+    most (m − 1)u times the sum of their magnitudes. So the error of ⟨a_t, a_s⟩ is at most
+    k_a·u·‖a_t‖‖a_s‖, and the error of the result is at most u times
+    Σ_ts (k_a‖a_t‖‖a_s‖|⟨g_t, g_s⟩| + k_g|⟨a_t, a_s⟩|‖g_t‖‖g_s‖ + k|⟨a_t, a_s⟩⟨g_t, g_s⟩|). Here k_a
+    and k_g are the numbers of roundings of an inner product, and k is that of the outer sum. The
+    slack also covers errors of second order, and products that underflow to zero.
     """
     dtype = wide_dtype(terms[0].g)
     unit, tiny = float(jnp.finfo(dtype).eps) / 2, float(jnp.finfo(dtype).tiny)
@@ -187,12 +188,12 @@ def _squared_norms(terms: Sequence[Factors]) -> Squares:
 
 
 def _sum_of_rows(x: jax.Array) -> jax.Array:
-    """Return the sum over the last two axes; the barrier keeps XLA from merging the two sums."""
+    """Return the sum over the last two axes. The barrier keeps XLA from merging the two sums."""
     return jnp.sum(jax.lax.optimization_barrier(jnp.sum(x, axis=-1)), axis=-1)
 
 
 def _row_lengths(rows: jax.Array) -> jax.Array:
-    """Return an upper bound on ‖row‖, close to it: (n, blocks, rows)."""
+    """Return a tight upper bound on ‖row‖ for every row: (n, blocks, rows)."""
     squares, roundings = _squares(rows)
     limits = jnp.finfo(squares.dtype)
     underflow = rows.shape[-1] * float(limits.tiny)
@@ -216,8 +217,9 @@ def weighted_sum(
 ) -> jax.Array:
     """Return Σᵢ wᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs).
 
-    Ordinary training computes the same product. With `scales`, a and g are first divided by their
-    scales, and wᵢ is multiplied by them, so that products neither overflow nor underflow.
+    Without weights, ordinary training computes the same product. With `scales`, a and g are first
+    divided by their scales, and wᵢ is multiplied by both scales, so that products neither overflow
+    nor underflow.
     """
     a, g = part
     dtype = wide_dtype(g)
@@ -250,7 +252,10 @@ def product(subscripts: str, a: jax.Array, g: jax.Array) -> jax.Array:
 
 
 def _scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
-    """Return Σ_t e_(id t) ⊗ row_t for each block: ids (blocks, t), rows (blocks, t, outputs)."""
+    """Return zeros (blocks, inputs, outputs), with row t of `rows` added at index t of `ids`.
+
+    ids is (blocks, t), and rows is (blocks, t, outputs). Rows with a negative index are dropped.
+    """
 
     def one(ids: jax.Array, rows: jax.Array) -> jax.Array:
         zeros = jnp.zeros((inputs, rows.shape[-1]), rows.dtype)

@@ -1,11 +1,12 @@
-"""Rules: for each primitive that uses a parameter as a matrix, the factors of its gradient.
+"""Define rules: how to compute the factors of a gradient, for each primitive that has a rule.
 
-The gradient of such a use is Σ_t a_t ⊗ g_t in each of several blocks. The factors are a: (blocks,
-rows, inputs), which depends on the other operand, and g: (blocks, rows, outputs), which depends on
-the cotangent of the output. Everything here is written for one example.
+A primitive has a rule if it uses a parameter as a matrix, or as several matrices, called blocks.
+The gradient of each block is Σ_t a_t ⊗ g_t. The factors are a: (blocks, rows, inputs), which
+depends on the other operand, and g: (blocks, rows, outputs), which depends on the cotangent of the
+output. All functions here are written for one example.
 
-To support another primitive, write a `Rule` and add it to `RULES`. A parameter whose primitive has
-no rule still works: the engine differentiates that parameter for each example.
+To support another primitive, write a `Rule` and add it to `RULES`. A parameter also works if its
+primitive has no rule: the engine then differentiates the parameter for each example.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Rule(NamedTuple):
 
     Attributes:
         matrix: (equation, place) → the weight as a `Matrix`, or None if the rule does not apply.
-        factors: (equation, place, other operand, cotangent) → a and g. Where the rows of a are
+        factors: (equation, place, other operand, cotangent) → a and g. If the rows of a are
             one-hot, a is (blocks, rows), int32: the index of the one, or −1 for a row of zeros.
         is_one_hot: whether the rows of a are one-hot.
         expands: whether a is larger than the operand, as the patches of an image are.
@@ -126,7 +127,7 @@ def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
 def _conv_factors(
     equation: Equation, place: int, image: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the patches, (feature groups, positions, window × inputs), and g alike."""
+    """Return the patches a: (groups, positions, inputs), and g: (groups, positions, outputs)."""
     del place
     groups = equation.params["feature_group_count"]
     numbers = equation.params["dimension_numbers"]
@@ -142,7 +143,8 @@ def _conv_factors(
 def patches(equation: Equation, image: jax.Array) -> jax.Array:
     """Return what the window sees at each position: (batch, *positions, *window, features).
 
-    The loop cuts one axis after the other, so it takes Σ window slices instead of Π window.
+    The loop cuts one axis at a time, so the number of slices is the sum of the window's sizes, not
+    their product.
     """
     params = equation.params
     batch, features, *space = params["dimension_numbers"].lhs_spec
@@ -168,7 +170,10 @@ def patches(equation: Equation, image: jax.Array) -> jax.Array:
 
 
 def _table_axis(equation: Equation) -> int | None:
-    """Return the axis along which a gather selects whole slices, one index each, or None."""
+    """Return the axis along which a gather selects whole slices, with one index per slice.
+
+    Return None if the gather selects anything else.
+    """
     numbers = equation.params["dimension_numbers"]
     shape, sizes = shape_of(equation.invars[0]), equation.params["slice_sizes"]
     if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
@@ -207,7 +212,7 @@ def _gather_factors(
     return ids, g.reshape(1, ids.shape[1], -1)
 
 
-MATMUL = Rule(_matmul_matrix, _matmul_factors)  # the weight on either side
+MATMUL = Rule(_matmul_matrix, _matmul_factors)  # the weight may be either operand
 CONVOLUTION = Rule(_conv_matrix, _conv_factors, expands=True)  # any rank, stride, padding, dilation
 EMBEDDING = Rule(_gather_matrix, _gather_factors, is_one_hot=True)  # whole rows of a table
 RULES = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION, "gather": EMBEDDING}

@@ -1,8 +1,8 @@
 """Choose a strategy for each parameter leaf, by cost, and explain the choice to users.
 
-A strategy says how the engine computes the norms and the clipped sum of one leaf. The choice
-compares multiplications and memory traffic with constants that were measured on a CPU. A strategy
-for another platform, or for one primitive such as convolutions, would be chosen in `_choose`.
+A strategy says how the engine computes the norms and the clipped sum of one leaf. The choice weighs
+multiplications against memory traffic, with constants that were measured on a CPU. To add a
+strategy for a different platform, or for one primitive such as convolutions, extend `_choose`.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from optax_lsdp.clipping.bookkeeping._views import Axis, View, are_disjoint, mer
 
 Kind = Literal["outer product", "Gram matrices", "materialised", "materialised, no rule", "unused"]
 _COST_PER_FLOAT = 100  # multiplications per float stored and read back, on a CPU
-_COST_PER_FLOAT_OF_PATCHES = 20  # less: without stored gradients, norm and sum both make patches
-_LONG_LOOP = 8  # a leaf in loops may keep operands of this many times its own size
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # primitives of biases, scales, positions
+_COST_PER_FLOAT_OF_PATCHES = 20  # lower: without stored gradients, patches are made twice
+_LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # these apply biases, scales and positions
 
 
 class Term(NamedTuple):
@@ -46,7 +46,8 @@ class Term(NamedTuple):
     Attributes:
         path: where the use is.
         piece: the index of the leaf's piece among the pieces of the use.
-        is_transposed: whether this term has inputs and outputs swapped, compared with the others.
+        is_transposed: whether inputs and outputs are swapped, compared with the first term of the
+            same part.
     """
 
     path: Path
@@ -59,12 +60,13 @@ class Strategy(NamedTuple):
 
     Attributes:
         kind: the name of the strategy; `LeafClipping` says what each name means.
-        parts: the terms of the gradient, grouped by disjoint sets of entries of the leaf. The terms
-            of one group cover the same entries.
+        parts: the terms of the gradient, grouped into parts. If the gradient is materialised, each
+            part is one term. Otherwise, all terms of a part cover the same entries of the leaf, and
+            different parts share no entry.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
         primitives: the primitives that use the leaf.
-        multiplications: how many the norm of one example takes.
-        floats: how many numbers the norm of one example stores.
+        multiplications: how many multiplications the norm of one example takes.
+        floats: how many floats the norm of one example stores.
     """
 
     kind: Kind
@@ -76,12 +78,12 @@ class Strategy(NamedTuple):
 
     @property
     def is_materialised(self) -> bool:
-        """Tell whether every example's gradient of the leaf is formed."""
+        """Return whether every example's gradient of the leaf is formed."""
         return self.kind in ("materialised", "materialised, no rule")
 
 
 class LossAnalysis(NamedTuple):
-    """What is known about a loss before it runs.
+    """The uses of parameters in a loss, and a strategy for each leaf.
 
     Attributes:
         uses: the uses that have a rule.
@@ -108,7 +110,7 @@ def analyse_loss(
 
 
 class Size(NamedTuple):
-    """The size of the factors of one piece for one example, all iterations of scans included."""
+    """The size of the factors of one piece, for one example and all iterations of scans."""
 
     blocks: int
     rows: int
@@ -135,8 +137,8 @@ def without_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> Uses:
     """Return the uses, but treat small leaves in long loops as if they had no rule.
 
     A use with a rule keeps the operands and cotangents of all iterations. Automatic differentiation
-    adds up the leaf's gradient during the backward pass instead, and needs no more memory than that
-    if the loop is rematerialised.
+    adds up the leaf's gradient during the backward pass instead. If the loop is rematerialised,
+    only this gradient stays in memory.
     """
     held = dict.fromkeys(range(len(shapes)), 0.0)
     leaves_at: dict[Path, frozenset[int]] = {}
@@ -149,7 +151,7 @@ def without_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> Uses:
                 held[leaf] += kept
     small = {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
     while mixed := {i for found in leaves_at.values() if not found <= small for i in found & small}:
-        small -= mixed  # a use that stays keeps the operands of all its leaves
+        small -= mixed  # a use that keeps its rule keeps the operands for all its leaves
     without_rule = {leaf: set(names) for leaf, names in uses.without_rule.items()}
     by_rule = dict(uses.by_rule)
     for path, found in leaves_at.items():
@@ -181,7 +183,7 @@ def _choose(index: int, shape: tuple[int, ...], uses: Uses) -> Strategy:
         dense = [[(sizes[term], pieces[term][0].rule.is_one_hot) for term in part] for part in keys]
         multiplications = sum(map(_gram_multiplications, dense))
         held = sum(b * t * (p + q) for b, t, p, q in sizes.values())
-        # Materialised gradients serve the sum as well, but they have to be stored and read.
+        # The sum needs materialised gradients as well, but they have to be stored and read back.
         expands = any(use.rule.expands for use, _ in pieces.values())
         cost = _COST_PER_FLOAT_OF_PATCHES if expands else _COST_PER_FLOAT
         if multiplications <= cost * floats and floats > held:
@@ -202,10 +204,11 @@ def _choose(index: int, shape: tuple[int, ...], uses: Uses) -> Strategy:
 
 
 def _gram_multiplications(terms: Sequence[tuple[Size, bool]]) -> int:
-    """Return how many multiplications a norm takes without materialising the gradient.
+    """Return how many multiplications a norm takes if the gradient is not materialised.
 
     Args:
-        terms: of each term, its size and whether its rows are one-hot; those are free.
+        terms: for each term, its size and whether its rows a_t are one-hot. Inner products of
+            one-hot rows take no multiplications.
     """
     total = 0
     for (size, one_hot), (other, other_one_hot) in combinations_with_replacement(terms, 2):
@@ -219,7 +222,7 @@ def _gram_multiplications(terms: Sequence[tuple[Size, bool]]) -> int:
 def _disjoint_parts(
     pieces: Mapping[Term, tuple[Use, Piece]],
 ) -> tuple[tuple[Term, ...], ...] | None:
-    """Group the terms of a leaf into parts that share no entry, or None if that is impossible.
+    """Group the terms of a leaf into parts that share no entry. Return None if that fails.
 
     Within a part, all terms are matrices over the same entries, perhaps transposed.
     """
@@ -231,7 +234,7 @@ def _disjoint_parts(
             return None
         blocks, inputs, outputs = views
         stack = [axis for _, axis in weight.sliced]
-        # The order of blocks matters: equal indices form a pair.
+        # The order of blocks matters: a block of one term is paired with the block of equal index.
         frame = [merged([*stack, *blocks.axes]), merged(inputs.axes), merged(outputs.axes)]
         entire = View((*stack, *weight.view.axes), weight.view.offset)
         for other, other_frame, members in parts:
@@ -254,16 +257,16 @@ class LeafClipping:
     """How the gradient norm of one parameter is computed, and what that costs for one example.
 
     Attributes:
-        path: the parameter's path in the tree.
-        shape: its shape.
-        primitives: the primitives that use it.
-        strategy: "outer product" or "Gram matrices" if its gradient is never formed;
+        path: the path of the parameter in the tree.
+        shape: the shape of the parameter.
+        primitives: the primitives that use the parameter.
+        strategy: "outer product" or "Gram matrices" if no example's gradient is formed;
             "materialised" if every example's gradient is formed, because that is cheaper;
-            "materialised, no rule" if it is formed because some use has no rule; "unused" if the
-            loss does not depend on it.
-        multiplications: how many the norm takes. If the gradient is materialised, they cost nothing
-            extra, because the sum needs them as well.
-        bytes: memory for the norm, beyond that of ordinary training.
+            "materialised, no rule" if every example's gradient is formed, because some use of the
+            parameter has no rule; "unused" if the loss does not depend on the parameter.
+        multiplications: how many multiplications the norm takes. If the gradient is materialised,
+            they cost nothing extra, because the sum needs them as well.
+        bytes: the memory that the norm takes in addition to ordinary training.
     """
 
     path: str
@@ -276,7 +279,7 @@ class LeafClipping:
 
 @dataclass(frozen=True)
 class ClippingExplanation:
-    """One row per parameter, for one example. It prints as a table, in notebooks too."""
+    """A table of costs for one example, with one row per parameter. Print it to see the table."""
 
     rows: tuple[LeafClipping, ...]
 
@@ -328,15 +331,15 @@ def explain_clipping(
 ) -> ClippingExplanation:
     """Return the strategy of each parameter and its cost, without running the loss.
 
-    A product x @ w with a single row x has the gradient a ⊗ g, whose norm is ‖a‖‖g‖. With T rows,
-    the norm takes two Gram matrices of size T × T, or the gradient itself, whichever is cheaper.
-    Look for large numbers in the last columns, and for "materialised, no rule" on large parameters.
-    There, a primitive in the column "used by" has no rule, so every example's gradient is formed by
-    automatic differentiation.
+    Let g be the cotangent of the product x @ w. If x is a single row, the gradient of w is x ⊗ g,
+    whose norm is ‖x‖‖g‖. If x has T rows, the norm takes two Gram matrices of size T × T or the
+    gradient itself, whichever is cheaper. Look for large numbers in the last columns, and for
+    "materialised, no rule" on large parameters. For such a parameter, a primitive in the column
+    "used by" has no rule, so automatic differentiation forms every example's gradient.
 
     Args:
-        loss_fn: as in `clipped_grad`, or with a key as a third argument, as in `fit`; it may
-            return (value, aux).
+        loss_fn: as in `clipped_grad`. It may take a key as a third argument, as in `fit`, and it
+            may return (value, aux).
         params: the parameters, or their shapes and dtypes (`jax.eval_shape`).
         example: one example *without* batch axis, or its shapes and dtypes.
 

@@ -1,10 +1,11 @@
 """Find every use of every parameter in the jaxpr of a loss.
 
-A *use* is an equation in which a weight meets an example. The walk follows each parameter through
-all values that depend on parameters alone; these are weights. Where a weight meets an example in a
-primitive that has a rule, the walk records a `Use`. Where it meets one in any other way, the walk
-records that the leaf is used without a rule, and the engine differentiates that leaf for each
-example. So no use can be missed; at worst a leaf is slower than it could be.
+A *weight* is a value that depends only on parameters and constants. A *use* is an equation in which
+a weight meets an example. The walk follows each parameter through all weights that depend on it. If
+a weight meets an example in a primitive that has a rule, the walk records a `Use`. If a weight
+meets an example in any other way, the walk records that its leaves are used without a rule, and the
+engine differentiates these leaves for each example. The walk therefore misses no use. At worst, a
+leaf is slower than it could be.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from optax_lsdp.clipping.bookkeeping._views import (
 
 REMATERIALISED = ("checkpoint", "remat", "remat2")
 
-Path = tuple[int, ...]  # where an equation is: the indices of the calls around it, then its own
+Path = tuple[int, ...]  # the indices of the calls around an equation, then the equation's own index
 Item = TypeVar("Item")
 
 
 class Piece(NamedTuple):
-    """A weight that a use takes, or one of several weights that were concatenated for it.
+    """A weight that is an operand of a use, or one of several weights concatenated to an operand.
 
     Attributes:
         weight: the weight.
         matrix: the weight as a matrix.
-        start: where the weight begins along `axis` of the operand; None if it is all of it.
+        start: where the weight begins along `axis` of the operand; None if the weight is the whole
+            operand.
         axis: the axis along which the weights were concatenated.
     """
 
@@ -54,11 +56,11 @@ class Use(NamedTuple):
 
     Attributes:
         equation: the equation.
-        place: the position of the weight among the two operands.
+        place: 0 if the weight is the first operand, 1 if it is the second.
         rule: the rule of the primitive.
         matrix: the operand that holds the weight, as a matrix.
         loops: the scans around the equation, the outermost first.
-        pieces: the weights that the operand consists of.
+        pieces: the weights that the operand at `place` consists of.
     """
 
     equation: Equation
@@ -79,8 +81,8 @@ class Uses(NamedTuple):
 
     Attributes:
         by_rule: the uses that have a rule.
-        without_rule: for each leaf that has other uses as well, their primitives.
-        by_choice: leaves that are treated as if they had no rule because that takes less memory.
+        without_rule: for each leaf with uses that have no rule, the primitives of these uses.
+        by_choice: leaves that are treated as if they had no rule, because that takes less memory.
     """
 
     by_rule: dict[Path, Use]
@@ -111,7 +113,7 @@ def _walk(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in a jaxpr; return its outputs, with None for those that depend on data."""
+    """Record the uses in a jaxpr. Return its outputs, with None for outputs that depend on data."""
     jaxpr = closed.jaxpr
     known: dict[object, Weight] = {
         variable: constant(value)
@@ -136,7 +138,7 @@ def _walk_equation(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in one equation; return its outputs, with None for those with data."""
+    """Record the uses in one equation. Return its outputs, with None as in `_walk`."""
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
     if is_inlined(equation, weights):
@@ -164,20 +166,20 @@ def _walk_equation(
 
 
 def is_inlined(equation: Equation, weights: Sequence[object]) -> bool:
-    """Tell whether to walk into a call as if it were inlined, since it may return weights.
+    """Return whether to treat a call as inlined, because it may return weights.
 
-    `weights` are the operands, with None for those that depend on data.
+    `weights` are the operands, with None for operands that depend on data.
     """
     is_call = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
     return is_call and (not weights or any(item is not None for item in weights))
 
 
 def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
-    """Tell whether all operands are weights, so that the outputs are weights too.
+    """Return whether all operands are weights, so that the outputs are weights too.
 
-    `weights` are the operands, with None for those that depend on data. Equations with a
-    `custom_vjp` are excluded, because it need not be linear in its cotangent. The gradient of a
-    weight that is used twice is then not the sum of the gradients of its uses, so automatic
+    `weights` are the operands, with None for operands that depend on data. Equations with a
+    `custom_vjp` are excluded, because a custom backward pass need not be linear in its cotangent.
+    If the output is used twice, its gradient is then not the sum over the two uses: automatic
     differentiation has to add the cotangents first.
     """
     is_pure = not equation.effects and not has_custom_backward(equation)
@@ -187,7 +189,10 @@ def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
 def _use(
     equation: Equation, weights: Sequence[Weight | None], loops: tuple[Loop, ...]
 ) -> Use | None:
-    """Return the use if exactly one operand depends on parameters and a rule applies."""
+    """Return the use in an equation, or None if no rule applies.
+
+    A rule applies only if exactly one operand depends on parameters.
+    """
     places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
     rule = RULES.get(equation.primitive.name)
     if rule is None or len(places) != 1:
@@ -200,7 +205,10 @@ def _use(
 
 
 def _has_real_factors(equation: Equation, place: int, rule: Rule) -> bool:
-    """Tell whether all factors have entries, and all of these are real floating-point numbers."""
+    """Return whether no array is empty, and all are real floating-point arrays.
+
+    The arrays are both operands and the output. Indices of a one-hot rule may be integers.
+    """
     avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.invars]
     weight, other = avals[place], avals[1 - place]
     output = cast("jax.ShapeDtypeStruct", equation.outvars[0].aval)
@@ -210,7 +218,7 @@ def _has_real_factors(equation: Equation, place: int, rule: Rule) -> bool:
 
 
 def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
-    """Return the parts of a concatenated weight if the rule's factors can be cut accordingly."""
+    """Return the pieces of a concatenated weight, or the whole weight if the rule cannot cut it."""
     if not weight.pieces or rule is not MATMUL:
         return (Piece(weight, matrix),)
     pieces, start = [], 0
@@ -232,7 +240,7 @@ def scan_parts(
 
 
 def carried_unchanged(equation: Equation) -> list[bool]:
-    """Tell for each carry of a scan whether every iteration returns it unchanged."""
+    """Return for each carry of a scan whether every iteration returns the carry unchanged."""
     jaxpr = equation.params["jaxpr"].jaxpr
     _, carry, _ = scan_parts(equation, jaxpr.invars)
     return [a is b for a, b in zip(carry, jaxpr.outvars[: len(carry)], strict=True)]
@@ -247,8 +255,8 @@ def _walk_scan(
 ) -> list[Weight | None]:
     """Record the uses of weights that a scan closes over, slices, or carries unchanged.
 
-    A carry that changes is data, even where an iteration puts a weight into it. Both its first
-    value and the values that iterations return then count as used without a rule.
+    A carry that changes is data, even if an iteration puts a weight into it. Weights in its first
+    value, or in the values that iterations return, count as used without a rule.
     """
     loop = Loop(len(loops), equation.params["length"])
     consts, carry, slices = scan_parts(equation, weights)

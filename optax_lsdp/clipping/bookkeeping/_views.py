@@ -1,8 +1,9 @@
-"""Describe weights: values that depend on parameters alone, and the entries they consist of.
+"""Describe weights, which depend only on parameters and constants, and views of parameters.
 
-A weight is any value that the loss computes from parameters and constants without an example. If
-it consists of entries of one parameter, as a transpose or a slice does, its view describes them by
-sizes and strides. Views show whether two uses of a parameter touch the same entries.
+A weight is any value that the loss computes from parameters and constants without an example. If a
+weight consists of entries of one parameter, as a transpose or a slice does, its *view* describes
+these entries by sizes and strides. Views show whether two uses of a parameter touch the same
+entries.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ Axis = tuple[int, int]  # size, stride
 
 
 class View(NamedTuple):
-    """Entries of a flat parameter: (i, j, …) is entry offset + i·stride₀ + j·stride₁ + …."""
+    """Entries of a flat parameter: index (i, j, …) is entry offset + i·stride₀ + j·stride₁ + …."""
 
     axes: tuple[Axis, ...]
     offset: int = 0
@@ -36,12 +37,12 @@ def whole(shape: Sequence[int]) -> View:
 
 
 def transposed(view: View, order: Sequence[int]) -> View:
-    """Return the view with its axes in another order."""
+    """Return the view with its axes in the order `order`."""
     return View(tuple(view.axes[axis] for axis in order), view.offset)
 
 
 def reshaped(view: View, shape: Sequence[int]) -> View | None:
-    """Return the view in another shape, or None if strides cannot describe it."""
+    """Return the view reshaped to `shape`, or None if strides cannot describe the result."""
     axes: list[Axis] = []
     left = merged(view.axes)
     if 0 in shape:
@@ -60,7 +61,7 @@ def reshaped(view: View, shape: Sequence[int]) -> View | None:
 
 
 def merged(axes: Sequence[Axis]) -> list[Axis]:
-    """Return the axes without those of size 1, and merge neighbours that form one longer axis."""
+    """Drop axes of size 1, and merge neighbouring axes that form one longer axis."""
     result: list[Axis] = []
     for size, stride in axes:
         if size == 1:
@@ -73,9 +74,10 @@ def merged(axes: Sequence[Axis]) -> list[Axis]:
 
 
 def view_after(equation: Equation, view: View) -> View | None:
-    """Return the view of an equation's output, given that of its input, or None if it has none.
+    """Return the view of an equation's output, where `view` is the view of its input.
 
-    Equations that repeat entries have none: mapping a gradient back through them changes its norm.
+    Return None if the output is not known to be a view. Outputs that repeat entries are no views,
+    because mapping a gradient back through the repetition would change the gradient's norm.
     """
     name, params, (axes, offset) = equation.primitive.name, equation.params, view
     if name in ("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"):
@@ -103,7 +105,7 @@ def view_after(equation: Equation, view: View) -> View | None:
 
 
 def are_disjoint(a: View, b: View) -> bool:
-    """Tell whether two views certainly share no entry."""
+    """Return whether two views certainly share no entry. False means that they may share one."""
     first, second = (_extent(view) for view in (a, b))
     if first[1] < second[0] or second[1] < first[0]:
         return True
@@ -121,7 +123,7 @@ def _extent(view: View) -> tuple[int, int]:
 
 
 def _can_reach(distance: int, steps: Sequence[tuple[int, int, int]]) -> bool:
-    """Tell whether distance = Σ kⱼ·strideⱼ may hold, for steps (stride, least k, most k)."""
+    """Return whether distance = Σ kⱼ·strideⱼ may hold, for steps (stride, least k, most k)."""
     if not steps:
         return distance == 0
     (stride, least, most), rest = steps[0], steps[1:]
@@ -135,23 +137,24 @@ Builder = Callable[[Sequence[jax.Array], dict[int, list[jax.Array]]], PyTree]
 
 
 class Loop(NamedTuple):
-    """A scan around an equation: how many scans surround it, and its number of iterations."""
+    """A scan: how many other scans surround it, and how many iterations it has."""
 
     depth: int
     length: int
 
 
 class Weight(NamedTuple):
-    """A value that is computed from parameters and constants alone.
+    """A value that is computed only from parameters and constants.
 
     Attributes:
-        leaves: the parameter leaves that it depends on; none for a constant.
+        leaves: the indices of the leaves that the value depends on; empty for a constant.
         build: (leaves, cache of values) → the value. Each scan that slices the weight adds a
             leading axis, the outermost scan first.
-        view: its entries, if it is a view of one leaf.
-        show: leaf → the value, in the leaf's own dtype; only if `view` is known.
-        sliced: the scans that slice it: the depth of each, and the axis of the leaf that it slices.
-        pieces: the weights that were concatenated along `axis` to make it, if all are views.
+        view: the entries of the leaf that the value consists of, or None if it is not a view.
+        show: leaf → the value, in the dtype of the leaf; meaningless if `view` is None.
+        sliced: for each scan that slices the weight, the depth of the scan and the axis of the leaf
+            that the scan slices.
+        pieces: if the value is a concatenation of views along `axis`, their weights; else empty.
         axis: see `pieces`.
     """
 
@@ -229,7 +232,7 @@ def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
 
 
 def slice_of(weight: Weight, loop: Loop) -> Weight:
-    """Return what one iteration of a scan sees of a weight that the scan slices."""
+    """Return the slice of a weight that one iteration of a scan sees."""
     view, axis = None, (loop.length, 0)
     if weight.view is not None:
         axis, *inner = weight.view.axes

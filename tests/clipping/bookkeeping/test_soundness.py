@@ -150,7 +150,7 @@ def test_losses_that_mix_examples_or_send_them_out_are_refused():
 
     for engine in ("bookkeeping", "vmap"):
         for loss in (lambda w, x: jnp.vdot(w, mixing(x)), printing, calling):
-            with pytest.raises(ValueError, match="must keep each example to itself"):
+            with pytest.raises(ValueError, match="must neither mix nor reveal examples"):
                 lsdp.clipped_grad(loss, clip_norm=1.0, engine=engine)(jnp.ones(3), jnp.ones((2, 3)))
 
 
