@@ -266,7 +266,7 @@ def test_text_in_a_batch_is_refused():
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda p, e: (loss(p, e), e), "must return the loss alone, got a tuple of 2; aux.* of"),
+        (lambda p, e: (loss(p, e), e), "must return only the loss, got a tuple of 2; drop aux"),
         (lambda p, e: p["w"][0], r"must return a scalar for one example, got shape \(3,\)"),
         (lambda p, e: None, "must return the loss, a real floating-point scalar, got NoneType"),
     ],

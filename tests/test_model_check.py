@@ -250,7 +250,7 @@ def test_every_example_is_checked_and_its_effect_on_training_is_reported(place):
     private, total = value_and_clipped_grad(w, (x[place, None], labels[place, None]))
     assert np.isnan(private.values[0]) and np.linalg.norm(total.value) > 0.099
     report = lsdp.check_model(of_labels, w, (x, labels))
-    assert f"is not finite for 1 of 37 examples, first at index {place}; the gr" in str(report)
+    assert f"is not finite for 1 of 37 examples, first at index {place}: their gr" in str(report)
     assert "finite, and still train the model" in str(report)
     assert "contribute nothing" not in str(report)
 

@@ -1,8 +1,7 @@
 """The privacy analysis of each sampling scheme, and of several phases together.
 
-`analyse` returns the dominating pairs of one phase, that is, of a `SampledGaussian`.
-`PrivacyProfile` composes the pairs of all phases and answers questions about δ(ε). To add a
-sampling scheme, add its analysis to `_AMPLIFIED`.
+`analyse` returns the dominating pairs of one phase. `PrivacyProfile` composes the pairs of all
+phases and computes δ(ε). To add a sampling scheme, add its analysis to `_AMPLIFIED`.
 """
 
 import dataclasses
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
 # Beyond these limits the analysis ignores sampling, or assumes less noise or a higher rate.
 _LARGEST_SHIFT = 12.0  # standard deviations of the noise by which one example moves the sum
 _LARGEST_DATASET = 10**12  # above this size, rounding hides how often batches are truncated
-_MOST_NOISE, _LEAST_RATE = 1e7, 1e-12
-_MOST_RATE = 1 - 1e-9
+_MOST_NOISE, _LEAST_RATE, _MOST_RATE = 1e7, 1e-12, 1 - 1e-9
 _MOST_MEMBERS = 500  # members of a group in one batch
 _MOST_MISSING = 1e-3  # probability of drawing more members than the pair models
 _LARGEST_MU = 4.0  # μ of one Gaussian mechanism on the lattice
@@ -266,8 +264,7 @@ class PrivacyProfile:
         upper: for each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if
             all phases are Gaussian mechanisms.
         mu_lower, lower: the same for lower bounds. If `upper` is empty, so is `lower`.
-        group_size: the size of groups that `analyse` does not handle, otherwise 1. A bound that
-            holds for every mechanism covers such groups.
+        group_size: the size of groups that only the bound for all mechanisms covers, otherwise 1.
         mu_unamplified: μ without any gain from sampling. No answer exceeds the ε or δ of this μ.
     """
 
@@ -287,8 +284,8 @@ class PrivacyProfile:
         mu_unamplified: float,
     ) -> Self:
         """Return the profile of phases, from their analyses for upper and for lower bounds."""
-        mu = math.hypot(*(one.mu for one in upper if one.mu is not None)) * (1 + 1e-15)
-        mu = min(mu, mu_unamplified)
+        mu = math.hypot(*(one.mu for one in upper if one.mu is not None))
+        mu = min(mu * (1 + 1e-15), mu_unamplified)
         mu_lower = math.hypot(*(one.mu for one in lower if one.mu is not None and one.lower))
         most = _cases([(one.upper, one.steps) for one in upper if one.mu is None])
         least = _cases([(one.lower, one.steps) for one in lower if one.mu is None and one.lower])

@@ -1,11 +1,10 @@
-"""Samplers, which decide which examples are in the batch of a step.
+"""Samplers: they choose the examples in the batch of each step.
 
-A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
-in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
-Threefry with a key per step. The cost grows with the batch, not with the dataset. A Poisson sampler
-draws 64 random bits and looks up the size of the batch in a table of cumulative probabilities. It
-then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The
-relative error of an example's sampling rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step. Any host can draw the batch of any step, in NumPy or
+inside `jax.jit`, and gets the same bits. The cost grows with the batch, not with the dataset. A
+Poisson sampler draws the size of the batch from a table of cumulative probabilities. It then draws
+this many different indices ⌊n·u⌋, with 64 random bits for u. The relative error of an example's
+sampling rate is at most n·2⁻⁶⁴.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ _DENSE = 4  # subsets with room for more than n/4 examples come from a permutati
 class Batch(NamedTuple):
     """The batch of a step: the examples `indices[mask]`, followed by padding.
 
-    Pass the examples and the mask to the gradient: `clipped_grad(...)(params, data[batch.indices],
-    batch.mask)`. Without the mask, padding counts as examples, and the true ε is larger than the
-    accountant's ε.
+    Pass the mask to the gradient. Without the mask, padding counts as examples, and the true ε is
+    larger than the accountant's ε.
 
     Attributes:
         indices: (size,) int32. Padding consists of indices that the step did not draw. No index
