@@ -25,7 +25,7 @@ def test_every_example_is_looked_at_and_told_what_becomes_of_it(place):
     )
     assert jnp.isnan(private.values[0]) and jnp.linalg.norm(total.value) > 0.099
     report = lsdp.check_model(of_labels, w, (x, labels))
-    assert f"is not finite for 1 of 37 examples, first at index {place}; the gr" in str(report)
+    assert f"is not finite for 1 of 37 examples, first at index {place}: their gr" in str(report)
     assert "finite, and still train the model" in str(report)
     assert "contribute nothing" not in str(report)
 
