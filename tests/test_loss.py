@@ -238,7 +238,7 @@ def test_a_model_that_was_filtered_is_put_together_again(use):
 def test_a_loss_of_no_parameter_is_refused():
     """Such as one that closes over its model: noise alone would move the parameters."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="`loss_fn` must depend on `params`, got one that uses no"):
+    with pytest.raises(ValueError, match="`loss_fn` must depend on `params`, got a function"):
         by_fit(lambda params, e: cross_entropy(model(e[0]), e[1]), nnx.state(model), BATCH)
 
 
@@ -256,7 +256,7 @@ def test_text_is_no_batch():
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (lambda p, e: (loss(p, e), e), "must return the loss alone, got a tuple of 2; aux of"),
+        (lambda p, e: (loss(p, e), e), "must return only the loss, got a tuple of 2; drop aux"),
         (lambda p, e: p["w"][0], r"must return a scalar for one example, got shape \(3,\)"),
         (lambda p, e: None, "must return the loss, a real floating-point scalar, got NoneType"),
     ],

@@ -72,7 +72,7 @@ class PoissonSampler:
     The number of examples in a batch is random, but the length of the batch's arrays is fixed. If a
     batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
     subset of this size. `overflow_probability` is the probability of a truncation in one step. The
-    accountant must include truncation: pass `max_batch_size` and `dataset_size` to
+    accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
     `accounting.SampledGaussian`, or use a `PrivacyPlan`.
 
     Args:
