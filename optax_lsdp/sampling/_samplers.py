@@ -35,9 +35,8 @@ _DENSE = 4  # subsets with room for more than n/4 examples come from a permutati
 class Batch(NamedTuple):
     """The batch of a step: the examples `indices[mask]`, followed by padding.
 
-    Pass the examples and the mask to the gradient: `clipped_grad(...)(params, data[batch.indices],
-    batch.mask)`. Without the mask, padding counts as examples, and the true ε is larger than the
-    accountant's ε.
+    Use both in the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
+    the mask, padding counts as examples, and the true ε is larger than the accountant's.
 
     Attributes:
         indices: (size,) int32. Padding consists of indices that the step did not draw. No index
@@ -128,9 +127,8 @@ class PoissonSampler:
         """Return ⌈2⁶⁴ P[K ≤ k]⌉ for batch size K and all k < room, as high and low 32-bit words."""
         k = np.arange(self.max_batch_size)
         below = binom.cdf(k, self.dataset_size, self.sampling_rate)
-        above = binom.sf(
-            k, self.dataset_size, self.sampling_rate
-        )  # precise where `below` is near 1
+        # `above` is precise where `below` is near 1.
+        above = binom.sf(k, self.dataset_size, self.sampling_rate)
         whole = [
             math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
             for a, b in zip(below, above, strict=True)
@@ -350,9 +348,8 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. The method draws more indices than needed and moves repeated
-        ones to the end. Too few different indices would be a deviation of twenty standard
-        deviations.
+        `size` must be at most bound/4. This method draws more indices than needed and moves
+        repeated ones to the end. Too few would be a deviation of twenty standard deviations.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)
