@@ -248,7 +248,7 @@ def test_a_filtered_model_that_was_not_combined_is_explained(use):
 def test_a_loss_that_uses_no_parameter_is_refused():
     """It may close over its model; then only noise would change the parameters."""
     model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"`loss_fn` must depend on `params`, got .* uses no"):
+    with pytest.raises(ValueError, match="`loss_fn` must depend on `params`, got a function"):
         by_fit(lambda params, e: cross_entropy(model(e[0]), e[1]), nnx.state(model), BATCH)
 
 

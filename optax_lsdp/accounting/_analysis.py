@@ -50,8 +50,7 @@ _MOST_NOISE, _LEAST_RATE, _MOST_RATE = 1e7, 1e-12, 1 - 1e-9
 _MOST_MEMBERS = 500  # members of a group in one batch
 _MOST_MISSING = 1e-3  # probability of drawing more members than the pair models
 _LARGEST_MU = 4.0  # μ of one Gaussian mechanism on the lattice
-_LARGEST_DELTA = 0.9
-_LEAST_TRUNCATED = 1e-300  # replaces a probability of zero
+_LARGEST_DELTA, _LEAST_TRUNCATED = 0.9, 1e-300  # the latter replaces a probability of zero
 _PROFILE = 400  # number of ε at which δ(ε) is computed for a trade-off curve
 
 T = TypeVar("T")
@@ -283,7 +282,7 @@ class PrivacyProfile:
         group_size: int,
         mu_unamplified: float,
     ) -> Self:
-        """Return the profile of phases, from their analyses for upper and for lower bounds."""
+        """Return the profile of phases from their analyses."""
         mu = math.hypot(*(one.mu for one in upper if one.mu is not None))
         mu = min(mu * (1 + 1e-15), mu_unamplified)
         mu_lower = math.hypot(*(one.mu for one in lower if one.mu is not None and one.lower))

@@ -95,7 +95,10 @@ class Budget:
         return (ledger + self.event(step)).epsilon(self.delta) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, added to the steps in the ledger."""
+        """Return ε after each planned step from `step` on.
+
+        A run takes these steps after the steps in the ledger, which count too.
+        """
         _check_ledger(ledger)
         if ledger.steps == step and self._follows_plan(ledger):
             return np.minimum(self._curve[step:], self.epsilon)
@@ -194,8 +197,8 @@ def noise_and_epsilon(
     if epsilon is not None and spent > epsilon:
         raise ValueError(
             f"`epsilon` must be at least {spent:.6g}, the ε of {steps} steps with "
-            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; pass only one of the two, "
-            "and the plan computes the other."
+            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; pass only `epsilon` or only "
+            "`noise_multiplier`, and the plan computes the other."
         )
     return noise_multiplier, spent if epsilon is None else epsilon
 

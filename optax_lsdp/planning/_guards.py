@@ -78,7 +78,7 @@ def limit_steps(
         is_traced = isinstance(is_planned, jax.core.Tracer)
         if not (is_traced or is_planned):
             raise ValueError(
-                f"`state` must have taken less than {steps} steps, the number of planned steps, "
+                f"`state` must have taken fewer than {steps} steps, the number of planned steps, "
                 f"got {taken} steps; make a plan for more steps and start again."
             )
 

@@ -56,8 +56,8 @@ class PrivacyPlan:
 
     Pass `steps` or `epochs`, but not both. Pass `epsilon`, and the plan computes the smallest noise
     multiplier that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε.
-    Pass both if the budget shall be larger than the planned steps need. The rest of the budget then
-    pays for steps that a restarted run repeats.
+    Pass both `epsilon` and `noise_multiplier` for a budget that is larger than the planned steps
+    need. The rest of the budget then pays for steps that a restarted run repeats.
 
     Plans are immutable. To change a setting, make a new plan. Do not use `dataclasses.replace`,
     which would keep the noise multiplier that was computed for the old setting.
@@ -130,7 +130,7 @@ class PrivacyPlan:
             )
         self._set("steps", _number_of_steps(self))
         self._set("epochs", None)
-        for name, value in vars(self).items():  # subclasses become int and float
+        for name, value in vars(self).items():  # convert subclasses of int and float
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
         step = SampledGaussian(
@@ -297,7 +297,10 @@ class PrivacyPlan:
         return self.budget.allows(ledger, step)
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, added to the steps in the ledger."""
+        """Return ε after each planned step from `step` on.
+
+        A run takes these steps after the steps in the ledger, which count too.
+        """
         return self.budget.epsilons(ledger, step)
 
     def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:

@@ -1,10 +1,11 @@
-"""Samplers: they choose the examples in the batch of each step.
+"""Samplers, which decide which examples are in the batch of a step.
 
-A batch depends only on the key and the step. Any host can draw the batch of any step, in NumPy or
-inside `jax.jit`, and gets the same bits. The cost grows with the batch, not with the dataset. A
-Poisson sampler draws the size of the batch from a table of cumulative probabilities. It then draws
-this many different indices ⌊n·u⌋, with 64 random bits for u. The relative error of an example's
-sampling rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
+in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
+Threefry with a key per step. The cost grows with the batch, not with the dataset. A Poisson sampler
+draws 64 random bits and looks up the size of the batch in a table of cumulative probabilities. It
+then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The
+relative error of an example's sampling rate is at most n·2⁻⁶⁴.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _DENSE = 4  # subsets with room for more than n/4 examples come from a permutati
 class Batch(NamedTuple):
     """The batch of a step: the examples `indices[mask]`, followed by padding.
 
-    Pass the mask to the gradient. Without the mask, padding counts as examples, and the true ε is
-    larger than the accountant's ε.
+    Use both in the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
+    the mask, padding counts as examples, and the true ε is larger than the accountant's.
 
     Attributes:
         indices: (size,) int32. Padding consists of indices that the step did not draw. No index
@@ -70,7 +71,7 @@ class PoissonSampler:
     The number of examples in a batch is random, but the length of the batch's arrays is fixed. If a
     batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
     subset of this size. `overflow_probability` is the probability of a truncation in one step. The
-    accountant must include truncation: pass `max_batch_size` and `dataset_size` to
+    accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
     `accounting.SampledGaussian`, or use a `PrivacyPlan`.
 
     Args:
@@ -126,9 +127,8 @@ class PoissonSampler:
         """Return ⌈2⁶⁴ P[K ≤ k]⌉ for batch size K and all k < room, as high and low 32-bit words."""
         k = np.arange(self.max_batch_size)
         below = binom.cdf(k, self.dataset_size, self.sampling_rate)
-        above = binom.sf(
-            k, self.dataset_size, self.sampling_rate
-        )  # precise where `below` is near 1
+        # `above` is precise where `below` is near 1.
+        above = binom.sf(k, self.dataset_size, self.sampling_rate)
         whole = [
             math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
             for a, b in zip(below, above, strict=True)
@@ -348,9 +348,8 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. The method draws more indices than needed and moves repeated
-        ones to the end. Too few different indices would be a deviation of twenty standard
-        deviations.
+        `size` must be at most bound/4. This method draws more indices than needed and moves
+        repeated ones to the end. Too few would be a deviation of twenty standard deviations.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)

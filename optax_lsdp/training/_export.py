@@ -33,7 +33,7 @@ _READ_HEADER = {
 
 
 def export_params(path: Path | str, params: optax.Params) -> None:
-    """Write parameters to an .npz file for release. It contains no keys or optimizer state.
+    """Write parameters to an .npz file for release. The file has no keys or optimizer state.
 
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:
@@ -87,7 +87,7 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 
 
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
-    """Return the parameters in a file of `export_params`, as a tree with the dtypes of `like`.
+    """Return the parameters in a file of `export_params`, with structure and dtypes of `like`.
 
     Args:
         path: the file, as passed to `export_params`.
@@ -168,7 +168,7 @@ class _Unread(NamedTuple):
 
 
 def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray | _Unread]:
-    """Return the arrays of a file that have the wanted `shapes`. Do not read other arrays.
+    """Return the arrays of a file. For arrays that do not match `shapes`, return only the shape.
 
     So a malicious file cannot use more memory than the wanted arrays need, neither with a wrong
     header nor with compressed content.

@@ -30,7 +30,7 @@ from optax_lsdp.training._files import cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
-FIRST_NONCE = "first"  # until a restart, so that the run's key determines the noise
+FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key determines the noise
 
 
 class Journal:
@@ -85,8 +85,8 @@ class Journal:
 
     def restart(self, fingerprint: dict[str, str], step: int) -> None:
         """Draw a new nonce for a run that starts or restarts at `step`, and record it."""
-        # Before the first step, nobody has seen any noise, so a fixed nonce is safe. After it, the
-        # new nonce must be random, so that nobody can predict the new noise.
+        # Before the first step, nobody has seen any noise, so a fixed nonce is safe. Later, a
+        # nonce must be random, so that nobody can predict the new noise.
         nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
         self._seen[nonce], self._digests = range(step, step), {}
         self._fingerprint = fingerprint

@@ -68,7 +68,7 @@ def test_steps_beyond_the_plan_return_zero_updates_or_raise():
     moves = run(jax.jit(tx.update), 5)
     assert (moves[:3] != 0).all() and (moves[3:] == 0).all()
     np.testing.assert_allclose(run(tx.update, 3), moves[:3], rtol=1e-5)
-    with pytest.raises(ValueError, match="less than 3 steps, the number of planned steps"):
+    with pytest.raises(ValueError, match="fewer than 3 steps, the number of planned steps"):
         run(tx.update, 4)
 
 

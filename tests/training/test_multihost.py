@@ -31,7 +31,7 @@ from tests.training.problem import (
     reference,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:The run in this folder was made with other")
+pytestmark = pytest.mark.filterwarnings("ignore:The run in this folder was made with different")
 
 ROOT = Path(__file__).parents[2]
 KINDS = [AxisType.Auto, AxisType.Explicit]
