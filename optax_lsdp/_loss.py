@@ -5,7 +5,7 @@ A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, 
 
 If a loss fails, this module traces other calls that the author may have intended: with a batch
 instead of one example, with the parts of the example as arguments, and so on. If one of these calls
-works, it explains the failure.
+works, the error message suggests that call.
 """
 
 from __future__ import annotations

@@ -211,7 +211,8 @@ class TiltedSum(NamedTuple):
 
     There is one sum for each row of `counts` in `convolve`. Arrays have one row for each sum and,
     if they depend on the frequency, one column for each frequency. φⱼ is the j-th Fourier
-    coefficient of the tilted masses of one step, and T is how often the step is taken.
+    coefficient of the tilted masses of one kind of step, which is taken T times. Π and Σ run over
+    the kinds of steps.
 
     Attributes:
         mesh: h, the spacing of the lattice.
@@ -219,8 +220,9 @@ class TiltedSum(NamedTuple):
         size: N, the length of the FFT. Losses that differ by N·h are not distinguished.
         log_scale: Σ T·K(θ). The mass of P at loss s is the tilted mass times e^(log_scale − θs).
         frequencies: the whole numbers j of the coefficients that are kept.
-        gaps: Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, where r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
-        ends: Π φⱼ^T/((1 − r′)N).
+        gaps: the coefficients of δ(ε) at lattice points: Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, where
+            r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
+        ends: the coefficients of its correction between lattice points: Π φⱼ^T/((1 − r′)N).
         noise: a bound on the error of a sum over all frequencies.
         growth: a bound on the logarithm of the factor by which rounding may have changed masses.
         infinite: the mass of P at an infinite loss.

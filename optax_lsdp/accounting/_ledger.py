@@ -173,9 +173,9 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
         return np.zeros(0)
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
         raise ValueError(
-            f"`group_size` must be 1 for a curve, got {kinds[0].group_size!r}, because only the "
-            "general bound covers these groups; call `epsilon` of a ledger that ends at the step "
-            "of interest."
+            "`group_size` must be 1 to compute ε after every step of these phases, got "
+            f"{kinds[0].group_size!r}; call `epsilon` on a ledger that ends at the step that you "
+            "are interested in."
         )
     knots = _knots(total)
     counts = _counts(phases, kinds, knots)

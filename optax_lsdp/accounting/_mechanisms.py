@@ -146,13 +146,13 @@ class DiscreteGaussian:
 
     In any dimension, each step satisfies ρ-zero-concentrated differential privacy with
     ρ = 1/(2z²), just as with continuous noise. T steps together have ρ = T/(2z²). With
-    "replace_one", ρ is four times as large. Then ε = min over α > 1 of
+    "replace_one", ρ is four times as large. For any ρ, ε = min over α > 1 of
     αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound. This ε is somewhat larger than
     the ε of continuous noise, which has an exact analysis.
 
     Args:
-        noise_multiplier: z, the scale of the noise, divided by the largest norm that one example
-            can contribute.
+        noise_multiplier: z. It is the scale of the noise divided by the largest norm that one
+            example can contribute.
         steps: T, the number of noisy sums that are released.
         sampling: must be "full". The accountant has no analysis of discrete noise with sampling.
         neighbouring: the neighbouring relation; see `SampledGaussian`. The dataset's size is

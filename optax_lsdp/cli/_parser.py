@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, error: ValueError) -> NoReturn:
-        """Print an error with the names of options in place of arguments, and exit."""
+        """Print an error and exit; `noise_multiplier` becomes `--noise-multiplier`, and so on."""
         self.error(in_options(str(error)))
 
 

@@ -45,7 +45,10 @@ _REMEDY = (
 
 
 def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
-    """Yield one sentence that names the mixing layer if any of the random splits shows mixing."""
+    """Split the batch at random several times. If a split shows mixing, yield one sentence.
+
+    The sentence names the layer in which examples influence each other.
+    """
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))

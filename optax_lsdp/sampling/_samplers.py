@@ -359,7 +359,7 @@ class RandomBits:
         return repeated[self.xp.argsort(~first, stable=True)]
 
     def permutation(self, size: int) -> Array:
-        """Return all indices below `size` in random order, by sorting 64 random bits for each."""
+        """Return all indices below `size`, sorted by a random 64-bit number for each index."""
         return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
 
 

@@ -121,9 +121,9 @@ def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> L
     unnamed = (shard.varying or frozenset()) - set(shard.named)
     if unnamed:
         raise ValueError(
-            "`updates` must be whole inside shard_map, got a shard over "
-            f"{', '.join(sorted(unnamed))} at {path!r}; sum it with jax.lax.psum, or name in "
-            "`shard_specs` the mesh axes that split it."
+            "`updates` must not be split inside shard_map, got a shard over "
+            f"{', '.join(sorted(unnamed))} at {path!r}; sum the leaf with jax.lax.psum, or pass "
+            "`shard_specs` that name the mesh axes over which it is split."
         )
     shape = list(array.shape)
     for axis, entry in enumerate(spec):

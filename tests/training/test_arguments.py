@@ -244,7 +244,9 @@ def test_a_loss_gets_its_key_by_position_or_by_name():
 def test_labels_are_not_a_third_argument():
     with pytest.raises(TypeError) as caught:
         fit(SHORT, (DATA["x"], DATA["y"]), loss_fn=lambda params, x, y: params["bias"] @ x)
-    assert any("third argument of `loss_fn` is a key" in note for note in caught.value.__notes__)
+    assert any(
+        "third argument of `loss_fn` is a random key" in note for note in caught.value.__notes__
+    )
 
 
 def test_an_example_may_keep_its_batch_axis():

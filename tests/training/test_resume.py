@@ -51,7 +51,9 @@ def last_checkpoint(folder):
 @pytest.mark.parametrize("kills", [3, *slow(20)])
 def test_a_run_that_is_killed_or_cannot_write_ends_like_an_uninterrupted_one(kills, tmp_path):
     script = [sys.executable, str(ROOT / "tests/training/problem.py"), str(tmp_path), str(kills)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # Without a cache: runs must agree to the bit although each process compiles them again.
+    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = {**os.environ, **uncached, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     message = f"`folder` must accept journal and checkpoints.*{os.strerror(errno.EFBIG)}"

@@ -72,7 +72,10 @@ def _inner(u: jax.Array, v: jax.Array) -> tuple[jax.Array, int]:
 
 
 def _squares(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row‖² of every row, (n, blocks, rows), and how many roundings each contains."""
+    """Return the squared norm of every row, and the number of roundings behind each of them.
+
+    The squared norms have the shape (n, blocks, rows).
+    """
     if _is_one_hot(rows):
         return (rows >= 0).astype(jnp.float32), 0
     flat = rows.reshape(math.prod(rows.shape[:-1]), rows.shape[-1])

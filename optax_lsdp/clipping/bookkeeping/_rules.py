@@ -50,10 +50,10 @@ class Matrix(NamedTuple):
         return tuple(math.prod(self.split[axis] for axis in axes) for axes in self.axes)
 
     def views(self, weight: View) -> list[View] | None:
-        """Return the views of blocks, inputs and outputs, or None if strides cannot describe them.
+        """Return three views: of the blocks, of the inputs and of the outputs.
 
-        Args:
-            weight: the entries of the parameter that the weight consists of.
+        `weight` says which entries of the parameter make up the weight. Return None if strides
+        cannot describe one of the views.
         """
         parts = reshaped(weight, self.split)
         return None if parts is None else [transposed(parts, axes) for axes in self.axes]

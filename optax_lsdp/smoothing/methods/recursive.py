@@ -86,7 +86,7 @@ class Rows(NamedTuple):
 
     Attributes:
         values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
-        carries: the carries of each block from the other blocks of its row: (rows, blocks).
+        carries: (rows, blocks), what enters each block from the other blocks of the same row.
         ends: the first and last entry of each row, smoothed as if zeros surrounded the row.
         sizes: the number of entries per row: one number for all rows, or one for each row.
         kernel: the kernel that filters the rows.
