@@ -146,7 +146,7 @@ def altered(**changes):
             lambda: Ledger(
                 [SampledGaussian(1.0, 0.1, 1, neighbouring="replace_one").group(2)]
             ).epsilons(1e-5),
-            "`group_size` must be 1 for a curve",
+            "`group_size` must be 1 to compute ε after every step",
         ),
     ],
 )

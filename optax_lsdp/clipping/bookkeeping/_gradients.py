@@ -1,8 +1,8 @@
 """Compute the factors, the gradients or the clipped sum of one leaf from a backward pass.
 
 The backward pass records the operand and the cotangent of each use. The rules turn them into the
-factors of a gradient: that of the weight in the use. This module also maps this gradient back to
-the leaf, through scans, views and concatenations.
+factors of the gradient with respect to the weight in the use. This module also maps this gradient
+back to the leaf, through scans, views and concatenations.
 """
 
 from __future__ import annotations
