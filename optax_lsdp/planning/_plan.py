@@ -255,9 +255,6 @@ class PrivacyPlan:
         if self.noise_schedule is not None:
             values = [self.noise_multiplier * value for value in self.noise_schedule.values]
             noise = Piecewise(self.noise_schedule.starts, tuple(values))
-        sharding: dict[str, PyTree] = {}
-        if shard_specs is not None or replicated_axes:
-            sharding = {"shard_specs": shard_specs, "replicated_axes": replicated_axes}
         private = privatize(
             optimizer,
             clip_norm=self.clip_norm,
@@ -265,7 +262,8 @@ class PrivacyPlan:
             expected_batch_size=self.expected_batch_size,
             smoothing=self.smoothing if smoothing is None else smoothing,
             key=self.derive_key(key, "noise"),
-            **sharding,
+            shard_specs=shard_specs,
+            replicated_axes=replicated_axes,
         )
         return limit_steps(private, self.steps)
 
