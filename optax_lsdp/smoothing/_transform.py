@@ -11,7 +11,7 @@ import optax
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole, is_number
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._mesh import check_shard_specs, read_shards
-from optax_lsdp._trees import path_name, wide_dtype
+from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
 from optax_lsdp.smoothing._layout import Layout, Scope, arrange_leaf, check_layout
@@ -110,12 +110,12 @@ def laplacian_smooth(
         **extra_args: object,
     ) -> tuple[optax.Updates, LaplacianSmoothState]:
         del params, extra_args
-        paths, structure = unmarked_leaves("laplacian_smooth", updates)
+        leaves, structure = unmarked_leaves("laplacian_smooth", updates)
         now = _checked(fixed(state.step)) if callable(fixed) else fixed
         state = LaplacianSmoothState(optax.safe_increment(state.step))
         if isinstance(now, float) and now == 0:
             return updates, state
-        results = [leaf for _, leaf in paths]
+        results = [leaf for _, leaf in leaves]
         shards = read_shards(shard_specs, results)
         if shard_specs is None and any(shard.varying is None for shard in shards):
             raise ValueError(
@@ -125,8 +125,8 @@ def laplacian_smooth(
             )
         arranged = {
             index: leaf
-            for index, ((path, array), shard) in enumerate(zip(paths, shards, strict=True))
-            if (leaf := arrange_leaf(layout, path_name(path), array, shard)) is not None
+            for index, ((name, array), shard) in enumerate(zip(leaves, shards, strict=True))
+            if (leaf := arrange_leaf(layout, name, array, shard)) is not None
         }
         if arranged:
             operator = Operator(now, boundary, order or 1)
