@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Boundary = Literal["periodic", "neumann"]
-BOUNDARIES = ("periodic", "neumann")
+from optax_lsdp.smoothing._spectrum import Boundary
+
 LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
 
 

@@ -15,6 +15,8 @@ import numpy as np
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole
 
+Boundary = Literal["periodic", "neumann"]
+BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", float, complex, np.ndarray)
 
 
@@ -82,11 +84,7 @@ def _roots(smoothing: float, order: int) -> np.ndarray:
 
 
 def grid_gamma(
-    smoothing: float,
-    sizes: Sequence[int],
-    *,
-    boundary: Literal["periodic", "neumann"] = "periodic",
-    order: int = 1,
+    smoothing: float, sizes: Sequence[int], *, boundary: Boundary = "periodic", order: int = 1
 ) -> float:
     """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
 
@@ -99,11 +97,7 @@ def grid_gamma(
 
 
 def grid_beta(
-    smoothing: float,
-    sizes: Sequence[int],
-    *,
-    boundary: Literal["periodic", "neumann"] = "periodic",
-    order: int = 1,
+    smoothing: float, sizes: Sequence[int], *, boundary: Boundary = "periodic", order: int = 1
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
@@ -134,7 +128,7 @@ def _grid_means(
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
-    check_choice("boundary", boundary, ("periodic", "neumann"))
+    check_choice("boundary", boundary, BOUNDARIES)
     if not len(sizes):
         raise ValueError(
             "`sizes` must name the size of at least one axis, got none; for a ring, pass (d,)."

@@ -15,12 +15,8 @@ from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
 from optax_lsdp.smoothing._layout import Layout, Scope, arrange_leaf, check_layout
-from optax_lsdp.smoothing._operator import (
-    BOUNDARIES,
-    LARGEST_SMOOTHING,
-    Boundary,
-    Operator,
-)
+from optax_lsdp.smoothing._operator import LARGEST_SMOOTHING, Operator
+from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary
 
 
 class LaplacianSmoothState(NamedTuple):

@@ -17,13 +17,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
 from optax_lsdp._mesh import axis_names, axis_size, manual_axes, vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
-from optax_lsdp.smoothing._operator import Boundary, Operator
+from optax_lsdp.smoothing._operator import Operator
+from optax_lsdp.smoothing._spectrum import Boundary
 from optax_lsdp.smoothing.methods.recursive import (
     CARRY_AT,
     Ends,
@@ -62,7 +64,7 @@ class Segments(NamedTuple):
         total: the number of segments of a row, on all devices.
         columns: if segments are stored as columns, the shape of the axes that index the columns;
             otherwise None.
-        order: the order of these axes that puts neighbouring segments next to each other.
+        order: the order of the axes of `columns` in which neighbouring segments are adjacent.
     """
 
     rows: int
@@ -73,25 +75,14 @@ class Segments(NamedTuple):
     columns: tuple[int, ...] | None
     order: tuple[int, ...]
 
-    def sort(self, values: jax.Array) -> jax.Array:
-        """Reorder one number per segment from the order of storage to the order of neighbours."""
-        if self.columns is None:
-            return values
-        return values.reshape(self.columns).transpose(self.order).reshape(-1)
-
-    def unsort(self, values: jax.Array) -> jax.Array:
-        """Undo `sort`."""
-        if self.columns is None:
-            return values
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        ordered = values.reshape([self.columns[axis] for axis in self.order])
-        return ordered.transpose(inverse).reshape(-1)
-
     def gather(self, values: jax.Array) -> jax.Array:
-        """Collect one number per segment from all devices: (rows · segments,) → (rows, total).
+        """Collect one number per segment from all devices, in the order of neighbours.
 
+        `values` is (segments on this device,) in the order of storage; the result is (rows, total).
         `psum` serves as the gather, because JAX knows that its result is equal on all devices.
         """
+        if self.columns is not None:
+            values = values.reshape(self.columns).transpose(self.order)
         shape, starts, names = self._offsets()
         if not names:
             return values.reshape(self.rows, -1)
@@ -101,10 +92,13 @@ class Segments(NamedTuple):
         return jax.lax.psum(own, names).reshape(self.rows, -1)
 
     def keep_own(self, values: jax.Array) -> jax.Array:
-        """Undo `gather`: keep the numbers of the segments on this device."""
+        """Undo `gather`: keep the numbers of this device's segments, in the order of storage."""
         shape, starts, _ = self._offsets()
-        values = values.reshape(shape)
-        return jax.lax.dynamic_slice(values, starts, (self.rows, *self.outer, 1)).reshape(-1)
+        own = jax.lax.dynamic_slice(values.reshape(shape), starts, (self.rows, *self.outer, 1))
+        if self.columns is not None:
+            ordered = own.reshape([self.columns[axis] for axis in self.order])
+            own = ordered.transpose(np.argsort(self.order))
+        return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
         """Return the shape of all segments, where this device's segments start, and mesh axes."""
@@ -136,14 +130,14 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
     """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
-    arrays = [leaf.array for leaf in leaves]
-    task = Task(tuple(leaf.arrangement for leaf in leaves), scope, operator.boundary)
+    arrays, arrangements, _, _ = zip(*leaves, strict=True)
+    task = Task(arrangements, scope, operator.boundary)
     smoothing = jnp.asarray(operator.smoothing, wide_dtype(*arrays))
     stated = [jax.typeof(array).sharding for array in arrays]
     explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
     if explicit:
         specs = tuple(sharding.spec for sharding in stated)
-        return _on_explicit_mesh(task, explicit[0].mesh, specs)(arrays, smoothing)
+        return _on_explicit_mesh(task, explicit[0].mesh, specs)(list(arrays), smoothing)
     return _on_automatic_mesh(task)(*arrays, smoothing)
 
 
@@ -166,46 +160,50 @@ def _smooth_segments(
 
     packs = []
     for members in groups.values():
-        dtype = wide[members[0]]
-        parts = [(arrays[i].astype(dtype), arrangements[i]) for i in members]
+        kernel = kernel_of(wide[members[0]])
+        chosen = [(arrays[i].astype(wide[i]), arrangements[i]) for i in members]
         if len(members) == 1:
-            packs.append(_one_leaf(members[0], *parts[0], specs[members[0]], kernel_of(dtype)))
+            packs.append(Pack(members, *_cut_rows(*chosen[0], specs[members[0]], kernel)))
         else:
-            vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in parts]
-            sizes = [x.size for x in vectors]
-            values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-            rows = prepare_rows(values, sizes, kernel_of(dtype), upright=False, copied=False)
-            packs.append(Pack(members, None, rows))
-
+            packs.append(Pack(members, None, _stack_rows(chosen, kernel)))
     if scope == "tree":
         sizes = [arrangement.grid[0] for arrangement in arrangements]
         carries = _carries_in_one_row(packs, sizes, boundary)
     else:
         carries = _carries_of_each_row(packs, boundary)
+
     results = dict[int, jax.Array]()
-    for pack, carry in zip(packs, carries, strict=True):
-        filtered = filter_rows(pack.rows, carry)
-        for place, index in enumerate(pack.members):
-            size, array = pack.rows.sizes[place], arrays[index]
-            if pack.rows.upright:
+    for (members, segments, rows), carry in zip(packs, carries, strict=True):
+        filtered = filter_rows(rows, carry)
+        for place, index in enumerate(members):
+            size, array = rows.sizes[place], arrays[index]
+            if rows.upright:
                 results[index] = filtered[:size].reshape(array.shape).astype(array.dtype)
-                continue
-            own = filtered[:, :size] if pack.segments else filtered[place : place + 1, :size]
-            results[index] = arrangements[index].restore(own, array).astype(array.dtype)
+            else:
+                own = filtered if segments else filtered[place : place + 1]
+                results[index] = arrangements[index].restore(own[:, :size], array)
     return [results[index] for index in range(len(arrays))]
 
 
-def _one_leaf(
-    index: int, array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
-) -> Pack:
-    """Return a pack of one leaf, with the leaf's segments as rows or as columns."""
+def _stack_rows(leaves: Sequence[tuple[jax.Array, Arrangement]], kernel: Kernel) -> Rows:
+    """Return whole leaves as rows of one array, each padded to the size of the largest."""
+    vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in leaves]
+    sizes = [x.size for x in vectors]
+    values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
+    return prepare_rows(values, sizes, kernel, upright=False, copied=False)
+
+
+def _cut_rows(
+    array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
+) -> tuple[Segments, Rows]:
+    """Return the segments of a leaf or shard, as rows or as columns."""
     segments = _cut(arrangement, array, spec)
     upright = segments.columns is not None
     shape = (segments.length, -1) if upright else (-1, segments.length)
     values = (array if upright else arrangement.transpose(array)).reshape(shape)
     copied = not upright and arrangement.order != tuple(sorted(arrangement.order))
     rows = prepare_rows(values, [segments.length], kernel, upright=upright, copied=copied)
-    return Pack([index], segments, rows)
+    return segments, rows
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
@@ -247,25 +245,21 @@ def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary)
 
 def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
     """Link the segments of a leaf over all devices; see `link_equal`."""
-    gathered = Ends(*(segments.gather(segments.sort(side)) for side in ends))
-    return link_equal(gathered, segments.length, kernel)
+    return link_equal(Ends(*map(segments.gather, ends)), segments.length, kernel)
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
     """Return the carries of this device's segments, from outside the row and from within it."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
-    total = add_outer_carry(outer, carries, places, kernel)
-    return Ends(*(segments.unsort(segments.keep_own(side)) for side in total))
+    return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 
 
 def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     """Return how the rows of a leaf, or of a shard, are cut into segments."""
     shape = arrangement.shape_of(array)
     local = tuple(shape[axis] for axis in arrangement.order)
-    names: list[tuple[str, ...]] = [()] * len(local)
-    if any(spec):
-        entries = [*spec, *[None] * (len(local) - len(spec))]
-        names = [axis_names(entries[axis]) for axis in arrangement.order]
+    entries = [*spec, *[None] * (len(local) - len(spec))] if any(spec) else [None] * len(local)
+    names = [axis_names(entries[axis]) for axis in arrangement.order]
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
@@ -297,12 +291,8 @@ def _on_explicit_mesh(
     task: Task, mesh: jax.sharding.AbstractMesh, specs: tuple[jax.P, ...]
 ) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
     """Return a function of arrays and σ, for arrays that are sharded as `specs` say."""
-
-    def smooth(arrays: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
-        return _smooth_segments(arrays, smoothing, specs, task)
-
     mapped = jax.shard_map(
-        smooth,
+        lambda arrays, smoothing: _smooth_segments(arrays, smoothing, specs, task),
         mesh=mesh,
         in_specs=(list(specs), jax.P()),
         out_specs=list(specs),
@@ -320,27 +310,24 @@ def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
     """
     count = len(task.arrangements)
 
-    def whole(*operands: jax.Array) -> list[jax.Array]:
-        *arrays, smoothing = operands
-        return _smooth_segments(arrays, smoothing, [jax.P()] * count, task)
+    def split_as(specs: Sequence[jax.P]) -> Callable[..., list[jax.Array]]:
+        return lambda *operands: _smooth_segments(operands[:-1], operands[-1], specs, task)
+
+    whole = split_as([jax.P()] * count)
 
     def partition(
         mesh: jax.sharding.Mesh, operands: Sequence[jax.ShapeDtypeStruct], results: object
     ) -> tuple[object, ...]:
         del results
+        gathered = NamedSharding(mesh, jax.P())
         shardings = [operand.sharding for operand in operands]
         if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            shardings = [NamedSharding(mesh, jax.P())] * len(operands)  # axes unknown: gather
+            shardings = [gathered] * len(operands)  # their axes are unknown
         for place, operand in enumerate(operands):
-            if not _divides(operand.shape, shardings[place]):  # shards would be padded: gather
-                shardings[place] = NamedSharding(mesh, jax.P())
+            if not _divides(operand.shape, shardings[place]):
+                shardings[place] = gathered  # otherwise XLA would pad the shards
         specs = [sharding.spec for sharding in shardings[:-1]]
-
-        def smooth(*operands: jax.Array) -> list[jax.Array]:
-            *arrays, smoothing = operands
-            return _smooth_segments(arrays, smoothing, specs, task)
-
-        return mesh, smooth, shardings[:-1], tuple(shardings)
+        return mesh, split_as(specs), shardings[:-1], tuple(shardings)
 
     def rule(mesh: object, operands: Sequence[jax.ShapeDtypeStruct], results: object) -> str:
         del mesh, results

@@ -90,7 +90,7 @@ class Rows(NamedTuple):
         ends: the first and last entry of each row, smoothed as if zeros surrounded the row.
         sizes: the number of entries per row: one number for all rows, or one for each row.
         kernel: the kernel that filters the rows.
-        upright: whether the rows are columns of `values`.
+        upright: whether the rows are columns of `values`, which saves a transposition.
         filtered: the blocks of a single row, each filtered as if zeros surrounded the block; None
             if they are not filtered yet.
     """
@@ -107,16 +107,11 @@ class Rows(NamedTuple):
 def prepare_rows(
     values: jax.Array, sizes: Sequence[int], kernel: Kernel, *, upright: bool, copied: bool
 ) -> Rows:
-    """Return rows with everything that filtering needs except the carries of the whole rows.
+    """Return `Rows`: everything that filtering needs except the carries of the whole rows.
 
-    Args:
-        values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
-        sizes: the number of entries per row: one number for all rows, or one for each row. Upright
-            rows all have the same size.
-        kernel: the kernel that filters the rows.
-        upright: whether the rows are columns of `values`, which saves a transposition.
-        copied: whether `values` is a transposed copy. XLA would transpose a single copied row
-            again for each use, so this function filters such a row at once.
+    For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
+    `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
+    this function filters such a row at once.
     """
     width = _block_width(values.shape[0 if upright else 1], kernel)
     filtered = None
@@ -129,11 +124,7 @@ def prepare_rows(
         firsts, lasts = ends[:, 0].T, ends[:, 1].T
     else:
         firsts, lasts = (ends[:, side].reshape(len(values), -1) for side in (0, 1))
-    between = kernel.every(width)
-    carries = Ends(
-        _delayed(_accumulate(lasts, between)),
-        _delayed(_accumulate(firsts[:, ::-1], between))[:, ::-1],
-    )
+    carries, _ = link_equal(Ends(firsts, lasts), width, kernel)
     if len(sizes) > 1:
         row = jnp.arange(len(sizes), dtype=jnp.int32)
         last = as_array(sizes, jnp.int32) - 1
