@@ -37,9 +37,9 @@ def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy from the operating system.
 
     `jax.random.key(seed)` uses only 32 bits of the seed, unless `jax_enable_x64` is set: without
-    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret,
-    because whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share
-    one key, so make the keys outside and map over them.
+    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret:
+    whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share one key,
+    so make keys outside and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
@@ -76,10 +76,8 @@ def fold_in_text(key: jax.Array, text: str) -> jax.Array:
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """Return a key for each text: (len(texts),). Raise if two texts have the same hash."""
-    digests = [
-        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-        for text in texts
-    ]
+    encoded = [text.encode(errors="surrogatepass") for text in texts]
+    digests = [hashlib.blake2b(text, digest_size=8).digest() for text in encoded]
     if len(set(digests)) < len(digests):
         raise ValueError("`texts` must all be different, got two that would share a key.")
     words = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)

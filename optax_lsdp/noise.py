@@ -1,9 +1,9 @@
 """Add Gaussian noise to a clipped sum.
 
-`add_gaussian_noise` is an Optax transform. It derives a key for each step and each leaf, and
-`_normal` turns the random bits of this key into Gaussian numbers. To add another noise
-distribution, or noise that is correlated between steps, write a separate transform in this file,
-with a state that holds its key. Exact discrete noise is in `optax_lsdp.discrete`.
+`add_gaussian_noise` derives a key for each step and each leaf. `_keys.standard_normal` turns the
+random bits of this key into Gaussian numbers. To add another distribution, or noise that is
+correlated between steps, write another transform in this file, with a state that holds its key.
+Exact discrete noise is in `optax_lsdp.discrete`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from optax_lsdp._mesh import (
     varying_axes,
     with_automatic_axes,
 )
-from optax_lsdp._trees import leaf_addresses, widen
+from optax_lsdp._trees import check_shapes, leaf_addresses, widen
 from optax_lsdp._types import PyTree
 
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
@@ -59,46 +59,39 @@ class AddGaussianNoiseState(NamedTuple):
 
 
 def add_gaussian_noise(
-    stddev: optax.ScalarOrSchedule,
-    *,
-    key: jax.Array,
-    shard_specs: PyTree = None,
+    stddev: optax.ScalarOrSchedule, *, key: jax.Array, shard_specs: PyTree = None
 ) -> optax.GradientTransformationExtraArgs:
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
-    Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path.
-    A resumed run therefore draws the same noise as an uninterrupted run, on any mesh. The noise is
-    drawn and added in float32 or float64. It reaches 9.1 standard deviations;
-    `jax.random.normal` in float32 reaches only 5.4.
+    Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. A
+    resumed run therefore draws the same noise as an uninterrupted run, on any mesh. The noise is
+    drawn and added in float32 or float64. It reaches 9.1 standard deviations; `jax.random.normal`
+    reaches 5.4 in float32.
 
     Args:
         stddev: the noise multiplier times `sensitivity(clip_norm)`; a number or a schedule. If a
             scheduled or injected value is not positive, the result is NaN, so the sum is never
             released without noise.
         key: one typed key, such as `fresh_key()`, used for nothing else. The state stores the key,
-            so the state is as secret as the data. Use each key for one `init` only: two runs
-            with the same key draw the same noise, and the difference of their results
-            reveals the examples in which the two runs differ. Under `jax.vmap`, map over keys.
-            JAX's default generator, Threefry, is a cipher: its output cannot be guessed, and is the
-            same on any mesh. The generator "rbg" is meant for devices with a hardware generator
-            and is slower on CPUs. The cryptographic strength of "rbg" is unknown. Its bits depend
-            on the device and the compiler, so a run that resumes with another device or
-            compiler may draw different noise.
+            so the state is as secret as the data. Use each key for one `init` only: two runs with
+            the same key draw the same noise, and the difference of their results reveals the
+            examples in which the runs differ. Under `jax.vmap`, map over keys. JAX's default
+            generator, Threefry, is a cipher: its output cannot be guessed, and is the same on any
+            mesh. The cryptographic strength of "rbg" is unknown, and its bits depend on the device
+            and the compiler. "rbg" is for devices with a hardware generator; CPUs are slower at it.
         shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not
             split them, one `PartitionSpec` for all leaves, or a tree like `updates` with one
             `PartitionSpec` per leaf. Shards draw different noise along the mesh axes that their
             leaf's spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
-            axes a leaf varies over (check_vma=True), the transform ignores axes along which the
-            leaf is replicated. One spec then also serves scalars and biases, although they may have
-            fewer dimensions than the spec has entries.
+            axes a leaf varies over (check_vma=True), axes along which the leaf is replicated are
+            ignored, so one spec also serves scalars and biases.
 
     Raises:
-        TypeError: if `key` is not one typed key, or if `shard_specs` holds anything but
+        TypeError: if `key` is not one typed key, or `shard_specs` holds other things than
             PartitionSpecs.
         ValueError: if `stddev` is not positive or has half precision; if `updates` are not a plain
-            clipped sum; or, inside `shard_map`, if several shards would draw the same noise
-            although their values may differ.
+            clipped sum; or if shards whose values may differ would draw the same noise.
 
     >>> tx = add_gaussian_noise(2.0, key=jax.random.key(0))
     >>> noise, _ = tx.update(jnp.zeros(100_000), tx.init(None))
@@ -134,7 +127,7 @@ def add_gaussian_noise(
         shards = read_shards(shard_specs, wide)
         _check_stddev(scale)
         if jax.tree.structure(params) == structure:
-            _check_sum(leaves, jax.tree.leaves(params))
+            check_shapes(updates, params, "put `clip_per_example` before `add_gaussian_noise`")
         _check_shards(leaves, shards, state)
 
         def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
@@ -206,17 +199,6 @@ def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) ->
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
-
-
-def _check_sum(leaves: Sequence[tuple[str, jax.Array]], params: Sequence[jax.Array]) -> None:
-    """Raise if a leaf's shape shows that per-example gradients are still stacked."""
-    for (name, leaf), param in zip(leaves, params, strict=True):
-        if leaf.shape != jnp.shape(param):
-            raise ValueError(
-                f"`updates` must be a sum of clipped gradients, got shape {leaf.shape} for a "
-                f"parameter of shape {jnp.shape(param)} at {name!r}; put `clip_per_example` "
-                "before `add_gaussian_noise`."
-            )
 
 
 def _check_stddev(stddev: ArrayLike) -> None:

@@ -71,11 +71,7 @@ def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:
 
 
 def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
-    """Return the method for one leaf, or raise if the requested one does not fit.
-
-    On a TPU, "auto" never chooses "fft". For TPU v5e, the compiler estimates 114 million cycles for
-    an FFT of 10⁶ entries, and 19 thousand for a copy.
-    """
+    """Return the method for one leaf. Raise if the requested method does not fit, or none does."""
     if method != "auto":
         obstacle = _obstacle(method, leaf, operator)
         if obstacle:

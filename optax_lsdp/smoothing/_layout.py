@@ -51,22 +51,17 @@ Layout = (
 
 
 class Arrangement(NamedTuple):
-    """How to arrange a leaf as rows of neighbours.
+    """How to arrange a leaf as rows of neighbours, or as grids of them.
 
-    Attributes:
-        shape: first reshape the leaf to this shape.
-        order: then transpose its axes into this order.
-        trailing: how many of the last axes then hold neighbours; the axes before them index rows.
-        grid: the size of each trailing axis; or, if all trailing axes together form one row,
-            the length of this row, as a tuple of one number.
-        reshapes: whether `shape` differs from the leaf's shape.
+    If all trailing axes together form one row, `grid` is the length of the row, as a tuple of one
+    number. Otherwise `grid` is the size of each trailing axis.
     """
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    trailing: int
+    shape: tuple[int, ...]  # first reshape the leaf to this shape
+    order: tuple[int, ...]  # then transpose its axes into this order
+    trailing: int  # how many of the last axes then hold neighbours; the axes before them index rows
     grid: tuple[int, ...]
-    reshapes: bool = False
+    reshapes: bool = False  # whether `shape` differs from the leaf's shape
 
     def shape_of(self, array: jax.Array) -> tuple[int, ...]:
         """Return `shape` for a whole leaf, and a shard's own shape for a shard."""
@@ -89,19 +84,12 @@ class Arrangement(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A leaf to smooth, or this device's shard of it.
-
-    Attributes:
-        array: the leaf or the shard.
-        arrangement: the arrangement of the whole leaf.
-        spec: how `shard_map` splits the leaf.
-        is_split: whether several devices may hold parts of the leaf, inside `shard_map` or `jit`.
-    """
+    """A leaf to smooth, or this device's shard of it."""
 
     array: jax.Array
-    arrangement: Arrangement
-    spec: jax.P
-    is_split: bool
+    arrangement: Arrangement  # of the whole leaf
+    spec: jax.P  # how `shard_map` splits the leaf
+    is_split: bool  # whether several devices may hold parts of the leaf, in `shard_map` or `jit`
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
@@ -164,8 +152,8 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     """Return the order of axes that puts the inputs of each output unit next to each other.
 
-    Flax, Haiku and plain JAX store space × in × out, so the order is out, in, space. Equinox and
-    PyTorch store out × in × space already, in arrays named `weight` or `weight_…`.
+    Flax, Haiku and plain JAX store (space, in, out), so the order is out, in, space. Equinox and
+    PyTorch store (out, in, space) already, in arrays named `weight` or `weight_…`.
     """
     name = path.rpartition("/")[2]
     if rank < 2 or name == "weight" or name.startswith("weight_"):

@@ -1,10 +1,9 @@
 """Define the operator that smoothing inverts: A = I + (−1)ⁿ σ Lⁿ on a grid.
 
-L is the sum of the second differences along the axes of the grid. `inverse_spectrum` returns the
-eigenvalues of A⁻¹, which are all that the methods "fft" and "matrix" need. `_spectrum.py` has the
-same formulas without JAX. To add a smoothing operator, add a field to `Operator`, add the
-eigenvalues to `inverse_spectrum`, and let `_obstacle` in `_dispatch.py` exclude the methods that do
-not support the new operator.
+L is the sum of the second differences along the axes of the grid. The methods "fft" and "matrix"
+need only the eigenvalues of A⁻¹, which `inverse_spectrum` returns; `_spectrum.py` has the same
+formulas without JAX. To add a smoothing operator, add a field to `Operator` and its eigenvalues to
+`inverse_spectrum`, and let `_dispatch._obstacle` exclude the methods that do not support it.
 """
 
 from __future__ import annotations

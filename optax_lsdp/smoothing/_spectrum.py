@@ -1,10 +1,9 @@
 """Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing applies
-(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|, where `ring_decay` returns ρ. γ
-is the diagonal of the matrix. β is the variance of independent unit noise after smoothing. The
-functions for rings use arithmetic operators only, so they accept floats, complex numbers, NumPy
-arrays and traced values.
+(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|. γ is its diagonal. β is the
+variance of independent unit noise after smoothing. The functions for rings use arithmetic operators
+only, so they accept floats, complex numbers, NumPy arrays and traced values.
 """
 
 from collections.abc import Sequence
@@ -46,8 +45,7 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
     """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
     This is Proposition 3 of the paper, with λₖ as in `ring_gamma`. The sum equals
-    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The form in the paper is 0/0 at σ = 0; this form is
-    not.
+    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The paper's form is 0/0 at σ = 0; this form is not.
 
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
@@ -101,9 +99,9 @@ def grid_beta(
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
-    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each
-    fraction has the form of a ring with a complex σ. The sum over the waves of the last axis
-    therefore has a closed form. The function adds up the waves of the other axes one by one.
+    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each has
+    the form of a ring with a complex σ, so the sum over the waves of the last axis has a closed
+    form. The waves of the other axes are added up one by one.
 
     Args:
         smoothing: σ ≥ 0.

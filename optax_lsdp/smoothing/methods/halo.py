@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -36,7 +36,6 @@ from optax_lsdp.smoothing.methods.recursive import (
     filter_rows,
     link_equal,
     link_unequal,
-    make_kernel,
     prepare_rows,
 )
 
@@ -55,25 +54,17 @@ class Task(NamedTuple):
 class Segments(NamedTuple):
     """How a leaf is cut into segments.
 
-    Attributes:
-        rows: the number of rows of neighbours on this device.
-        outer: for each axis that indexes the segments of a row, how many of them this device holds.
-        names: for each axis of `outer`, the mesh axes that split it; at the end, the mesh axes that
-            split the first axis within a segment.
-        length: the number of entries of a segment.
-        total: the number of segments of a row, on all devices.
-        columns: if segments are stored as columns, the shape of the axes that index the columns;
-            otherwise None.
-        order: the order of the axes of `columns` in which neighbouring segments are adjacent.
+    `names` has the mesh axes that split each axis of `outer` and, at the end, those that split the
+    first axis within a segment.
     """
 
-    rows: int
-    outer: tuple[int, ...]
+    rows: int  # the number of rows of neighbours on this device
+    outer: tuple[int, ...]  # the shape of this device's segments of a row
     names: tuple[tuple[str, ...], ...]
-    length: int
-    total: int
-    columns: tuple[int, ...] | None
-    order: tuple[int, ...]
+    length: int  # entries per segment
+    total: int  # segments per row, on all devices
+    columns: tuple[int, ...] | None  # the shape of all segments here, if they are stored as columns
+    order: tuple[int, ...]  # the order of the axes of `columns` that sorts segments by neighbours
 
     def gather(self, values: jax.Array) -> jax.Array:
         """Collect one number per segment from all devices, in the order of neighbours.
@@ -112,7 +103,7 @@ class Pack(NamedTuple):
     """Leaves that are filtered together: several small whole leaves, or one leaf of any kind."""
 
     members: list[int]
-    segments: Segments | None  # of the one leaf
+    segments: Segments | None  # of one leaf; None for several
     rows: Rows
 
 
@@ -142,15 +133,11 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
 
 
 def _smooth_segments(
-    arrays: Sequence[jax.Array],
-    smoothing: jax.Array | float,
-    specs: Sequence[jax.P],
-    task: Task,
+    arrays: Sequence[jax.Array], smoothing: jax.Array | float, specs: Sequence[jax.P], task: Task
 ) -> list[jax.Array]:
     """Return the smoothed arrays. `specs` say how manual mesh axes split each array."""
     arrangements, scope, boundary = task
     wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
-    kernel_of = cache(partial(make_kernel, smoothing))  # a function of the dtype
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, (arrangement, spec) in enumerate(zip(arrangements, specs, strict=True)):
         size = arrangement.grid[0]
@@ -160,12 +147,11 @@ def _smooth_segments(
 
     packs = []
     for members in groups.values():
-        kernel = kernel_of(wide[members[0]])
         chosen = [(arrays[i].astype(wide[i]), arrangements[i]) for i in members]
         if len(members) == 1:
-            packs.append(Pack(members, *_cut_rows(*chosen[0], specs[members[0]], kernel)))
+            packs.append(Pack(members, *_cut_rows(*chosen[0], specs[members[0]], smoothing)))
         else:
-            packs.append(Pack(members, None, _stack_rows(chosen, kernel)))
+            packs.append(Pack(members, None, _stack_rows(chosen, smoothing)))
     if scope == "tree":
         sizes = [arrangement.grid[0] for arrangement in arrangements]
         carries = _carries_in_one_row(packs, sizes, boundary)
@@ -185,16 +171,18 @@ def _smooth_segments(
     return [results[index] for index in range(len(arrays))]
 
 
-def _stack_rows(leaves: Sequence[tuple[jax.Array, Arrangement]], kernel: Kernel) -> Rows:
+def _stack_rows(
+    leaves: Sequence[tuple[jax.Array, Arrangement]], smoothing: jax.Array | float
+) -> Rows:
     """Return whole leaves as rows of one array, each padded to the size of the largest."""
     vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in leaves]
     sizes = [x.size for x in vectors]
     values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-    return prepare_rows(values, sizes, kernel, upright=False, copied=False)
+    return prepare_rows(values, sizes, smoothing, upright=False, copied=False)
 
 
 def _cut_rows(
-    array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
+    array: jax.Array, arrangement: Arrangement, spec: jax.P, smoothing: jax.Array | float
 ) -> tuple[Segments, Rows]:
     """Return the segments of a leaf or shard, as rows or as columns."""
     segments = _cut(arrangement, array, spec)
@@ -202,8 +190,8 @@ def _cut_rows(
     shape = (segments.length, -1) if upright else (-1, segments.length)
     values = (array if upright else arrangement.transpose(array)).reshape(shape)
     copied = not upright and arrangement.order != tuple(sorted(arrangement.order))
-    rows = prepare_rows(values, [segments.length], kernel, upright=upright, copied=copied)
-    return segments, rows
+    sizes = [segments.length]
+    return segments, prepare_rows(values, sizes, smoothing, upright=upright, copied=copied)
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
@@ -258,8 +246,10 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     """Return how the rows of a leaf, or of a shard, are cut into segments."""
     shape = arrangement.shape_of(array)
     local = tuple(shape[axis] for axis in arrangement.order)
-    entries = [*spec, *[None] * (len(local) - len(spec))] if any(spec) else [None] * len(local)
-    names = [axis_names(entries[axis]) for axis in arrangement.order]
+    names: list[tuple[str, ...]] = [()] * len(local)
+    if any(spec):
+        entries = [*spec, *[None] * (len(local) - len(spec))]
+        names = [axis_names(entries[axis]) for axis in arrangement.order]
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
@@ -267,12 +257,10 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
     height = math.prod(local[top:])
-    is_column = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
-    columns: tuple[int, ...] | None = None
-    order: tuple[int, ...] = ()
-    if is_column and top == (cut if split_axes else top):
-        cut, tall = top, end - top  # `tall` axes make up a column
-        columns, order = shape[tall:], tuple(axis - tall for axis in arrangement.order[:top])
+    is_tall = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
+    is_column = is_tall and (top == cut or not split_axes)
+    cut = top if is_column else cut
+    tall = end - top  # so many axes make up a column
     outer = local[first:cut]
     split = (*names[first:cut], names[cut] if cut < end else ())
     return Segments(
@@ -281,8 +269,8 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
         names=split,
         length=math.prod(local[cut:]),
         total=math.prod(outer) * math.prod(axis_size(names) for names in split if names),
-        columns=columns,
-        order=order,
+        columns=shape[tall:] if is_column else None,
+        order=tuple(axis - tall for axis in arrangement.order[:top]) if is_column else (),
     )
 
 
