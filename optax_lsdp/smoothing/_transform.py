@@ -1,4 +1,4 @@
-"""Define `laplacian_smooth`, the Optax transform: check arguments, arrange leaves, smooth them."""
+"""Provide `laplacian_smooth`: check its arguments, arrange leaves, and smooth them."""
 
 from __future__ import annotations
 
@@ -114,8 +114,7 @@ def laplacian_smooth(
         if shard_specs is None and any(shard.varying is None for shard in shards):
             raise ValueError(
                 "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; PartitionSpec() says that updates are "
-                "whole."
+                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
             )
         arranged = {
             index: leaf

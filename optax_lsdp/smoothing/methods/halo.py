@@ -39,8 +39,8 @@ from optax_lsdp.smoothing.methods.recursive import (
     prepare_rows,
 )
 
-_SMALL = 2**16  # leaves with at most so many entries are worth copying into a pack
-_COLUMN = 8  # columns are filtered without transposition if they are so long and so many
+_SMALL = 2**16  # the largest size of a leaf that is worth copying into a pack
+_COLUMN = 8  # the least length, and least number, of columns that are filtered untransposed
 
 
 class Task(NamedTuple):
@@ -92,7 +92,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, where this device's segments start, and mesh axes."""
+        """Return the shape of all segments, where this device's start, and all mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -108,7 +108,7 @@ class Pack(NamedTuple):
 
 
 def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    """Return the smoothed leaves. Each is a whole array, or inside `shard_map` a shard."""
+    """Return the smoothed leaves: whole arrays or, inside `shard_map`, shards."""
     arrays, arrangements, specs, _ = zip(*leaves, strict=True)
     task = Task(arrangements, scope, operator.boundary)
     return _smooth_segments(arrays, operator.smoothing, specs, task)
@@ -260,7 +260,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     is_tall = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
     is_column = is_tall and (top == cut or not split_axes)
     cut = top if is_column else cut
-    tall = end - top  # so many axes make up a column
+    tall = end - top  # the number of axes that make up a column
     outer = local[first:cut]
     split = (*names[first:cut], names[cut] if cut < end else ())
     return Segments(

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 _WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; short if the kernel reaches no further
 _CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
-_LONG = 2**23  # from so many entries on, a CPU filters a line in place, chunk by chunk
+_LONG = 2**23  # the least size of a line that a CPU filters in place, chunk by chunk
 _PADDED = 2**20  # the same for a line that its blocks do not divide evenly
 
 
@@ -157,7 +157,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # As above: an entry right after the row's end, which the kernel spreads over the block.
+        # Such a row gets an entry right after its end, which the kernel spreads over the block.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
@@ -167,13 +167,13 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows that are rings: each end continues at the other end, endlessly."""
+    """Return the carries of rings: beyond each end, the row begins again at its other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
 
 def carry_of_mirrors(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows whose ends reflect (Neumann's boundary condition)."""
+    """Return the carries of rows with reflecting ends (Neumann's boundary condition)."""
     distance = kernel.rate * as_array(sizes, kernel.rate.dtype)
     across, rounds = jnp.exp(-distance), -1 / jnp.expm1(-2 * distance)
     left, right = ends
