@@ -68,7 +68,8 @@ def laplacian_smooth(
             it never chooses "fft", which is slow there: for 10⁶ entries on TPU v5e, the compiler
             estimates 114 million cycles, and 19 thousand for a copy.
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
-            not have more entries than its leaf has dimensions: for such leaves, pass a tree.
+            not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
+            pass a tree.
 
     Raises:
         TypeError: if `shard_specs` holds other things than PartitionSpecs, or `updates` holds other
