@@ -138,12 +138,13 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 
 def unmarked_leaves(
     link: str, updates: optax.Updates
-) -> tuple[list[tuple[jax.tree_util.KeyPath, jax.Array]], jax.tree_util.PyTreeDef]:
-    """Return the leaves of `updates` with their paths, and the structure of the tree.
+) -> tuple[list[tuple[str, jax.Array]], jax.tree_util.PyTreeDef]:
+    """Return the leaves of `updates` with their names, and the structure of the tree.
 
     Raise if a leaf is not a real floating-point array, or if it is a marked sum, which
     `clip_per_example` must unwrap before the transform `link`.
     """
     check_unmarked(link, updates)
     check_floating("updates", updates)
-    return jax.tree.flatten_with_path(updates)
+    leaves, structure = jax.tree.flatten_with_path(updates)
+    return [(path_name(path), leaf) for path, leaf in leaves], structure
