@@ -46,8 +46,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier z with which training is (ε, δ)-differentially private.
 
-    Training with z never exceeds the budget (ε, δ). With 0.01 % less noise it would. The other
-    arguments are those of `SampledGaussian`. Raise a ValueError if no noise suffices.
+    With 0.01 % less noise, training would exceed the budget (ε, δ). The other arguments are those
+    of `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -99,8 +99,7 @@ def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, del
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
     Use this function for noise that follows a schedule. `family` maps s to the sum of all phases,
-    whose noise multipliers are proportional to s. At the returned scale, training never exceeds the
-    budget (ε, δ). Raise a ValueError if no scale suffices.
+    whose noise multipliers are proportional to s. Raise a ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
@@ -133,25 +132,20 @@ def _smallest_scale(
     def excess(log_scale: float) -> float:
         return math.log(max(spent(math.exp(log_scale)), 1e-320) / delta)
 
-    low = high = guess
-    if excess(high) > 0:
-        for stride in strides:
-            low, high = high, high + stride
-            if excess(high) <= 0:
-                break
-            if high > math.log(_MOST_NOISE):
-                raise ValueError(
-                    f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
-                    f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
-                )
-    else:
-        for stride in strides:
-            low, high = low - stride, low
-            if excess(low) > 0:
-                break
-            if low < math.log(_LEAST_NOISE):
-                return _LEAST_NOISE
-    scale = math.exp(brentq(excess, low, high, xtol=_CLOSE))
+    is_too_small = excess(guess) > 0
+    near = far = guess
+    for stride in strides:
+        near, far = far, far + (stride if is_too_small else -stride)
+        if (excess(far) > 0) != is_too_small:
+            break
+        if far < math.log(_LEAST_NOISE) and not is_too_small:
+            return _LEAST_NOISE
+        if far > math.log(_MOST_NOISE) and is_too_small:
+            raise ValueError(
+                f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
+                f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
+            )
+    scale = math.exp(brentq(excess, min(near, far), max(near, far), xtol=_CLOSE))
     more = _CLOSE / 2
     while family(scale).epsilon(delta) > epsilon:
         scale, more = scale * (1 + more), 1.5 * more
@@ -245,8 +239,7 @@ def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     while at_high <= epsilon:
         if high == most:
             return most
-        low, at_low = high, at_high
-        high = min(2 * high, most)
+        low, at_low, high = high, at_high, min(2 * high, most)
         at_high = spent(high)
     turn = 0
     while high - low > 1:
@@ -256,10 +249,10 @@ def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
             near = low * (high / low) ** share + (-1) ** turn * 1e-6 * low
             middle = min(max(round(near), low + 1), high - 1)
         turn += 1
-        value = spent(middle)
-        low, at_low, high, at_high = (
-            (middle, value, high, at_high) if value <= epsilon else (low, at_low, middle, value)
-        )
+        if (value := spent(middle)) <= epsilon:
+            low, at_low = middle, value
+        else:
+            high, at_high = middle, value
     return low
 
 

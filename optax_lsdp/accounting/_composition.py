@@ -55,8 +55,7 @@ class Mechanism:
         Full batches are accounted for exactly. Poisson batches with "add_remove" or "zero_out" have
         a tight analysis, unless a batch is likely to contain so many members of the group that they
         move the sum by more than 20 standard deviations of the noise. In all other cases ε comes
-        from a general bound. The general bound holds for every mechanism and may be far above the
-        true ε.
+        from a bound that holds for every mechanism. It may be far above the true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))
@@ -70,12 +69,9 @@ class Mechanism:
         try:
             import dp_accounting as dp
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
-            ) from error
-        events = [
-            dp.SelfComposedDpEvent(_step_event(phase, dp), phase.steps) for phase in self.phases
-        ]
+            message = "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
+            raise ModuleNotFoundError(message) from error
+        events = [dp.SelfComposedDpEvent(_step_event(one, dp), one.steps) for one in self.phases]
         return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
     def epsilon(self, delta: float) -> float:
@@ -91,11 +87,11 @@ class Mechanism:
     def epsilon_bounds(self, delta: float) -> tuple[float, float]:
         """Return certified lower and upper bounds on the smallest ε.
 
-        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches the
-        lower bound is 0, because no useful datasets are known. For groups that only the general
-        bound covers (see `group`), it is the lower bound for one example. The lower bound may be
-        far below the true ε, or 0, if privacy losses are rare and large: at noise multipliers below
-        1 with sampling rates near 1/steps.
+        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches it is
+        0, because no useful datasets are known. For groups without their own analysis (see
+        `group`), it is the lower bound for one example. It may be far below the true ε, or 0, if
+        privacy losses are rare and large: at noise multipliers below 1 with sampling rates near
+        1/steps.
         """
         check_delta("delta", delta)
         profile = privacy_profile(self.parts)
@@ -109,10 +105,10 @@ class Mechanism:
         return lower, upper
 
     def trade_off(self, alpha: float | np.ndarray) -> float | np.ndarray:
-        """Return a lower bound on the false-negative rate of tests between neighbouring datasets.
+        """Return f(α): no test between neighbouring datasets has a lower false-negative rate.
 
-        This bound is the function f of f-differential privacy. `alpha` is the false-positive rate
-        of the test, a number or an array of numbers.
+        f is the function of f-differential privacy. `alpha` is the false-positive rate of the test,
+        a number or an array of numbers.
         """
         rates = np.asarray(alpha, float)
         if not np.all((rates >= 0) & (rates <= 1)):
@@ -194,10 +190,7 @@ def privacy_profile(phases: "tuple[SampledGaussian, ...]") -> PrivacyProfile:
 def simplify(
     phases: "tuple[SampledGaussian, ...]", *, more_private: bool = False
 ) -> "tuple[SampledGaussian, ...]":
-    """Return few different phases that are at most as private as `phases`.
-
-    With `more_private`, the returned phases are at least as private instead.
-    """
+    """Return few phases that are at most as private, or with `more_private` at least as private."""
     if len(phases) <= _MOST_KINDS:
         return phases
     return merge(simplify_in_order(phases, more_private=more_private))
@@ -206,25 +199,22 @@ def simplify(
 def simplify_in_order(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Round the noise and the rates of the phases until few different phases remain.
+    """Round noise down and rates up until few different phases remain.
 
-    Noise is rounded down and rates are rounded up. With `more_private`, noise is rounded up and
-    rates are rounded down.
+    With `more_private`, round noise up and rates down.
     """
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
         ratio *= 1.5
         if ratio > 1:
             break
-        grid = math.log1p(ratio)
-        rounded = [
-            phase if phase.mu is not None else _rounded(phase, grid, more_private)
-            for phase in phases
-        ]
+        rounded = [_rounded(phase, math.log1p(ratio), more_private) for phase in phases]
     return rounded
 
 
 def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "SampledGaussian":
+    if phase.mu is not None:
+        return phase
     down, up = (math.ceil, math.floor) if more_private else (math.floor, math.ceil)
     smaller, larger = (max, min) if more_private else (min, max)
     noise = math.exp(grid * down(math.log(phase.noise_multiplier) / grid))

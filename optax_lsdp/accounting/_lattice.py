@@ -48,18 +48,14 @@ def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -
 
     `_connect_dots` explains why. The step's pairs contribute in proportion to their probabilities.
     """
-    parts = []
-    for weight, pair in step:
-        if not weight:
-            continue
-        lattice = _connect_dots(pair, mesh, per_octave, tail / weight)
-        if pair.folded:
-            lattice = _fold(lattice, mesh)
-        parts.append(
-            (lattice.positions, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
-        )
-    index, masses, infinite, slack = zip(*parts, strict=True)
-    return Lattice(np.concatenate(index), np.concatenate(masses), sum(infinite), max(slack))
+    held = [(weight, pair) for weight, pair in step if weight]
+    parts = [_connect_dots(pair, mesh, per_octave, tail / weight) for weight, pair in held]
+    return Lattice(
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([weight * x.masses for (weight, _), x in zip(held, parts, strict=True)]),
+        sum(weight * x.infinite for (weight, _), x in zip(held, parts, strict=True)),
+        max(part.slack for part in parts),
+    )
 
 
 def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
@@ -94,14 +90,12 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
     spread[:-1] += total - upper
     spread[1:] += upper
     infinite = float(ndtr(pair.centres - points[-1]) @ pair.weights) * (1 + 1e-12)
-    return Lattice(index, spread, infinite + pair.missing, 3 * off)
+    lattice = Lattice(index, spread, infinite + pair.missing, 3 * off)
+    return _fold(lattice, mesh) if pair.folded else lattice
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses and their mirror image, which has P and Q exchanged.
-
-    All other mass moves to 0.
-    """
+    """Return the positive losses, and their mirror image for (Q, P). All other mass moves to 0."""
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -193,14 +187,12 @@ class _Sums(NamedTuple):
 
     Attributes:
         value: δ(ε)/weight.
-        error: a bound on the error of `value`.
         weight: e^(log_scale − θs₀), where s₀ is the smallest loss above ε on the lattice.
         wrapped: e^(−θNh).
         growth: the logarithm of a factor that covers rounding errors.
     """
 
     value: np.ndarray
-    error: np.ndarray
     weight: np.ndarray
     wrapped: float
     growth: np.ndarray
@@ -209,10 +201,9 @@ class _Sums(NamedTuple):
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    There is one sum for each row of `counts` in `convolve`. Arrays have one row for each sum and,
-    if they depend on the frequency, one column for each frequency. φⱼ is the j-th Fourier
-    coefficient of the tilted masses of one kind of step, which is taken T times. Π and Σ run over
-    the kinds of steps.
+    Arrays have one row for each row of `counts` in `convolve` and, if they depend on the frequency,
+    one column for each frequency. φⱼ is the j-th Fourier coefficient of the tilted masses of one
+    kind of step, which is taken T times. Π and Σ run over the kinds of steps.
 
     Attributes:
         mesh: h, the spacing of the lattice.
@@ -246,18 +237,19 @@ class TiltedSum(NamedTuple):
 
     def upper_delta(self, epsilon: np.ndarray) -> np.ndarray:
         """Return upper bounds on δ(ε) of the steps, for one ε per row."""
-        value, error, weight, wrapped, growth = self._sums(epsilon - self.slack)
+        value, weight, wrapped, growth = self._sums(epsilon - self.slack)
         with np.errstate(over="ignore", invalid="ignore"):
-            bound = np.exp(growth) * weight * (value + error + wrapped) + self.infinite
+            bound = np.exp(growth) * weight * (value + self.noise + wrapped) + self.infinite
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
         """Return lower bounds on δ(ε) of the losses on the lattice, for one ε per row."""
-        value, error, weight, wrapped, growth = self._sums(epsilon)
-        window = self.size * self.mesh
-        beyond = np.exp(np.minimum(0.0, self.log_moment - self.extra_tilt * (epsilon + window)))
+        value, weight, wrapped, growth = self._sums(epsilon)
+        above = epsilon + self.size * self.mesh
+        beyond = np.exp(np.minimum(0.0, self.log_moment - self.extra_tilt * above))
+        below = wrapped / (1 - wrapped)
         with np.errstate(over="ignore", invalid="ignore"):
-            bound = np.exp(-growth) * weight * (value - error - beyond) - wrapped / (1 - wrapped)
+            bound = np.exp(-growth) * weight * (value - self.noise - beyond) - below
         return np.where(weight < math.inf, np.maximum(bound, 0.0), 0.0)
 
     def _sums(self, epsilon: np.ndarray) -> _Sums:
@@ -289,7 +281,7 @@ class TiltedSum(NamedTuple):
         exponent = self.log_scale - self.tilt * start
         weight = np.exp(np.where(exponent < 600, exponent, math.inf))
         size = np.abs(self.log_scale) + np.abs(self.tilt * start)
-        return _Sums(value, self.noise, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
+        return _Sums(value, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
 
 
 def convolve(
@@ -319,11 +311,8 @@ def convolve(
         rfft(np.bincount(lattice.positions % size, masses, size))
         for lattice, (masses, _) in zip(lattices, parts, strict=True)
     ]
-    fewest = counts.min(axis=0)
-    decay = sum(
-        fewer * np.log(np.abs(spectrum) + eta)
-        for fewer, spectrum in zip(fewest, spectra, strict=True)
-    )
+    pairs = zip(counts.min(axis=0), spectra, strict=True)
+    decay = sum(fewest * np.log(np.abs(spectrum) + eta) for fewest, spectrum in pairs)
     kept = np.flatnonzero(decay > -_NEGLIGIBLE)
     spectrum = np.array([one[kept] for one in spectra])
     log_spectrum = np.log(np.where(spectrum == 0, 1e-300, spectrum))

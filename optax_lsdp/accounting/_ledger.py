@@ -13,12 +13,7 @@ from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_per_epoch
 from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
 from optax_lsdp.accounting._calibrate import largest
-from optax_lsdp.accounting._composition import (
-    Composition,
-    Mechanism,
-    simplify,
-    simplify_in_order,
-)
+from optax_lsdp.accounting._composition import Composition, Mechanism, simplify, simplify_in_order
 from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _VERSION = 1
@@ -29,10 +24,10 @@ _RATIO = 5e-4  # relative distance of the numbers of steps at which a curve is c
 class Ledger(Mechanism):
     """A record of the steps that a run has taken. Steps are appended and never changed.
 
-    A ledger has the methods of a `SampledGaussian`, such as `epsilon`, and none of them changes the
-    ledger. Steps that equal the last step are merged into one phase, so a ledger of 10⁵ equal steps
-    is as small as a ledger of one step. Shuffled batches are merged only if they are appended with
-    `continues=True`. Otherwise each part of an epoch counts as a whole epoch.
+    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. Steps that equal the last
+    step are merged into one phase, so 10⁵ equal steps take no more room than one. Shuffled batches
+    are merged only if they are appended with `continues=True`. Otherwise each part of an epoch
+    counts as a whole epoch.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -89,8 +84,7 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return an upper bound on ε after each step.
 
-        ε is computed only after some of the steps. Every other step gets the ε of the next step at
-        which ε is computed.
+        ε is computed after some of the steps. A step in between gets the next computed ε.
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
@@ -126,32 +120,41 @@ class Ledger(Mechanism):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the ledger that `to_json` wrote as `text`. Refuse any other text."""
+        remedy = "pass the return value of Ledger.to_json unchanged"
         try:
             found = read_json(text)
             version, phases = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
             raise ValueError(
-                f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
-                "pass the return value of to_json unchanged."
+                f"`text` must be what to_json returned, got {str(text)[:40]!r} ({why}); {remedy}."
             ) from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
                 f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
                 "read it with the version of optax_lsdp that wrote it, or with a newer version."
             )
-        if set(found) != {"optax_lsdp_ledger", "phases"}:
+        if set(found) != {"optax_lsdp_ledger", "phases"} or not isinstance(phases, list):
             raise ValueError(
-                "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', got "
-                f"{str(sorted(found))[:200]}; pass the return value of to_json unchanged."
+                "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', a list, got "
+                f"{str(sorted(found))[:200]}; {remedy}."
             )
         known = {field.name for field in fields(SampledGaussian)}
-        for phase in phases if isinstance(phases, list) else [str(phases)]:
+        ledger = cls()
+        for number, phase in enumerate(phases, 1):
             if not isinstance(phase, dict) or set(phase) != known:
                 raise ValueError(
                     f"`text` must have phases with the keys {sorted(known)}, got "
-                    f"{str(phase)[:200]}; pass the return value of to_json unchanged."
+                    f"{str(phase)[:200]} as phase {number} of {len(phases)}; {remedy}."
                 )
-        return cls(SampledGaussian(**phase) for phase in phases)
+            try:
+                ledger.append(SampledGaussian(**phase))
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"`text` must have valid phases, got an error in phase {number} of "
+                    f"{len(phases)}: {str(error).rstrip('.')}; {remedy}."
+                ) from error
+        return ledger
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.phases == other.phases
@@ -163,8 +166,8 @@ class Ledger(Mechanism):
 def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
-    ε is computed at `_knots`, in blocks within which the number of steps less than doubles. The
-    Fourier coefficients of a block are computed once and raised to one power per knot.
+    ε is computed at `_knots`, in `_blocks`. The Fourier coefficients of a block are computed once
+    and raised to one power per knot.
     """
     total = sum(phase.steps for phase in phases)
     phases = [phase for phase in simplify_in_order(phases) if phase.steps]
@@ -183,7 +186,7 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
     if all(one.mu is not None for one in analyses):
         squares = counts @ np.array([one.mu**2 for one in analyses if one.mu is not None])
         mus = np.sqrt(squares) * (1 + 1e-15)
-        at_knots = np.array([gaussian_epsilon(delta, float(mu)) for mu in mus])
+        at_knots = np.array([gaussian_epsilon(delta, mu) for mu in mus.tolist()])
     else:
         at_knots = np.zeros(len(knots))
         for case in range(max(len(one.upper) for one in analyses)):
@@ -206,12 +209,10 @@ def _knots(total: int) -> np.ndarray:
 
 def _blocks(knots: np.ndarray) -> list[slice]:
     """Cut the knots into blocks within which the number of steps less than doubles."""
-    cuts, start = [], 0
-    while start < len(knots):
-        end = int(np.searchsorted(knots, 2 * knots[start]))
-        cuts.append(slice(start, end))
-        start = end
-    return cuts
+    blocks = []
+    while (start := blocks[-1].stop if blocks else 0) < len(knots):
+        blocks.append(slice(start, int(np.searchsorted(knots, 2 * knots[start]))))
+    return blocks
 
 
 def _counts(

@@ -48,15 +48,13 @@ class SampledGaussian(Mechanism):
             "without_replacement": every batch is a uniform subset of q·n examples;
             "full": every batch is the whole dataset, q = 1, and its size is public;
             "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch, in any order. No tight
-            analysis is known. The reported ε holds for every order, as if the attacker knew which
-            batch contains each example.
+            analysis is known. ε holds for every order, even one that the attacker knows.
         neighbouring: the neighbouring relation. An attacker must not be able to distinguish two
             datasets that differ in this way:
             "add_remove": one dataset has one more example;
             "zero_out": one example is replaced by a blank that contributes nothing;
             "replace_one": one example has a different value.
-            The default is "add_remove" with the schemes "poisson" and "full". Other schemes have no
-            default.
+            The default is "add_remove" with "poisson" and "full". Other schemes have no default.
         max_batch_size: larger Poisson batches are truncated to a random subset of this size.
         dataset_size: n, required with `max_batch_size`.
         group_size: how many examples one person contributes; see `group`.
@@ -175,7 +173,7 @@ class DiscreteGaussian:
         check_whole("steps", self.steps)
         if self.sampling != "full":
             raise ValueError(
-                f'`sampling` must be "full", got {self.sampling!r}, because discrete noise on '
+                f"`sampling` must be 'full', got {self.sampling!r}, because discrete noise on "
                 "sampled batches has no analysis; use `add_gaussian_noise` and `SampledGaussian`."
             )
         check_choice("neighbouring", self.neighbouring, SCHEMES["full"].neighbouring)
@@ -234,13 +232,8 @@ def steps_of_epochs(
     14040
     """
     check_positive("epochs", epochs)
-    check_whole("dataset_size", dataset_size)
-    check_whole("batch_size", batch_size)
+    check_batch_size(batch_size, dataset_size)
     check_choice("sampling", sampling, SCHEMES)
-    if batch_size > dataset_size:
-        raise ValueError(
-            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size}."
-        )
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > MOST_STEPS:
         raise ValueError(
@@ -248,3 +241,13 @@ def steps_of_epochs(
             f"{steps:.2g} steps; lower `epochs` or raise `batch_size`."
         )
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
+
+
+def check_batch_size(batch_size: int, dataset_size: int) -> None:
+    """Raise unless both are positive integers and the batch is at most as large as the dataset."""
+    check_whole("dataset_size", dataset_size)
+    check_whole("batch_size", batch_size)
+    if batch_size > dataset_size:
+        raise ValueError(
+            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size}."
+        )

@@ -1,9 +1,8 @@
 """The privacy loss at quadrature nodes: close to exact, but without a bound on its error.
 
-The privacy guarantee does not depend on this module. The quadrature serves two purposes. First, it
-chooses the settings of the lattice: the tilt, the mesh and the window. Bad settings make a bound
-loose, never wrong. Second, a contour integral over the quadrature gives an independent value of
-δ(ε), which is compared with the lattice's value.
+The privacy guarantee does not depend on this module. First, the quadrature chooses the settings of
+the lattice: the tilt, the mesh and the window. Bad settings make a bound loose, never wrong.
+Second, a contour integral gives an independent value of δ(ε) to compare with the lattice's value.
 """
 
 import math
@@ -28,10 +27,7 @@ _BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral: in one step of t
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes, and the mass of P at each node.
-
-    If the masses sum to less than 1, the rest of the mass has loss zero.
-    """
+    """Losses at quadrature nodes, and the mass of P at each. The rest of the mass has loss zero."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -54,8 +50,7 @@ class LatticeSettings(NamedTuple):
         tail: the mass that is cut off each tail of a step's P.
         epsilon: the ε, or the scale of losses, for which the settings are chosen.
         log_delta: log δ at that ε.
-        cost: how much the mesh may add to ε. If the mesh had to be coarser than intended, this is
-            more than intended.
+        cost: how much the mesh may add to ε. It is larger than intended if the mesh is coarser.
     """
 
     tilt: float
@@ -156,20 +151,26 @@ class _Cumulants(NamedTuple):
     variance: float
 
 
+def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
+    """Return e^(θℓ − top) times the masses, top, and e^(−top) times the mass at no node."""
+    losses, masses = nodes
+    top = max(0.0, tilt * float(losses.max()))
+    rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
+    return masses * np.exp(tilt * losses - top), top, rest
+
+
 def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
     """Return log E_P[e^(θS)] of the sum S of all losses, and S's tilted mean and variance."""
     sums = []
-    for (losses, masses), count in quadratures:
-        top = max(0.0, tilt * float(losses.max()))
-        rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
-        tilted = masses * np.exp(tilt * losses - top)
+    for nodes, count in quadratures:
+        losses, masses = nodes
+        tilted, top, rest = _tilt(nodes, tilt)
         total = float(tilted.sum()) + rest
         mean = float(tilted @ losses) / total
         variance = float(tilted @ (losses - mean) ** 2 + rest * mean**2) / total
+        log = math.log(total) + top
         if top < 1:
             log = math.log1p(float(masses @ np.expm1(tilt * losses)))
-        else:
-            log = math.log(total) + top
         sums.append((count * log, count * mean, count * variance))
     return _Cumulants(*(math.fsum(column) for column in zip(*sums, strict=True)))
 
@@ -187,11 +188,12 @@ def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
 
 def _gentle_tilt(quadratures: Quadratures) -> float:
     """Return a tilt that moves the mean of the sum by about a standard deviation."""
-    known = _cumulants(quadratures, 0.0)
-    return _root(
-        lambda tilt: 0.5 + tilt * known.mean - _cumulants(quadratures, tilt).log,
-        1e-3 / math.sqrt(known.variance),
-    )
+    _, mean, variance = _cumulants(quadratures, 0.0)
+
+    def excess(tilt: float) -> float:
+        return 0.5 + tilt * mean - _cumulants(quadratures, tilt).log
+
+    return _root(excess, 1e-3 / math.sqrt(variance))
 
 
 def _root(decreasing: Callable[[float], float], low: float) -> float:
@@ -287,12 +289,11 @@ def contour_delta(
     spacing, the aliasing error is only of the order e^(−decay). The value is sure if the sums with
     twice the spacing, and along a second line, agree with it.
     """
-    spacing = math.pi * tilt / decay
-    values = [
-        value
+    sums = [
+        _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)
         for line in (tilt, 0.9 * tilt)
-        for value in _trapezoids(quadratures, epsilon, line, spacing)
     ]
+    values = [value for pair in sums for value in pair]
     lowest, highest = min(values), max(values)
     is_sure = lowest > 0 and highest < 1 and highest - lowest <= _AGREEMENT * lowest
     return values[0] if is_sure else None  # NaN is not sure either
@@ -318,8 +319,7 @@ def _trapezoids(
             break
         terms = np.concatenate([terms, block])
         if np.abs(block[-1]) < 1e-9 * _AGREEMENT * abs(terms[0]):
-            cancelled = abs(terms.real.sum()) < 1e-4 * np.abs(terms).max()
-            if cancelled:
+            if abs(terms.real.sum()) < 1e-4 * np.abs(terms).max():  # cancellation
                 break
             terms[0] /= 2
             every, second = terms.real.sum(), terms.real[::2].sum()
@@ -330,8 +330,7 @@ def _trapezoids(
 def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndarray:
     """Return log E_P[e^(sL)] at s = line + i·heights, or NaN if the nodes are too coarse."""
     losses, masses = nodes
-    top = max(0.0, line * float(losses.max()))
-    tilted = masses * np.exp(line * losses - top)
+    tilted, top, rest = _tilt(nodes, line)
     held = tilted > 1e-14 * tilted.max()
     widest = float(np.max(np.diff(np.sort(losses[held])), initial=0.0))
     if heights[-1] * widest > 2:
@@ -339,5 +338,4 @@ def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndar
     waves = 1j * np.multiply.outer(heights, losses)
     if top < 1:
         return np.log1p(np.expm1(waves + line * losses) @ masses)
-    rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
     return np.log(np.exp(waves) @ tilted + rest) + top

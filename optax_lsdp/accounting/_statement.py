@@ -15,8 +15,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     """Return in plain words what a mechanism guarantees at δ, and every assumption.
 
     Args:
-        mechanism: a `SampledGaussian`, a sum of several, or a `Ledger`. The phases may have
-            different noise. If they sample in different ways, a ValueError is raised.
+        mechanism: a `SampledGaussian`, a sum of several, or a `Ledger`. Its phases may differ in
+            their noise. Raise a ValueError if they differ in how they sample.
         delta: δ.
         reserved: the part of δ that is reserved for events that `mechanism` does not describe.
 
