@@ -75,9 +75,9 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Convert a NumPy scalar to a Python number, and return any other value unchanged.
+    """Convert an array of shape (), which may change later, to a Python number.
 
-    An array of shape () counts as a scalar. The caller could change the array later.
+    Return any other value unchanged.
     """
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
@@ -86,8 +86,8 @@ def frozen_number(value: _Value) -> _Value:
 def read_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raise a ValueError with the reason if the text is not valid.
 
-    A text is also invalid if a name occurs twice in one object, because Python would keep only the
-    last value, or if its values are nested more than 64 levels deep.
+    A text is also invalid if a name occurs twice in one object, or if its values are nested more
+    than 64 levels deep.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
@@ -129,24 +129,18 @@ def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
     """Return a number as a float, and None for a traced value or a schedule. Refuse the rest."""
-    if is_number(value):
-        return _as_float(value)
     if callable(value) and schedule:
         return None
-    if getattr(value, "shape", None) != ():
+    if not is_number(value) and getattr(value, "shape", None) != ():
         kinds = "a number or a function of the step" if schedule else "a number"
         raise TypeError(_sentence(name, kinds, value))
+    number = cast(float, value)  # or an array without axes
     try:
-        return float(value)  # type: ignore[arg-type]  # an array without axes
+        return float(number)
+    except OverflowError:  # a large integer
+        return math.inf if number > 0 else -math.inf
     except TypeError:  # traced
         return None
-
-
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a large integer
-        return math.inf if value > 0 else -math.inf
 
 
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:

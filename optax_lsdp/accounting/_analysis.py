@@ -37,21 +37,16 @@ T = TypeVar("T")
 
 
 class PhaseAnalysis(NamedTuple):
-    """Bounds on what one phase reveals.
+    """Bounds on what one phase reveals: a step, and how often it is composed."""
 
-    Attributes:
-        mu: μ if the whole phase is one Gaussian mechanism, which counts as one step; else None.
-        upper: for each case, such as adding or removing an example, a step that dominates one step
-            of the phase. A single entry covers every case.
-        lower: pairs for lower bounds. For each pair, one step of the phase reveals at least as much
-            about two particular neighbouring datasets. Empty if no useful pair is known.
-        steps: how often the steps in `upper`, or the pairs in `lower`, are composed.
-    """
-
-    mu: float | None
+    mu: float | None  # μ if the whole phase is one Gaussian mechanism, which counts as one step
+    # For each case, such as adding or removing an example, a step that dominates one step of the
+    # phase. A single entry covers every case.
     upper: tuple[Step, ...]
+    # Pairs for lower bounds. For each, one step of the phase reveals at least as much about two
+    # particular neighbouring datasets. Empty if no useful pair is known.
     lower: tuple[Pair, ...]
-    steps: int
+    steps: int  # how often the steps in `upper`, or the pairs in `lower`, are composed
 
 
 def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
@@ -219,22 +214,16 @@ class PrivacyProfile:
     """The function δ(ε) of several phases together, bounded from above and from below.
 
     All phases that are Gaussian mechanisms are combined into one Gaussian mechanism.
-
-    Attributes:
-        mu: μ of all Gaussian phases together.
-        upper: for each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if
-            all phases are Gaussian mechanisms. Then δ(ε) has a closed form.
-        mu_lower, lower: the same for lower bounds. If `upper` is empty, so is `lower`.
-        group_size: the size of groups that only the bound for all mechanisms covers, otherwise 1.
-        mu_unamplified: μ without any gain from sampling. No answer exceeds the ε or δ of this μ.
     """
 
-    mu: float
+    mu: float  # μ of all Gaussian phases together
+    # For each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if all phases
+    # are Gaussian mechanisms. Then δ(ε) has a closed form, and `lower` is empty, too.
     upper: tuple[Steps, ...]
-    mu_lower: float
+    mu_lower: float  # the same for lower bounds
     lower: tuple[Sequence[tuple[Pair, int]], ...]
-    group_size: int
-    mu_unamplified: float
+    group_size: int  # the size of groups that only the bound for all mechanisms covers, otherwise 1
+    mu_unamplified: float  # μ without any gain from sampling: no answer exceeds its ε or δ
 
     @classmethod
     def of(

@@ -24,24 +24,16 @@ _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double
 
 
 class Pair(NamedTuple):
-    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x.
+    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x."""
 
-    Attributes:
-        centres: the means mᵢ.
-        base: the weights b of Q.
-        change: d, the weights of P minus b. Differences avoid cancellation if P is close to Q.
-        point: the inverse of `loss`: maps a loss to x, or to ±∞ if no x has that loss.
-        folded: whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both
-            directions at ε < 0. Sampling without replacement has such a pair.
-        missing: the mass of P that no Gaussian models. Its loss counts as infinite.
-    """
-
-    centres: np.ndarray
-    base: np.ndarray
-    change: np.ndarray
-    point: Callable[[np.ndarray], np.ndarray]
+    centres: np.ndarray  # the means mᵢ
+    base: np.ndarray  # the weights b of Q
+    change: np.ndarray  # the differences d: they avoid cancellation if P is close to Q
+    point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if there is none
+    # Whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both directions
+    # at ε < 0. Sampling without replacement has such a pair.
     folded: bool = False
-    missing: float = 0.0
+    missing: float = 0.0  # the mass of P that no Gaussian models: its loss counts as infinite
 
     @property
     def weights(self) -> np.ndarray:

@@ -209,7 +209,7 @@ def _knots(total: int) -> np.ndarray:
 
 def _blocks(knots: np.ndarray) -> list[slice]:
     """Cut the knots into blocks within which the number of steps less than doubles."""
-    blocks = []
+    blocks: list[slice] = []
     while (start := blocks[-1].stop if blocks else 0) < len(knots):
         blocks.append(slice(start, int(np.searchsorted(knots, 2 * knots[start]))))
     return blocks

@@ -38,31 +38,18 @@ Quadratures = Sequence[tuple[Quadrature, int]]
 
 
 class LatticeSettings(NamedTuple):
-    """How to compose steps on a lattice, and which result to expect.
+    """How to compose steps on a lattice, and which result to expect."""
 
-    Attributes:
-        tilt: θ.
-        mesh: h, the spacing of the lattice.
-        window: the width of the interval in which losses are distinguished.
-        extra_tilt: a tilt that is added to θ to bound the mass above the window.
-        per_octave: the number of cells between a loss and twice that loss.
-        quadratures: quadratures of the steps, and how often each step is taken.
-        tail: the mass that is cut off each tail of a step's P.
-        epsilon: the ε, or the scale of losses, for which the settings are chosen.
-        log_delta: log δ at that ε.
-        cost: how much the mesh may add to ε. It is larger than intended if the mesh is coarser.
-    """
-
-    tilt: float
-    mesh: float
-    window: float
-    extra_tilt: float
-    per_octave: int
-    quadratures: Quadratures
-    tail: float
-    epsilon: float
-    log_delta: float
-    cost: float
+    tilt: float  # θ
+    mesh: float  # h, the spacing of the lattice
+    window: float  # the width of the interval in which losses are distinguished
+    extra_tilt: float  # a tilt that is added to θ to bound the mass above the window
+    per_octave: int  # the number of cells between a loss and twice that loss
+    quadratures: Quadratures  # quadratures of the steps, and how often each step is taken
+    tail: float  # the mass that is cut off each tail of a step's P
+    epsilon: float  # the ε, or the scale of losses, for which the settings are chosen
+    log_delta: float  # log δ at that ε
+    cost: float  # how much the mesh may add to ε: more than intended if the mesh is coarser
 
 
 def quadrature(step: Step, tail: float) -> Quadrature:

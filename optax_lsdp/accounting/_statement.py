@@ -61,13 +61,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     ]
     is_tight = scheme.tight and phase.max_batch_size is None
     at_most = "" if is_tight else " at most (an upper bound; the exact value is not known)"
-    lines = [
-        f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}.",
-        "",
-        *textwrap.wrap(meaning, 88),
-        "",
-        "Assumed:",
-    ]
+    title = f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}."
+    lines = [title, "", *textwrap.wrap(meaning, 88), "", "Assumed:"]
     for one in assumed:
         lines += textwrap.wrap(one, 88, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)

@@ -3,8 +3,6 @@
 To add an audit, write a function of a key that returns a report, and add it to the table.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,21 +16,9 @@ import numpy as np
 import optax
 
 from optax_lsdp.accounting import SampledGaussian
-from optax_lsdp.auditing._claims import audit_likely_mistakes, audit_plan, audit_quantized_sums
-from optax_lsdp.auditing._clipping import (
-    audit_cancelling_rows,
-    audit_clipping_by_search,
-    audit_hard_models,
-    audit_microbatches,
-)
-from optax_lsdp.auditing._devices import (
-    DEVICES,
-    audit_collectives,
-    audit_sharded_clipping,
-    audit_sharded_noise,
-    audit_split_parameters,
-    reports_from_child,
-)
+from optax_lsdp.auditing import _claims as claims
+from optax_lsdp.auditing import _clipping as clipping
+from optax_lsdp.auditing import _devices as devices
 from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
@@ -108,9 +94,7 @@ def _noise_of_steps(
 
 def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
     """Test whether a plan's optimizer adds the noise that the plan states."""
-    plan = PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=24, noise_multiplier=1.0, delta=_DELTA
-    )
+    plan = claims.poisson_plan()
     optimizer, gradient = plan.optimizer(optax.sgd(1.0), key), plan.clipped_grad(_sum_of_leaves)
     noises = _noise_of_steps(optimizer, gradient, _zeros(_OF_PLAN), plan.steps)
     scale = plan.noise_multiplier * plan.clip_norm / plan.expected_batch_size
@@ -127,9 +111,7 @@ def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
     def quanta(x: jax.Array) -> np.ndarray:  # integers, which `audit_noise` allows to repeat
         return np.rint(np.asarray(x) * resolution / _CLIP_NORM).astype(int)
 
-    noises = [
-        jax.tree.map(quanta, drawn) for drawn in _noise_of_steps(noise, gradient, params, steps)
-    ]
+    noises = jax.tree.map(quanta, _noise_of_steps(noise, gradient, params, steps))
     scale = _NOISE_MULTIPLIER * marked.sensitivity
     return audit_noise(noises.__getitem__, scale=scale, steps=steps)
 
@@ -182,46 +164,40 @@ def _step_with_canary(key: jax.Array, is_in: jax.Array) -> jax.Array:
 
 
 class Audit(NamedTuple):
-    """An audit of the library.
-
-    Attributes:
-        run: a function of a key that returns a report.
-        in_child: whether the audit runs in the child process, which has eight devices. Audits that
-            need eight devices must run there. Some other audits run there to share the work
-            between two processes.
-        needs_orbax: whether the audit calls `fit`, which needs Orbax and tqdm.
-    """
+    """An audit of the library: a function of a key that returns a report."""
 
     run: Callable[[jax.Array], AuditReport]
-    in_child: bool = False
-    needs_orbax: bool = False
+    in_child: bool = False  # it needs eight devices, or shares the work between two processes
+    needs_orbax: bool = False  # it calls `fit`, which needs Orbax and tqdm
 
 
 AUDITS = {
     "Poisson sampler": Audit(partial(_audit_sampler, "poisson")),
     "fixed-size sampler": Audit(partial(_audit_sampler, "without_replacement")),
     "clipping by search, engine 'bookkeeping'": Audit(
-        partial(audit_clipping_by_search, "bookkeeping")
+        partial(clipping.audit_clipping_by_search, "bookkeeping")
     ),
-    "clipping by search, engine 'vmap'": Audit(partial(audit_clipping_by_search, "vmap")),
+    "clipping by search, engine 'vmap'": Audit(partial(clipping.audit_clipping_by_search, "vmap")),
     "clipping of hard models, engine 'bookkeeping'": Audit(
-        partial(audit_hard_models, "bookkeeping")
+        partial(clipping.audit_hard_models, "bookkeeping")
     ),
     "noise": Audit(partial(_audit_gaussian_noise, _SMALL, FAR_STEPS)),
     "noise of large leaves": Audit(partial(_audit_gaussian_noise, _LARGE, 6)),
     "a step of DP-LSSGD with and without a canary": Audit(_audit_step_with_canary),
-    "a plan": Audit(audit_plan),
+    "a plan": Audit(claims.audit_plan),
     "noise of a plan's optimizer": Audit(_audit_plan_noise),
-    "likely mistakes": Audit(audit_likely_mistakes),
-    "quantized sums": Audit(audit_quantized_sums),
+    "likely mistakes": Audit(claims.audit_likely_mistakes),
+    "quantized sums": Audit(claims.audit_quantized_sums),
     "discrete noise": Audit(_audit_discrete_noise),
-    "clipping of hard models, engine 'vmap'": Audit(partial(audit_hard_models, "vmap"), True),
-    "clipping of cancelling rows": Audit(audit_cancelling_rows, True),
-    "clipping in microbatches": Audit(audit_microbatches, True),
-    "noise on several devices": Audit(audit_sharded_noise, True),
-    "clipping on several devices": Audit(audit_sharded_clipping, True),
-    "parameters split over devices": Audit(audit_split_parameters, True),
-    "collectives on several devices": Audit(audit_collectives, True),
+    "clipping of hard models, engine 'vmap'": Audit(
+        partial(clipping.audit_hard_models, "vmap"), True
+    ),
+    "clipping of cancelling rows": Audit(clipping.audit_cancelling_rows, True),
+    "clipping in microbatches": Audit(clipping.audit_microbatches, True),
+    "noise on several devices": Audit(devices.audit_sharded_noise, True),
+    "clipping on several devices": Audit(devices.audit_sharded_clipping, True),
+    "parameters split over devices": Audit(devices.audit_split_parameters, True),
+    "collectives on several devices": Audit(devices.audit_collectives, True),
     "a step of fit on neighbouring data": Audit(audit_one_step_of_fit, True, needs_orbax=True),
     "resumed runs": Audit(audit_resumed_runs, True, needs_orbax=True),
 }
@@ -253,10 +229,11 @@ def audit_library(
             "'optax-lsdp[training]'.",
             stacklevel=2,
         )
-    has_devices = jax.device_count() >= DEVICES
+    has_devices = jax.device_count() >= devices.DEVICES
     in_child = [] if has_devices else [name for name in names if AUDITS[name].in_child]
     nothing: Iterator[AuditReport] = iter(())
-    with reports_from_child(in_child, key) if in_child else nullcontext(nothing) as reports:
+    child = devices.reports_from_child(in_child, key) if in_child else nullcontext(nothing)
+    with child as reports:
         for name in names:
             started(name)
             yield name, next(reports) if name in in_child else run_audit(name, key)

@@ -5,8 +5,6 @@ result. The audit builds batches from the caller's examples and changes one exam
 Gradient ascent then increases the largest differences.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
 from optax_lsdp._types import PyTree
+from optax_lsdp.auditing._hard_models import generator
 from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
@@ -92,16 +91,6 @@ class _Neighbours(NamedTuple):
         return one, _released(release, self.other_batch, self.masks[1])
 
 
-class _Setting(NamedTuple):
-    """A batch, its mask, and an example that will replace the batch's example at `row`."""
-
-    how: str
-    batch: PyTree
-    mask: np.ndarray
-    row: int
-    example: PyTree
-
-
 class _Found(NamedTuple):
     """The distance of two releases, how they arose, and the relative rounding error to accept."""
 
@@ -162,7 +151,7 @@ def audit_sensitivity(
     check_whole("ascents", ascents, 0)
     check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
-    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
+    rng = generator(key)
     pairs, masked = 0, 0.0
     most = _Found(-math.inf, "", 0.0)
     worst: list[tuple[float, _Neighbours]] = []  # finite distances, largest first
@@ -175,11 +164,11 @@ def audit_sensitivity(
         most = max(most, found, key=lambda one: one.distance - declared * one.granted)
         return found.distance
 
-    for how_batch, batch, mask, row, example in _settings(batch, searches, rng):
+    for how_batch, drawn, mask, row, example in _settings(batch, searches, rng):
         without = mask & (np.arange(len(mask)) != row)
-        before, before_without = (_released(release, batch, kept) for kept in (mask, without))
+        before, before_without = (_released(release, drawn, kept) for kept in (mask, without))
         for how, changed in _changes(example, rng):
-            pair = _Neighbours(batch, changed, row, (mask, mask))
+            pair = _Neighbours(drawn, changed, row, (mask, mask))
             other_batch = pair.other_batch
             after, after_without = (
                 _released(release, other_batch, kept) for kept in (mask, without)
@@ -219,11 +208,13 @@ def _distance(one: PyTree, other: PyTree) -> float:
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
-def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_Setting]:
-    """Yield batches of random examples, of four kinds in turn.
+def _settings(
+    batch: PyTree, count: int, rng: np.random.Generator
+) -> Iterator[tuple[str, PyTree, np.ndarray, int, PyTree]]:
+    """Yield a description, a batch, its mask, a row, and an example that will replace this row.
 
-    The mask keeps all examples; it keeps few; the examples have two scales; or one example is
-    repeated many times.
+    There are four kinds of batches. The mask keeps all examples; it keeps few; the examples have
+    two scales; or one example is repeated many times.
     """
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
@@ -244,7 +235,7 @@ def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_
         example = _rows(batch, int(rng.integers(available)))
         how = f"{kept} of {size} examples in the mask, scaled by {by}"
         chosen = _rows(batch, np.broadcast_to(order, size))
-        yield _Setting(how, _scaled(chosen, scales), mask, row, example)
+        yield how, _scaled(chosen, scales), mask, row, example
 
 
 def _changes(example: PyTree, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:

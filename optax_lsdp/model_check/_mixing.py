@@ -1,13 +1,11 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
-The module splits the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum
-of terms that each depend on one example, then ∂²f/∂x∂y is zero. The mixed difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′) is zero as well, where x′ and y′ are changed halves. The
-module tests both. If one of them is not zero, the module evaluates the program on all four batches,
-the *corners*, until it finds an equation whose output has a mixed difference.
+Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
+that each depend on one example, then ∂²f/∂x∂y is zero. So is the mixed difference
+f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of the two is
+not zero, the module evaluates the program on all four batches, the *corners*, until it finds an
+equation whose output has a mixed difference.
 """
-
-from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
@@ -105,13 +103,11 @@ def _curvature(
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
-        leaves, structure = jax.tree.flatten(batch)
         floating = iter(direction)
-        tangents = [
-            next(floating) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
-            for x in leaves
-        ]
-        return jax.tree.unflatten(structure, tangents)
+        return jax.tree.map(
+            lambda x: next(floating) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0),
+            batch,
+        )
 
     def slope(batch: PyTree) -> PyTree:
         return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (tangent(along[0]),))[1]
@@ -122,10 +118,10 @@ def _curvature(
 def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
     """Return a random direction in the floating-point leaves: zero in all but some rows."""
     rng = np.random.default_rng(int(rows[0]))
-    floating = [x for x in jax.tree.leaves(batch) if is_floating(x)]
     return [
         (rng.normal(size=x.shape) * rows.reshape(-1, *[1] * (x.ndim - 1))).astype(x.dtype)
-        for x in floating
+        for x in jax.tree.leaves(batch)
+        if is_floating(x)
     ]
 
 
@@ -141,7 +137,7 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     except TypeError:  # custom_vjp does not allow forward differentiation
         return False
     leaves = [*jax.tree.leaves(bent), *([losses[~half]] if np.ndim(losses) else [])]
-    known = [np.asarray(leaf) for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    known = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
     return any(bool(np.any((leaf != 0) & np.isfinite(leaf))) for leaf in known)
 
 
