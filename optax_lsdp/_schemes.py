@@ -1,10 +1,8 @@
 """The table of sampling schemes, and the table of neighbouring relations.
 
 A sampling scheme says how batches are drawn. A neighbouring relation says in which way two datasets
-differ. An attacker must not be able to distinguish two such datasets. Samplers, the accountant,
-plans, statements and the command line read these tables. To add a scheme, add its name to
-`Sampling`, a row to `SCHEMES`, its sampler to `optax_lsdp.sampling`, and its analysis to
-`optax_lsdp.accounting`.
+differ. An attacker must not be able to distinguish two such datasets. To add a scheme, add its name
+to `Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to `accounting`.
 """
 
 from collections.abc import Mapping

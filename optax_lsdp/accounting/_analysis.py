@@ -88,7 +88,7 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 def unamplified_mu(phase: "SampledGaussian") -> float:
     """Return μ without any gain from sampling. This μ bounds what the phase reveals.
 
-    One example is used in every step, or once per epoch, and a part of an epoch is an epoch.
+    An example is used in every step, or once per epoch. A part of an epoch counts as an epoch.
     """
     once_per_epoch = SCHEMES[phase.sampling].once_per_epoch
     uses = math.ceil(phase.steps / (steps_per_epoch(phase) if once_per_epoch else 1))
@@ -209,6 +209,9 @@ _AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], PhaseAnalysis]] = {
 }
 
 
+_Analyses = Sequence[PhaseAnalysis]  # one for each phase
+
+
 @dataclass(frozen=True)
 class PrivacyProfile:
     """The function δ(ε) of several phases together, bounded from above and from below.
@@ -226,13 +229,7 @@ class PrivacyProfile:
     mu_unamplified: float  # μ without any gain from sampling: no answer exceeds its ε or δ
 
     @classmethod
-    def of(
-        cls,
-        upper: Sequence[PhaseAnalysis],
-        lower: Sequence[PhaseAnalysis],
-        group_size: int,
-        mu_unamplified: float,
-    ) -> Self:
+    def of(cls, upper: _Analyses, lower: _Analyses, group_size: int, mu_unamplified: float) -> Self:
         """Return the profile of phases from their analyses."""
         mu = math.hypot(*(one.mu for one in upper if one.mu is not None))
         mu = min(mu * (1 + 1e-15), mu_unamplified)
@@ -313,8 +310,7 @@ class PrivacyProfile:
     def _group_epsilon(self, delta: float, most: float) -> float:
         """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds none.
 
-        The search starts at k times the ε of one example. A smaller ε cannot suffice, because
-        δ(ε/k) must be at most δ.
+        An ε below k times the ε of one example cannot suffice, as δ(ε/k) must be at most δ.
         """
         low = high = self.group_size * self._single.epsilon(delta)
         previous = math.inf

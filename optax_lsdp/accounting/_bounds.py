@@ -20,8 +20,7 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step, divergence
 from optax_lsdp.accounting._quadrature import LatticeSettings, Steps
 
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
-# `upper_profile` chooses settings for each of these δ.
-_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ that `upper_profile` tries
 _PRECISION = 1e-8  # relative precision of the root search for ε
 _FEW = 256  # frequencies; if there are more, the contour integral never gives a value
 _LARGEST_EPSILON = 1e300
@@ -42,8 +41,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
     """Return δ(ε) of a Gaussian mechanism, and a bound on the rounding error.
 
-    The two terms are computed as logarithms and their difference by expm1, so that a small δ is not
-    lost to cancellation.
+    Logarithms of the two terms, and expm1 for their difference, save a small δ from cancellation.
     """
     inside = float(log_ndtr(mu / 2 - epsilon / mu))
     outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
@@ -70,8 +68,7 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 def gaussian_lower_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
-    The search goes down from `gaussian_epsilon` to a point at which δ(ε) exceeds δ by more than
-    the rounding error of δ(ε).
+    The search goes down from `gaussian_epsilon` until δ(ε) exceeds δ by more than its rounding.
     """
     upper = gaussian_epsilon(delta, mu)
     if upper == math.inf:
@@ -205,9 +202,8 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, so the
-    composition of the pairs dominates the composition of the lattices. The mesh is refined until a
-    finer mesh gains nothing.
+    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, and so does the
+    composition. The mesh is refined until a finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)

@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 
 from scipy.optimize import brentq
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole, refusal
 from optax_lsdp._schemes import RELATIONS, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import is_gaussian
 from optax_lsdp.accounting._bounds import gaussian_mu, upper_delta
@@ -174,15 +174,12 @@ def calibrate_steps(
         return SampledGaussian(noise_multiplier, sampling_rate, steps, **options).epsilon(delta)
 
     if (least := spent(1)) > epsilon:
-        raise ValueError(
-            f"`epsilon` must be at least {least:.6g} for a single step at delta={delta!r}, "
-            f"got {epsilon!r}; raise the noise multiplier or lower the sampling rate."
-        )
+        demand = f"at least {least:.6g} for a single step at delta={delta!r}"
+        remedy = "raise the noise multiplier or lower the sampling rate"
+        raise refusal("epsilon", demand, epsilon, remedy)
     if spent(_MANY_STEPS) <= epsilon and spent(MOST_STEPS) <= epsilon:
-        raise ValueError(
-            f"`epsilon` must be below the ε of {MOST_STEPS:.0e} steps, got {epsilon!r}; lower "
-            "`epsilon` or the noise multiplier, or raise the sampling rate."
-        )
+        remedy = "lower `epsilon` or the noise multiplier, or raise the sampling rate"
+        raise refusal("epsilon", f"below the ε of {MOST_STEPS:.0e} steps", epsilon, remedy)
     return largest(spent, epsilon, MOST_STEPS)
 
 
@@ -197,8 +194,7 @@ def calibrate_batch_size(
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Raise a ValueError if even batches of
-    one example exceed the budget.
+    `options` are arguments of `SampledGaussian`. Raise if even one example per batch is too many.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
@@ -221,18 +217,16 @@ def calibrate_batch_size(
 
     most = largest(spent, epsilon, dataset_size)
     if most == 0:
-        raise ValueError(
-            f"`epsilon` must be at least {spent(1):.6g} for batches of one example at "
-            f"delta={delta!r}, got {epsilon!r}; raise the noise multiplier or take fewer steps."
-        )
+        demand = f"at least {spent(1):.6g} for batches of one example at delta={delta!r}"
+        remedy = "raise the noise multiplier or take fewer steps"
+        raise refusal("epsilon", demand, epsilon, remedy)
     return most
 
 
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    `spent` must not decrease. It grows like a power of n, so a secant in logarithms lands close to
-    the answer.
+    `spent` must not decrease. It grows like a power of n: a secant in logarithms converges fast.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

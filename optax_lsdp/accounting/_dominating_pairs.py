@@ -155,9 +155,8 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks the mass of batches with more members than
-    `group_members` returns. Both make the divergence of P from Q larger. An optimistic pair gives
-    the missing mass to N(0).
+    The weights of Q are rounded down, and Q lacks batches with more members than `group_members`
+    returns. Both raise the divergence of P from Q. An optimistic pair gives their mass to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 

@@ -6,8 +6,7 @@ p·e^(θℓ − K(θ)), where K(θ) makes their sum 1, convolves the tilted mass
 Without the tilt, the FFT's rounding errors would swamp the tail that determines δ. With θ near the
 Chernoff optimum, this tail becomes the bulk of the distribution.
 
-Every error is bounded and added on the safe side: towards larger δ in upper bounds, and towards
-smaller δ in lower bounds.
+Every error is bounded. Upper bounds on δ add the bound, and lower bounds subtract it.
 """
 
 import math
@@ -219,8 +218,7 @@ class TiltedSum(NamedTuple):
         δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh. They are read
         as losses s in the window (ε, ε + Nh]. If s₀ is the smallest of these losses, the weight
         e^(log_scale − θs₀) is factored out. The remaining factors e^(−θs) and e^(−(θ + 1)s) are
-        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′). By Parseval's theorem no
-        inverse FFT is needed.
+        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
 
         Losses above the window are read too low. Their true contribution to δ is at most
         weight·e^(−θNh), so upper bounds add this term. The contribution that is read is at most
@@ -257,8 +255,7 @@ def convolve(
     η = 8·log₂N·ε, where ε is the machine precision. The error of φ^T is at most
     T·η·(|φ| + η)^(T − 1), plus a relative error of ε·(T|log φ| + 16) from computing the power. A
     tilted mass is exact up to a factor e^(ε·c), where c is the size of its exponents. T such
-    factors multiply. The Fourier coefficients that are dropped add at most e^(−42) to the mean of
-    all coefficients.
+    factors multiply. Dropped Fourier coefficients add at most e^(−42) to the mean of all.
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)

@@ -8,7 +8,7 @@ from typing import Self
 
 import numpy as np
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json, refusal
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_per_epoch
 from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
@@ -49,9 +49,7 @@ class Ledger(Mechanism):
     def append(self, phase: SampledGaussian, *, continues: bool = False) -> None:
         """Record that the steps of `phase` were taken after all steps so far.
 
-        Args:
-            phase: one or more equal steps.
-            continues: whether shuffled batches continue the epochs of the last phase.
+        With `continues`, shuffled batches continue the epochs of the last phase.
         """
         if not isinstance(phase, SampledGaussian):
             raise TypeError(
@@ -95,10 +93,7 @@ class Ledger(Mechanism):
         return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps like the last one the budget (ε, δ) allows.
-
-        Raise a ValueError if the ledger has no steps.
-        """
+        """Return how many more steps like the last one the budget (ε, δ) allows."""
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:
@@ -120,40 +115,32 @@ class Ledger(Mechanism):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Return the ledger that `to_json` wrote as `text`. Refuse any other text."""
-        remedy = "pass the return value of Ledger.to_json unchanged"
         try:
             found = read_json(text)
             version, phases = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
             why = f"it has no {error}" if isinstance(error, KeyError) else error
-            raise ValueError(
-                f"`text` must be what to_json returned, got {str(text)[:40]!r} ({why}); {remedy}."
-            ) from error
+            raise _refusal("be what to_json returned", f"{str(text)[:40]!r} ({why})") from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
                 f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
                 "read it with the version of optax_lsdp that wrote it, or with a newer version."
             )
         if set(found) != {"optax_lsdp_ledger", "phases"} or not isinstance(phases, list):
-            raise ValueError(
-                "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', a list, got "
-                f"{str(sorted(found))[:200]}; {remedy}."
-            )
+            keys = "have only the keys 'optax_lsdp_ledger' and 'phases', a list"
+            raise _refusal(keys, str(sorted(found))[:200])
         known = {field.name for field in fields(SampledGaussian)}
         ledger = cls()
         for number, phase in enumerate(phases, 1):
+            where = f"phase {number} of {len(phases)}"
             if not isinstance(phase, dict) or set(phase) != known:
-                raise ValueError(
-                    f"`text` must have phases with the keys {sorted(known)}, got "
-                    f"{str(phase)[:200]} as phase {number} of {len(phases)}; {remedy}."
-                )
+                keys = f"have phases with the keys {sorted(known)}"
+                raise _refusal(keys, f"{str(phase)[:200]} as {where}")
             try:
                 ledger.append(SampledGaussian(**phase))
             except (TypeError, ValueError) as error:
-                raise ValueError(
-                    f"`text` must have valid phases, got an error in phase {number} of "
-                    f"{len(phases)}: {str(error).rstrip('.')}; {remedy}."
-                ) from error
+                why = f"an error in {where}: {str(error).rstrip('.')}"
+                raise _refusal("have valid phases", why) from error
         return ledger
 
     def __eq__(self, other: object) -> bool:
@@ -163,11 +150,15 @@ class Ledger(Mechanism):
         return f"Ledger({list(self.phases)!r})"
 
 
+def _refusal(demand: str, got: str) -> ValueError:
+    remedy = "pass the return value of Ledger.to_json unchanged"
+    return ValueError(f"`text` must {demand}, got {got}; {remedy}.")
+
+
 def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
-    ε is computed at `_knots`, in `_blocks`. The Fourier coefficients of a block are computed once
-    and raised to one power per knot.
+    ε is computed at `_knots`. The knots of a block share Fourier coefficients; see `_blocks`.
     """
     total = sum(phase.steps for phase in phases)
     phases = [phase for phase in simplify_in_order(phases) if phase.steps]
@@ -175,11 +166,9 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
     if not total:
         return np.zeros(0)
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
-        raise ValueError(
-            "`group_size` must be 1 to compute ε after every step of these phases, got "
-            f"{kinds[0].group_size!r}; call `epsilon` on a ledger that ends at the step that you "
-            "are interested in."
-        )
+        demand = "1 to compute ε after every step of these phases"
+        remedy = "call `epsilon` on a ledger that ends at the step that you are interested in"
+        raise refusal("group_size", demand, kinds[0].group_size, remedy)
     knots = _knots(total)
     counts = _counts(phases, kinds, knots)
     analyses = [analyse(kind) for kind in kinds]

@@ -24,8 +24,7 @@ class PaperNoise(NamedTuple):
     """The noise of Theorem 1, its conditions, and the true ε.
 
     Attributes:
-        noise_stddev: ν, the standard deviation of the noise on each coordinate of the *mean*
-            gradient.
+        noise_stddev: ν, the standard deviation of the noise on each entry of the *mean* gradient.
         noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
         alpha: α, the order of the Rényi divergence.
         mu: μ in (0, 1), the theorem's parameter that splits the budget.
@@ -33,8 +32,7 @@ class PaperNoise(NamedTuple):
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
         poisson_epsilon: the true ε with Poisson batches and the relation "add_remove".
-        fixed_size_epsilon: an upper bound on the true ε with fixed-size batches without replacement
-            and the relation "replace_one".
+        fixed_size_epsilon: an upper bound on ε with "without_replacement" and "replace_one".
     """
 
     noise_stddev: float
@@ -61,17 +59,10 @@ def paper_noise(
 ) -> PaperNoise:
     """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
-    Args:
-        epsilon: the ε that the theorem should guarantee.
-        delta: the δ that the theorem should guarantee.
-        dataset_size: n.
-        batch_size: b.
-        steps: T.
-        lipschitz: G, the largest norm of one example's gradient; the clip norm.
-        mu: μ in (0, 1). The default is the μ with the least noise among those that satisfy the
-            conditions.
-        number_alone: return the noise even if the conditions fail. The theorem then guarantees
-            nothing. The result still contains the true ε.
+    n, b and T are `dataset_size`, `batch_size` and `steps`. G, the largest norm of one example's
+    gradient, is `lipschitz`; it is the clip norm. The default of `mu` is the μ in (0, 1) with the
+    least noise that satisfies the conditions. With `number_alone`, return the noise even if the
+    conditions fail. The theorem then guarantees nothing. The result still contains the true ε.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,

@@ -114,8 +114,7 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, consecutive steps in the list share the quadrature of the
-    widest among them.
+    If there are too many different steps, neighbours in the list share the widest's quadrature.
     """
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
@@ -123,13 +122,10 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     found = []
     for start in range(0, len(steps), chunk):
         alike = steps[start : start + chunk]
-        widest = max((step for step, _ in alike), key=_width)
+        spans = [max(float(np.ptp(pair.centres)) for _, pair in step) for step, _ in alike]
+        widest = alike[int(np.argmax(spans))][0]
         found.append((quadrature(widest, tail), sum(count for _, count in alike)))
     return found, tail
-
-
-def _width(step: Step) -> float:
-    return max(float(np.ptp(pair.centres)) for _, pair in step)
 
 
 class _Cumulants(NamedTuple):
@@ -139,7 +135,7 @@ class _Cumulants(NamedTuple):
 
 
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return e^(θℓ − top) times the masses, top, and e^(−top) times the mass at no node."""
+    """Return the masses times e^(θℓ − top), the largest exponent top, and e^(−top) · rest."""
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
     rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
@@ -165,8 +161,7 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
     """Return the Chernoff bound on log δ at the ε for which θ is the best tilt, and this ε.
 
-    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion from Rényi divergence, where K
-    is log E_P[e^(θS)].
+    With K = log E_P[e^(θS)], it is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
     """
     known = _cumulants(quadratures, tilt)
     epsilon = known.mean + math.log(tilt / (tilt + 1))
@@ -196,11 +191,7 @@ def _root(decreasing: Callable[[float], float], low: float) -> float:
 
 
 def _settings(
-    quadratures: Quadratures,
-    tilt: float,
-    tail: float,
-    log_delta: float,
-    epsilon: float | None = None,
+    quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float | None
 ) -> LatticeSettings:
     """Return settings whose mesh, if possible, raises ε by no more than the intended share.
 
@@ -249,8 +240,7 @@ def _window(
     """Return an extra tilt and the window's width.
 
     Over the width of the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted
-    sum has a mass of at most e^(−20). As on the lattice, mass that is cut off counts with the
-    largest loss.
+    sum has a mass of at most e^(−20). Mass that is cut off counts with the largest loss.
     """
 
     def log_moment(at: float) -> float:

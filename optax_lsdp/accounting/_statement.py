@@ -14,11 +14,8 @@ _LARGE = 8.0  # above this ε, the statement says that ε promises little
 def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
     """Return in plain words what a mechanism guarantees at δ, and every assumption.
 
-    Args:
-        mechanism: a `SampledGaussian`, a sum of several, or a `Ledger`. Its phases may differ in
-            their noise. Raise a ValueError if they differ in how they sample.
-        delta: δ.
-        reserved: the part of δ that is reserved for events that `mechanism` does not describe.
+    The phases of a mechanism may differ in their noise, but not in how they sample. `reserved` is
+    the part of δ that is reserved for events that `mechanism` does not describe.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> print(statement(SampledGaussian(1.1, 256 / 60_000, 14_100), 1e-5).splitlines()[0])

@@ -108,13 +108,12 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
         if np.abs(found - wanted).max() > 1:  # ½ for rounding to quanta, the rest for float32
             inexact = f"example {i} adds {found} instead of {wanted} quanta"
     is_sum = np.array_equal(quanta(indices >= 0), np.sum(alone, axis=0))
-    return ClaimsReport(
-        {
-            "no example adds more than the sensitivity": too_long,
-            "each example adds its clipped gradient": inexact,
-            "a batch is the sum of its examples": "" if is_sum else "the two sums differ",
-        }
-    )
+    claims = {
+        "no example adds more than the sensitivity": too_long,
+        "each example adds its clipped gradient": inexact,
+        "a batch is the sum of its examples": "" if is_sum else "the two sums differ",
+    }
+    return ClaimsReport(claims)
 
 
 def _check_full_batches() -> str:
@@ -236,11 +235,12 @@ def _check_keys(key: jax.Array) -> str:
 
 def _check_fresh_keys() -> str:
     """Compare two fresh keys that one process draws at the same time."""
-    found = []
-    for _ in range(2):
-        with fixed_surroundings():
-            found.append(int.from_bytes(_bits(fresh_key())))
-    return too_similar(*found)
+
+    @fixed_surroundings()
+    def draw() -> int:
+        return int.from_bytes(_bits(fresh_key()))
+
+    return too_similar(draw(), draw())
 
 
 def _bits(key: jax.Array) -> bytes:

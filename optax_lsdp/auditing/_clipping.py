@@ -2,8 +2,7 @@
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
 comparison measures in two ways what each example contributes to a clipped sum: as the sum of a
-batch whose mask keeps only this example, and as the difference between the sums of a batch with and
-without this example.
+batch whose mask keeps only this example, and as the difference that it makes to a full batch.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,11 +23,12 @@ from optax_lsdp.clipping import clip_per_example, clipped_grad
 
 Engine = Literal["bookkeeping", "vmap"]
 ENGINES: tuple[Engine, ...] = ("bookkeeping", "vmap")
+Case = tuple[PyTree, list[PyTree]]  # a batch, and the oracle's gradient of each example
 Vectors = dict[str, np.ndarray]  # one flat float64 vector for each group
 CLIP_NORM = 0.5
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-_UNCERTAIN = ("cancelling",)  # fast norms are so uncertain that the engine computes them again
-EXACT = tuple(name for name in hard.ALL_MODELS if name not in _UNCERTAIN)
+UNCERTAIN = ("cancelling",)  # Gram matrices round norms so much that they are computed again
+EXACT = tuple(name for name in hard.ALL_MODELS if name not in UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32
 _PRECISIONS = {"half": 3e-2, "cancelling": 3e-2}  # models with larger errors
@@ -39,24 +39,14 @@ _CONSERVATIVE = 0.01  # factors may be too small by this share: engines may over
 
 
 class Group(NamedTuple):
-    """Leaves that are clipped together. `select` returns the group's part of a tree.
-
-    Gradients may have a relative error of `precision`.
-    """
+    """Leaves that are clipped together."""
 
     clip_norm: float
-    select: Callable[[PyTree], PyTree]
-    precision: float = _PRECISION
+    select: Callable[[PyTree], PyTree]  # returns the group's part of a tree
+    precision: float = _PRECISION  # the relative error that gradients may have
 
 
 ALL_LEAVES = {"all leaves": Group(CLIP_NORM, lambda tree: tree)}
-
-
-class Case(NamedTuple):
-    """A batch, and the oracle's gradient of each example."""
-
-    batch: PyTree
-    gradients: list[PyTree]
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
@@ -88,11 +78,6 @@ def audit_hard_models(
     size = _MICROBATCH if engine == "vmap" else None
     gradient = clipped_grad(loss, clip_norm=clip_norms, engine=engine, microbatch_size=size)
     return compare_with_oracle(clipped_sum(gradient, params, clip_norms), cases, groups)
-
-
-def audit_cancelling_rows(key: jax.Array) -> ClaimsReport:
-    """Compare clipping with the oracle where rows cancel, so Gram matrices round norms most."""
-    return audit_hard_models("bookkeeping", key, _UNCERTAIN)
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
@@ -161,7 +146,7 @@ def oracle_case(loss: hard.Model, params: optax.Params, batch: PyTree) -> Case:
     count = len(jax.tree.leaves(batch)[0])
     examples = [jax.tree.map(lambda x, i=i: x[i], wide) for i in range(count)]
     with jax.enable_x64(True):
-        return Case(batch, [jax.device_get(_gradient(loss, params, one)) for one in examples])
+        return batch, [jax.device_get(_gradient(loss, params, one)) for one in examples]
 
 
 @partial(jax.jit, static_argnums=0)  # repeated audits of one loss compile it once

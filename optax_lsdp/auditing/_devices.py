@@ -1,7 +1,6 @@
 """Audit noise and clipping of arrays that are split over eight devices.
 
-If there are fewer devices, `reports_from_child` runs audits in a child process that simulates
-eight CPU devices.
+If there are fewer devices, `reports_from_child` runs audits on eight simulated CPU devices.
 """
 
 import json

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from scipy.special import ndtri
 from scipy.stats import beta, binom
 
-from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp._checks import check_delta, check_positive, check_whole, refusal
 from optax_lsdp.accounting import SampledGaussian, show_epsilon
 from optax_lsdp.auditing._report import format_report
 
@@ -34,8 +34,7 @@ class EpsilonReport:
     Attributes:
         claimed: the claimed ε. None makes no claim, so the audit passes.
         epsilon: a lower bound on ε.
-        gaussian_epsilon: a second lower bound, which assumes Gaussian noise on full batches, or
-            None.
+        gaussian_epsilon: a second bound, if any, which assumes Gaussian noise on full batches.
         delta: δ.
         trials: the number of trainings, or of canaries in a single training.
         failure: an upper bound on the probability that a lower bound is wrong.
@@ -90,8 +89,7 @@ def audit_epsilon(
         trials: the number of trainings with the canary, and also of trainings without it. The
             audit chooses the best threshold on one half, and computes the bound on the other half.
         failure: an upper bound on the probability that a bound is wrong.
-        gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
-            and needs far fewer trials.
+        gaussian: whether to add a bound for Gaussian noise on full batches; it needs few trials.
         key: the key from which each training gets its key.
 
     >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
@@ -101,14 +99,12 @@ def audit_epsilon(
     (True, True)
     """
     check_whole("trials", trials, 4)
-
     chunks = -(-trials // _CHUNK)
     size = -(-trials // chunks)  # equal chunks need one compilation; the last scores are dropped
 
     def scores(is_in: bool) -> np.ndarray:
         keys = jax.random.split(jax.random.fold_in(key, is_in), (chunks, size))
-        parts = [np.asarray(_scores(train, part, jnp.asarray(is_in))) for part in keys]
-        return np.concatenate(parts)[:trials]
+        return np.concatenate([_scores(train, part, jnp.asarray(is_in)) for part in keys])[:trials]
 
     inside, outside = scores(True), scores(False)
     if inside.shape != (trials,):
@@ -134,14 +130,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε by the scores of independent trainings with and without a canary.
 
-    Args:
-        inside: (n,) scores of trainings with the canary. Larger or smaller scores may reveal it;
-            NaN counts as larger than any number.
-        outside: (n,) scores of trainings without the canary.
-        delta: see `audit_epsilon`.
-        claimed: see `audit_epsilon`.
-        failure: see `audit_epsilon`.
-        gaussian: see `audit_epsilon`.
+    `inside` are the scores of n trainings with the canary, and `outside` of n trainings without it.
+    Larger or smaller scores may reveal the canary; NaN counts as larger than any number. The other
+    arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed
@@ -204,8 +195,7 @@ def audit_one_run(
     Args:
         train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
             true. It returns a score for each canary, larger for canaries that were used.
-        canaries: the number of canaries. Each canary must be one example, and each person may have
-            at most one canary.
+        canaries: the number of canaries. A canary is one example, and a person has at most one.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
         guesses: the number of guesses: half "in", for the largest scores, and half "out", for the
@@ -225,7 +215,7 @@ def audit_one_run(
     guesses = max(2, canaries // 5) if guesses is None else guesses
     check_whole("guesses", guesses, 2)
     if guesses > canaries:
-        raise ValueError(f"`guesses` must be at most `canaries`, {canaries}, got {guesses}.")
+        raise refusal("guesses", f"at most `canaries`, {canaries}", guesses)
     is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
     scores = np.asarray(train(jnp.asarray(is_in)), np.float64)
     scores = np.where(np.isnan(scores), np.inf, scores)  # as in `audit_scores`
@@ -239,7 +229,7 @@ def audit_one_run(
 
 
 class Rates(NamedTuple):
-    """A lower bound on the true-positive rate of a guess "in", and an upper bound on the other."""
+    """A lower bound on a test's true-positive rate, and an upper bound on its false positives."""
 
     true_positive: float
     false_positive: float
@@ -282,10 +272,8 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
     false positives that `epsilon_of_rates` needs.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
-    if not mu > 0:
-        return 0.0
-    if mu == math.inf:
-        return math.inf
+    if not 0 < mu < math.inf:
+        return math.inf if mu == math.inf else 0.0
     return SampledGaussian(1 / mu, sampling_rate=1.0, steps=1, sampling="full").epsilon(delta)
 
 
@@ -310,9 +298,9 @@ def one_run_epsilon(delta: float, canaries: int, guesses: int, right: int, failu
     def is_refuted(epsilon: float) -> bool:
         return one_run_p_value(epsilon, delta, canaries, guesses, right) <= failure
 
-    low, high = 0.0, 1.0
     if not is_refuted(0.0):
         return 0.0
+    low, high = 0.0, 1.0
     while is_refuted(high) and high < 100:
         low, high = high, 2 * high
     while high - low > 1e-6:

@@ -30,7 +30,6 @@ from optax_lsdp.optimizers import privatize
 from optax_lsdp.planning import PrivacyPlan
 
 _CLIP_NORM, _NOISE_MULTIPLIER, _DELTA = 0.5, 2.0, 1e-5
-_DATASET_SIZE, _SAMPLING_RATE = 1000, 0.05
 _SMALL = {"kernel": (24, 40), "bias": (40,), "a": (5,), "b": (5,), "c": (2, 3), "d": (7,), "e": ()}
 _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
 _OF_PLAN = {"kernel": (20, 30), "bias": (30,), "scale": (30,), "shift": (7,)}
@@ -38,18 +37,12 @@ _QUANTIZED = {"a": (240,), "b": (40,), "c": (40,), "d": (3, 5)}
 LONGEST_PERIOD = 4096
 _DENSE = 32  # audit all steps below 32, and all multiples of 32 up to the longest period
 _LAST = 2**31 - 2  # the last step for which the library draws noise
-FAR_STEPS = tuple(
-    sorted(
-        {
-            *range(_DENSE),
-            *range(0, LONGEST_PERIOD + 1, _DENSE),
-            *(2**power + more for power in range(5, 31) for more in (0, 1)),
-            *(10**power + more for power in range(2, 10) for more in (0, 1)),
-            *range(_LAST - 7, _LAST + 1),
-        }
-    )
+_POWERS = {*(2**power for power in range(5, 31)), *(10**power for power in range(2, 10))}
+FAR_STEPS = sorted(
+    {*range(_DENSE), *range(0, LONGEST_PERIOD + 1, _DENSE), *range(_LAST - 7, _LAST + 1)}
+    | _POWERS
+    | {power + 1 for power in _POWERS}
 )
-_SAMPLED_STEPS = sorted({*range(300), *FAR_STEPS})
 _Shapes = dict[str, tuple[int, ...]]
 
 
@@ -120,28 +113,25 @@ def _audit_sampler(
     sampling: Literal["poisson", "without_replacement"], key: jax.Array
 ) -> StatisticsReport:
     """Test the sampler of a plan."""
+    size, batch_size = 1000, 50
     plan = PrivacyPlan(
-        dataset_size=_DATASET_SIZE,
-        expected_batch_size=round(_SAMPLING_RATE * _DATASET_SIZE),
+        dataset_size=size,
+        expected_batch_size=batch_size,
         steps=1000,
         noise_multiplier=100.0,
         delta=_DELTA,
         sampling=sampling,
         neighbouring="add_remove" if sampling == "poisson" else "replace_one",
     )
+    rate, steps = batch_size / size, sorted({*range(300), *FAR_STEPS})
     return audit_sampler(
-        plan.sampler(key),
-        dataset_size=_DATASET_SIZE,
-        sampling_rate=_SAMPLING_RATE,
-        sampling=sampling,
-        steps=_SAMPLED_STEPS,
+        plan.sampler(key), dataset_size=size, sampling_rate=rate, sampling=sampling, steps=steps
     )
 
 
 def _audit_step_with_canary(key: jax.Array) -> EpsilonReport:
     """Attack one step of DP-LSSGD with the worst canary."""
-    step = SampledGaussian(_NOISE_MULTIPLIER, sampling_rate=1.0, steps=1, sampling="full")
-    claimed = step.epsilon(_DELTA)
+    claimed = SampledGaussian(_NOISE_MULTIPLIER, 1.0, 1, sampling="full").epsilon(_DELTA)
     return audit_epsilon(
         _step_with_canary, delta=_DELTA, claimed=claimed, trials=40_000, gaussian=True, key=key
     )
@@ -171,16 +161,13 @@ class Audit(NamedTuple):
     needs_orbax: bool = False  # it calls `fit`, which needs Orbax and tqdm
 
 
+_by_search, _hard_models = clipping.audit_clipping_by_search, clipping.audit_hard_models
 AUDITS = {
     "Poisson sampler": Audit(partial(_audit_sampler, "poisson")),
     "fixed-size sampler": Audit(partial(_audit_sampler, "without_replacement")),
-    "clipping by search, engine 'bookkeeping'": Audit(
-        partial(clipping.audit_clipping_by_search, "bookkeeping")
-    ),
-    "clipping by search, engine 'vmap'": Audit(partial(clipping.audit_clipping_by_search, "vmap")),
-    "clipping of hard models, engine 'bookkeeping'": Audit(
-        partial(clipping.audit_hard_models, "bookkeeping")
-    ),
+    "clipping by search, engine 'bookkeeping'": Audit(partial(_by_search, "bookkeeping")),
+    "clipping by search, engine 'vmap'": Audit(partial(_by_search, "vmap")),
+    "clipping of hard models, engine 'bookkeeping'": Audit(partial(_hard_models, "bookkeeping")),
     "noise": Audit(partial(_audit_gaussian_noise, _SMALL, FAR_STEPS)),
     "noise of large leaves": Audit(partial(_audit_gaussian_noise, _LARGE, 6)),
     "a step of DP-LSSGD with and without a canary": Audit(_audit_step_with_canary),
@@ -189,10 +176,10 @@ AUDITS = {
     "likely mistakes": Audit(claims.audit_likely_mistakes),
     "quantized sums": Audit(claims.audit_quantized_sums),
     "discrete noise": Audit(_audit_discrete_noise),
-    "clipping of hard models, engine 'vmap'": Audit(
-        partial(clipping.audit_hard_models, "vmap"), True
+    "clipping of hard models, engine 'vmap'": Audit(partial(_hard_models, "vmap"), True),
+    "clipping of cancelling rows": Audit(
+        partial(_hard_models, "bookkeeping", models=clipping.UNCERTAIN), True
     ),
-    "clipping of cancelling rows": Audit(clipping.audit_cancelling_rows, True),
     "clipping in microbatches": Audit(clipping.audit_microbatches, True),
     "noise on several devices": Audit(devices.audit_sharded_noise, True),
     "clipping on several devices": Audit(devices.audit_sharded_clipping, True),
@@ -212,9 +199,7 @@ def audit_library(
     a child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is
     not installed, the audits of `fit` are skipped, and a warning names them.
 
-    Args:
-        key: a key of JAX's default generator, Threefry, for the randomness of all audits.
-        started: a function that is called with the name of each audit before it starts.
+    `key` must be a Threefry key, JAX's default. `started` is called with each audit's name.
 
     >>> name, report = next(audit_library(jax.random.key(0)))
     >>> name, bool(report)

@@ -12,9 +12,6 @@ class AuditReport(Protocol):
     def passed(self) -> bool:
         """Whether the audit found no evidence against the claim."""
 
-    def __bool__(self) -> bool:
-        """Return `passed`."""
-
 
 def format_report(passed: bool, rows: Mapping[str, str]) -> str:
     """Return the verdict, followed by the rows, as lines with aligned colons."""

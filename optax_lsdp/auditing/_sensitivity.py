@@ -1,13 +1,11 @@
 """Search for two neighbouring batches on which a release differs by more than its sensitivity.
 
-A release is a function of a batch and a mask, such as a clipped sum. Noise will be added to its
-result. The audit builds batches from the caller's examples and changes one example in each batch.
-Gradient ascent then increases the largest differences.
+A release is a function of a batch and a mask to which noise will be added, such as a clipped sum.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -41,8 +39,7 @@ class SensitivityReport:
         masked: the largest effect of an example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
         tolerance: the relative rounding error that the audit accepts.
-        granted: the relative rounding error that the audit accepts for the neighbours with the
-            largest difference. It exceeds `tolerance` for large batches.
+        granted: the same for the neighbours with the largest difference, more in large batches.
     """
 
     declared: float
@@ -91,14 +88,6 @@ class _Neighbours(NamedTuple):
         return one, _released(release, self.other_batch, self.masks[1])
 
 
-class _Found(NamedTuple):
-    """The distance of two releases, how they arose, and the relative rounding error to accept."""
-
-    distance: float
-    how: str
-    granted: float
-
-
 def audit_sensitivity(
     release: Release,
     batch: PyTree,
@@ -117,8 +106,7 @@ def audit_sensitivity(
     batches of many or few examples, of large or small examples, or of a thousand equal examples. It
     removes or replaces one example. It also multiplies this example by −1, by huge or tiny factors,
     by ∞ or by NaN, or sets one entry of the example to a huge number, ∞ or NaN. Gradient ascent
-    then increases the largest differences. The audit also checks that examples outside the mask
-    have no effect.
+    then increases the largest differences. Examples outside the mask must have no effect.
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a
@@ -153,16 +141,16 @@ def audit_sensitivity(
     batch = jax.tree.map(jnp.asarray, batch)
     rng = generator(key)
     pairs, masked = 0, 0.0
-    most = _Found(-math.inf, "", 0.0)
+    most = SensitivityReport(declared, -math.inf, "", 0.0, 0, tolerance, 0.0)
     worst: list[tuple[float, _Neighbours]] = []  # finite distances, largest first
 
     def compare(pair: _Neighbours, one: PyTree, other: PyTree, how: str) -> float:
         nonlocal pairs, most
         pairs += 1
         granted = max(tolerance, _ROUNDING * float(np.sum(pair.masks[0])))
-        found = _Found(_distance(one, other), how, granted)
-        most = max(most, found, key=lambda one: one.distance - declared * one.granted)
-        return found.distance
+        found = replace(most, largest=_distance(one, other), how=how, granted=granted)
+        most = max(most, found, key=lambda one: one.largest - declared * one.granted)
+        return found.largest
 
     for how_batch, drawn, mask, row, example in _settings(batch, searches, rng):
         without = mask & (np.arange(len(mask)) != row)
@@ -188,9 +176,7 @@ def audit_sensitivity(
                 compare(pair, *pair.releases(release), "found by gradient ascent")
             ):
                 break
-    return SensitivityReport(
-        declared, most.distance, most.how, masked, pairs, tolerance, most.granted
-    )
+    return replace(most, masked=masked, pairs=pairs)
 
 
 @partial(jax.jit, static_argnums=0)  # repeated audits of one release compile it once

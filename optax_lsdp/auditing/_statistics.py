@@ -1,10 +1,10 @@
 """Test noise and samplers against the distributions that the accountant assumes.
 
 `StatisticsReport` divides the probability of a false rejection among the tests of an audit. A test
-that compares many parts, such as all pairs of leaves, multiplies the smallest p-value by their
-number (Bonferroni's correction).
+of many parts, such as all pairs of leaves, multiplies the smallest p-value by their number.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Literal, Protocol
@@ -54,8 +54,7 @@ def audit_noise(
 
     Args:
         release: `release(step)` returns what a step releases for a batch without examples, which is
-            only noise. Return it before it is smoothed. To audit a resumed run, return its noise
-            for later steps.
+            only noise, not yet smoothed. Later steps may be those of a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -177,7 +176,7 @@ def audit_sampler(
 
 
 def _step_numbers(steps: int | Sequence[int]) -> list[int]:
-    """Return the first `steps` steps, or the listed steps. Raise unless there are two different."""
+    """Return the first `steps` steps, or the listed steps: two or more, all different."""
     if not isinstance(steps, Sequence):
         check_whole("steps", steps, 2)
         return list(range(steps))
@@ -309,7 +308,7 @@ def _count_p_value(count: int, trials: int, rate: float) -> float:
 
 
 def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Test the variance of binomial counts: a sum of squares, of nearly a gamma distribution."""
+    """Test the variance of binomial counts. Their sum of squares is nearly gamma-distributed."""
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
     spread = float(np.sum((counts - trials * rate) ** 2)) / variance
@@ -318,10 +317,7 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often two examples of a pair are in the same batch.
-
-    Examples are paired twice: each with the next example, and at random.
-    """
+    """Test how often neighbouring examples, and random pairs of examples, share a batch."""
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):
@@ -337,4 +333,4 @@ def _couples_p_value(included: np.ndarray, together: float) -> float:
     some = np.sort(np.random.default_rng(0).permutation(size)[:_MOST_EXAMPLES])
     part = included[:, some].astype(np.float32)
     most = np.max(np.triu(part.T @ part, 1))
-    return _smallest([binom.sf(most - 1, steps, together)], len(some) * (len(some) - 1) // 2)
+    return _smallest([binom.sf(most - 1, steps, together)], math.comb(len(some), 2))

@@ -103,14 +103,13 @@ def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
     changed = "the ledger counts a repeated step once, but its noise has changed"
     reused = "two sums have the same noise" if are_equal("first", "other") else ""
     repeated = "both draw the same noise" if are_equal("other", "again") else ""
-    return ClaimsReport(
-        {
-            "the same data get the same noise": "" if are_equal("first", "same") else changed,
-            "other data get other noise": reused,
-            "two resumed runs draw different noise": repeated,
-            "nonces are random": _what_is_wrong(nonces["first"], nonces["other"], nonces["again"]),
-        }
-    )
+    claims = {
+        "the same data get the same noise": "" if are_equal("first", "same") else changed,
+        "other data get other noise": reused,
+        "two resumed runs draw different noise": repeated,
+        "nonces are random": _what_is_wrong(nonces["first"], nonces["other"], nonces["again"]),
+    }
+    return ClaimsReport(claims)
 
 
 def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:

@@ -19,6 +19,7 @@ import optax_lsdp
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp._schemes import RELATIONS, SCHEMES
 
+Check = Callable[[str, float], None]  # raises if the number is not valid
 _EPILOG = """\
 How to read the answer. A training run is (ε, δ)-differentially private if one example makes no
 conclusion from the output more than e^ε times as probable, except with probability δ. The noise
@@ -54,9 +55,7 @@ class Command(NamedTuple):
     add_options: Callable[[Parser], None]
 
 
-def number(
-    name: str, check: Callable[[str, float], None], kind: type = float
-) -> Callable[[str], float]:
+def number(name: str, check: Check, kind: type = float) -> Callable[[str], float]:
     """Return a converter from text to a number that passes `check`."""
 
     def convert(text: str) -> float:
@@ -106,11 +105,7 @@ def _option(name: str) -> str:
 
 
 def _add_number(
-    command: argparse._ActionsContainer,
-    name: str,
-    check: Callable[[str, float], None],
-    help: str,
-    **settings: Any,
+    command: argparse._ActionsContainer, name: str, check: Check, help: str, **settings: Any
 ) -> None:
     """Add an option whose value is a number that passes `check`."""
     kind, metavar = (int, "N") if check is check_whole else (float, "X")

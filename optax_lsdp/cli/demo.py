@@ -89,7 +89,7 @@ def load_data() -> Data:
 def trainer(
     model: nn.Module, data: Data, noise_multiplier: float, steps: int
 ) -> Callable[[jax.Array, float, float], jax.Array]:
-    """Return `train(keys, smoothing, step_size)` → for each key, validation and test accuracy."""
+    """Return a function of keys, σ and step size: the two accuracies on held-out data, per key."""
     training, *held_out = data
 
     def loss(params: optax.Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:

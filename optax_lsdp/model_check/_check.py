@@ -15,21 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_function
 from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import ClosedJaxpr, constants
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn, call_loss, explain_failure, takes_key
-from optax_lsdp._trees import (
-    check_floating,
-    check_not_empty,
-    count_examples,
-    dtype_name,
-    is_floating,
-    is_numeric,
-    path_name,
-    widen,
-)
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import Rows, mixing
@@ -47,8 +38,7 @@ class ModelReport:
 
     Attributes:
         problems: one sentence for each obstacle to private training; empty if there is none.
-        notes: one sentence for each finding that may be intended, such as a parameter without a
-            gradient.
+        notes: one sentence for each finding that may be intended, such as an unused parameter.
     """
 
     problems: tuple[str, ...]
@@ -84,9 +74,8 @@ def check_model(
             With `batched`, `loss_fn(params, batch)` returns each example's loss, their mean or
             their sum. Both kinds of loss may take a key as a third argument, as for `fit`.
         params: the parameters at the start of training.
-        batch: examples with a leading axis. Use public examples, because the report reveals facts
-            about them. `check_model` searches all examples for values that are not finite, and the
-            first eight examples for mixing.
+        batch: public examples with a leading axis: the report reveals facts about them. The first
+            eight are searched for mixing, and all for values that are not finite.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -97,13 +86,13 @@ def check_model(
     >>> report.passed
     False
     """
-    check_not_empty("params", params)
+    trees.check_not_empty("params", params)
     try:
         check_no_layer_state(params)
         loss = _with_fixed_key(loss_fn, batched)
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
-    check_floating("params", params)
+    trees.check_floating("params", params)
     size = _check_batch(batch, batched)
     batch = jax.tree.map(_as_rows, batch)
     count = min(size, _CHUNK)
@@ -138,7 +127,9 @@ def check_model(
     has_gradient = found.has_gradient
     if not has_gradient.all():
         has_gradient = has_gradient | _scan_batch(scan, _perturb(params), few, count).has_gradient
-    paths = [path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [
+        trees.path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)
+    ]
     without = [path for path, has in zip(paths, has_gradient, strict=True) if not has]
     if len(without) == len(paths):
         problems.append(
@@ -166,12 +157,12 @@ def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
 def _check_batch(batch: PyTree, batched: bool) -> int:
     """Return the number of examples. Raise unless each leaf has numbers or keys for all of them."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
+        if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
-                f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; encode text and dates as numbers first."
+                f"`batch` must hold numbers or keys, got {trees.dtype_name(leaf)} at "
+                f"{trees.path_name(path)!r}; encode text and dates as numbers first."
             )
-    size = count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
+    size = trees.count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
     return size
@@ -218,7 +209,7 @@ def _begins_with(constant: PyTree, batch: PyTree) -> bool:
         rows >= leaf.shape[:1]
         and constant.shape[1:] == leaf.shape[1:]
         and constant.dtype == leaf.dtype
-        and (leaf.ndim > 1 or is_floating(leaf))  # a few labels may be equal by chance
+        and (leaf.ndim > 1 or trees.is_floating(leaf))  # a few labels may be equal by chance
         and np.array_equal(_bits(constant)[: len(leaf)], _bits(leaf))
         for leaf in jax.tree.leaves(batch)
     )
@@ -252,7 +243,7 @@ def _make_scan(value_and_grads: LossFn) -> _Scan:
 
 
 def _grads_of_batch(loss: LossFn) -> LossFn:
-    """Return a function that computes the mean loss of a batch and its gradient: an axis of one."""
+    """Return a function that returns the mean loss and its gradient, with a new axis of 1."""
 
     def value_and_grads(params: optax.Params, batch: PyTree) -> PyTree:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
@@ -283,7 +274,7 @@ def _perturb(params: optax.Params) -> optax.Params:
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def move(x: jax.Array, key: jax.Array) -> jax.Array:
-        wide = widen(x)
+        wide = trees.widen(x)
         size = _STEP * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(wide))), 1)
         return (wide + size * jax.random.normal(key, wide.shape, wide.dtype)).astype(x.dtype)
 
@@ -300,7 +291,7 @@ def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator
     count, size = int(broken.sum()), len(broken)
     if count:
         trained = int((broken & sound).sum())
-        effect = f"{trained} of their gradients are finite and train the model, and the others "
+        effect = f"{trained} of their gradients are finite, and still train the model; the others "
         effect += "contribute nothing"
         if trained == count:
             effect = "their gradients are finite, and still train the model"
@@ -308,7 +299,7 @@ def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator
             effect = "their gradients are not finite either, and contribute nothing"
         first = f", first at index {int(np.argmax(broken))}" if size > 1 else ""
         yield f"The loss is not finite for {count} of {size} {what}{first}: {effect}; {_REMEDY}."
-    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [trees.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     for path, finite in zip(paths, found.finite_gradients.T, strict=True):
         alone = ~finite & ~broken
         if alone.any():

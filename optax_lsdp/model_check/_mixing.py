@@ -16,16 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._jaxpr import (
-    Atom,
-    ClosedJaxpr,
-    Equation,
-    body,
-    describe_location,
-    evaluate,
-    is_call,
-    is_literal,
-)
+import optax_lsdp._jaxpr as jaxprs
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn
 from optax_lsdp._trees import is_floating
@@ -56,18 +47,15 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
         corners = _corners(batch, half, rng)
         if _is_curved(curvature, batch, half) or _is_mixed(outcome, corners, half):
             layer = _first_mixing(loss_fn, params, corners, half) or "a layer that was not found"
-            yield (
-                f"The loss or gradient of one example depends on other examples, in {layer}; "
-                f"{_REMEDY}."
-            )
+            problem = "The loss or gradient of one example depends on other examples"
+            yield f"{problem}, in {layer}; {_REMEDY}."
             return
 
 
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
     """Return the batch unchanged, with the first half changed, with the second, and with both.
 
-    A changed example is replaced by another example of the batch. Floating-point arrays are also
-    scaled up.
+    A changed example is another example of the batch, with floating-point arrays scaled up.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -183,13 +171,13 @@ def _first_mixing(
     for equation, outputs in _evaluate_corners(closed, inputs):
         for values in zip(*outputs, strict=True):
             if jnp.issubdtype(values[0].dtype, jnp.floating) and _shows_mixing(values, half):
-                return describe_location(equation)
+                return jaxprs.describe_location(equation)
     return None
 
 
 def _evaluate_corners(
-    closed: ClosedJaxpr, inputs: list[list[jax.Array]]
-) -> Generator[tuple[Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
+    closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
+) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
     """Evaluate a program at all corners. Yield each equation with its outputs at each corner."""
     jaxpr = closed.jaxpr
     known = [
@@ -197,15 +185,15 @@ def _evaluate_corners(
         for values in inputs
     ]
 
-    def read(atoms: Sequence[Atom]) -> list[list[jax.Array]]:
-        return [[x.val if is_literal(x) else corner[x] for x in atoms] for corner in known]
+    def read(atoms: Sequence[jaxprs.Atom]) -> list[list[jax.Array]]:
+        return [[x.val if jaxprs.is_literal(x) else corner[x] for x in atoms] for corner in known]
 
     for equation in jaxpr.eqns:
         operands = read(equation.invars)
-        if is_call(equation):
-            outputs = yield from _evaluate_corners(body(equation), operands)
+        if jaxprs.is_call(equation):
+            outputs = yield from _evaluate_corners(jaxprs.body(equation), operands)
         else:
-            outputs = [evaluate(equation, values) for values in operands]
+            outputs = [jaxprs.evaluate(equation, values) for values in operands]
             yield equation, outputs
         for corner, values in zip(known, outputs, strict=True):
             corner |= zip(equation.outvars, values, strict=True)
