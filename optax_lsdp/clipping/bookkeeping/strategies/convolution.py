@@ -10,6 +10,7 @@ weighted cotangents.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,9 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
 from optax_lsdp.clipping.bookkeeping.strategies._terms import select, weigh
 from optax_lsdp.clipping.bookkeeping.strategies.forgotten import bound_by_squares
 from optax_lsdp.clipping.bookkeeping.strategies.gram import Gram, bound_by_grams
+
+
+_AXES = "bxyzuvw"  # of an image, after those of examples and channels
 
 
 def convolution_bound(
@@ -65,7 +69,7 @@ def _window(term: Term) -> list[int]:
 
 
 def _shifted(term: Term, x: jax.Array, positions: tuple[int, ...], offset: jax.Array) -> jax.Array:
-    """Return what the window sees at one of its offsets, at all positions: (n, channels, t)."""
+    """Return what the window sees at one of its offsets: (n, channels, batch, *positions)."""
     params = term.use.equation.params
     starts = []
     for size, dilation in reversed(list(zip(_window(term), params["rhs_dilation"], strict=True))):
@@ -75,26 +79,24 @@ def _shifted(term: Term, x: jax.Array, positions: tuple[int, ...], offset: jax.A
     strides = params["window_strides"]
     reach = [stride * (size - 1) + 1 for stride, size in zip(strides, positions, strict=True)]
     part = lax.dynamic_slice(x, [zero] * 3 + starts, [*x.shape[:3], *reach])
-    part = lax.slice(part, [0] * part.ndim, part.shape, [1, 1, 1, *strides])
-    return part.reshape(*x.shape[:2], math.prod(part.shape[2:]))
+    return lax.slice(part, [0] * part.ndim, part.shape, [1, 1, 1, *strides])
 
 
 def _bound_by_offset(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> NormBound:
     """Form the gradient offset by offset, add up its squares, and forget it."""
     window, positions = _window(term), g.shape[3:]
-    flat = g.reshape(*g.shape[:2], math.prod(g.shape[2:]))
-    dtype, offsets = wide_dtype(x, g), math.prod(window)
+    dtype, offsets, axes = wide_dtype(x, g), math.prod(window), _AXES[: g.ndim - 2]
 
     def square(offset: jax.Array, total: jax.Array) -> jax.Array:
         part = _shifted(term, x, positions, offset)
-        formed = platform.product("nct,not->nco", part, flat)
+        formed = platform.product(f"nc{axes},no{axes}->nco", part, g)
         return total + sum_of_rows(platform, formed * formed)[0]
 
     zeros = vary(jnp.zeros(len(x), dtype), varying_axes((x, g)))
     total = lax.fori_loop(0, offsets, square, zeros)
     reach = _reach(term, x, g, platform)
     shape = (offsets, x.shape[1], g.shape[1])
-    bound = bound_by_squares(total, reach, shape, flat.shape[2], platform)
+    bound = bound_by_squares(total, reach, shape, math.prod(g.shape[2:]), platform)
     weighting = weighting_error(Factors(x, g), platform)
     return bound._replace(rounding=bound.rounding + weighting * reach)
 
@@ -123,21 +125,21 @@ def _reach(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> jax.Ar
 
 def _bound_by_gram(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> NormBound:
     """Add up the Gram matrices of all offsets; together they are the Gram matrix of the patches."""
-    offsets, positions = math.prod(_window(term)), g.shape[3:]
-    flat = g.reshape(*g.shape[:2], math.prod(g.shape[2:]))
-    dtype, rows = wide_dtype(x, g), flat.shape[2]
+    offsets, rows, axes = math.prod(_window(term)), math.prod(g.shape[2:]), _AXES[: g.ndim - 2]
+    inner = partial(platform.product, f"nc{axes},nc{axes.upper()}->n{axes}{axes.upper()}")
 
     def add(offset: jax.Array, total: jax.Array) -> jax.Array:
-        part = _shifted(term, x, positions, offset)
-        return total + platform.product("nct,ncs->nts", part, part)
+        part = _shifted(term, x, g.shape[3:], offset)
+        return total + inner(part, part)
 
-    zeros = vary(jnp.zeros((len(x), rows, rows), dtype), varying_axes((x, g)))
+    shape = (len(x), *g.shape[2:], *g.shape[2:])
+    zeros = vary(jnp.zeros(shape, wide_dtype(x, g)), varying_axes((x, g)))
     patches = lax.fori_loop(0, offsets, add, zeros)
-    cotangents = platform.product("not,nos->nts", flat, flat)
+    grams = (k.reshape(len(x), 1, rows, rows) for k in (patches, inner(g, g)))
     rounded = x.shape[1] + offsets, g.shape[1]
-    weighting = weighting_error(Factors(x, g), platform)
-    gram = Gram(patches[:, None], cotangents[:, None], *rounded, weighting)
-    return bound_by_grams([gram], platform)
+    return bound_by_grams(
+        [Gram(*grams, *rounded, weighting_error(Factors(x, g), platform))], platform
+    )
 
 
 def convolution_sum(
