@@ -1,4 +1,4 @@
-"""Samplers, which decide which examples are in the batch of a step.
+"""Samplers, one for each sampling scheme: they decide which examples are in the batch of a step.
 
 A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
 in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
@@ -8,9 +8,8 @@ then draws this many different indices, each as ⌊n·u⌋ with 64 random bits f
 relative error of an example's sampling rate is at most n·2⁻⁶⁴.
 """
 
-from __future__ import annotations
-
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -23,6 +22,9 @@ from scipy.stats import binom
 
 from optax_lsdp._checks import check_rate, check_whole
 from optax_lsdp._keys import check_key, is_threefry, threefry
+
+__all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
+__all__ += ["ShuffledSampler", "room_for_batch"]
 
 Array: TypeAlias = np.ndarray | jax.Array
 Step: TypeAlias = int | np.integer | jax.Array
@@ -130,10 +132,9 @@ class PoissonSampler:
         # `above` is precise where `below` is near 1.
         above = binom.sf(k, self.dataset_size, self.sampling_rate)
         whole = [
-            math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
+            math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - max(math.floor(b * 2.0**64), 1)
             for a, b in zip(below, above, strict=True)
         ]
-        whole = [min(x, 2**64 - 1) for x in whole]
         words = np.array([divmod(x, 2**32) for x in whole], np.uint32).reshape(-1, 2)
         return words[:, 0], words[:, 1]
 
@@ -142,13 +143,8 @@ class PoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        batch_size: b, the number of examples in each batch.
-        key: one typed key; see `PoissonSampler`.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    The accountant calls this `sampling="without_replacement"`. `batch_size` is b, the number of
+    examples in each batch. For the other arguments, see `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -183,12 +179,8 @@ class ShuffledSampler:
     no amplification by sampling, so the same ε needs many times the noise. Use this sampler for
     comparison, or if the data cannot be read in any other way. The sampler sorts n numbers once per
     epoch, and keeps the order until the next epoch. Inside `jit`, every step sorts again.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        batch_size: b, the number of examples in each batch.
-        key: one typed key; see `PoissonSampler`.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    `batch_size` is b, the number of examples in each batch. For the other arguments, see
+    `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -234,11 +226,7 @@ class ShuffledSampler:
 class FullBatchSampler:
     """Return the whole dataset as every batch.
 
-    The accountant calls this `sampling="full"`.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    The accountant calls this `sampling="full"`. For the arguments, see `PoissonSampler`.
 
     >>> FullBatchSampler(3).batch(0).indices
     array([0, 1, 2], dtype=int32)
@@ -272,14 +260,13 @@ def room_for_batch(
     393
     """
     rate = expected_batch_size / dataset_size
-    low, high = max(math.floor(expected_batch_size), 1), dataset_size
-    while low < high:  # by bisection: SciPy's inverse fails below 1e-16
-        middle = (low + high) // 2
-        if binom.sf(middle, dataset_size + group_size, rate) > rare:
-            low = middle + 1
-        else:
-            high = middle
-    return high
+    least = max(math.floor(expected_batch_size), 1)
+
+    def is_enough(room: int) -> bool:
+        return binom.sf(room, dataset_size + group_size, rate) <= rare
+
+    # SciPy's inverse of `sf` fails below 1e-16.
+    return least + bisect_left(range(least, dataset_size), True, key=is_enough)
 
 
 def _check_sizes(dataset_size: int, name: str, room: int, multiple_of: int) -> None:
@@ -348,8 +335,9 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. This method draws more indices than needed and moves
-        repeated ones to the end. Too few would be a deviation of twenty standard deviations.
+        `size` must be at most bound/4. This method draws more indices than needed, and moves
+        repeated ones to the end. A draw with fewer than `size` different indices would be twenty
+        standard deviations from the mean.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)
