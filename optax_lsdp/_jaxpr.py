@@ -6,7 +6,7 @@ Only this module imports `jax.extend`, so only this module has to follow changes
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import takewhile
 from typing import TypeAlias, TypeGuard
 
@@ -60,13 +60,15 @@ def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
                 yield inner
 
 
+def contains(equation: Equation, names: Collection[str]) -> bool:
+    """Return whether an equation is, or contains, one of the primitives with these names."""
+    inner = (e for called in _inner_jaxprs(equation) for e in called.eqns)
+    return equation.primitive.name in names or any(contains(e, names) for e in inner)
+
+
 def has_custom_backward(equation: Equation) -> bool:
     """Return whether an equation is, or contains, a function with a custom backward pass."""
-    if equation.primitive.name in _CUSTOM:
-        return True
-    return any(
-        has_custom_backward(inner) for called in _inner_jaxprs(equation) for inner in called.eqns
-    )
+    return contains(equation, _CUSTOM)
 
 
 def constants(program: ClosedJaxpr) -> Iterator[PyTree]:

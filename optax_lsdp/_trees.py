@@ -69,6 +69,11 @@ def dtype_name(leaf: object) -> str:
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
+def describe_arrays(tree: PyTree) -> PyTree:
+    """Return the tree with each array replaced by a text, such as "float32[2, 3]"."""
+    return jax.tree.map(lambda x: f"{dtype_name(x)}{list(jnp.shape(x))}", tree)
+
+
 def is_floating(leaf: PyTree) -> bool:
     """Return whether a leaf is a real floating-point array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)

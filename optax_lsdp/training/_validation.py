@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -16,9 +15,9 @@ import optax
 from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._keys import is_key
+from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 from optax_lsdp._types import PyTree
@@ -166,11 +165,6 @@ def check_params(params: optax.Params) -> None:
         raise TypeError(
             f"`params` must be a tree of arrays, got {type(params).__name__}, a training state; "
             "pass the `.params` of this state."
-        )
-    if isinstance(params, Mapping) and "batch_stats" in params:
-        raise ValueError(
-            "`params` must hold only parameters to train, got 'batch_stats', to which noise would "
-            "be added; pass variables['params'], and let the loss close over the other variables."
         )
     check_no_layer_state(params)
     arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)

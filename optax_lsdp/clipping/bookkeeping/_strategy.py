@@ -19,14 +19,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import check_function
-from optax_lsdp._isolation import (
-    TracedLoss,
-    ValueAndAux,
-    check_no_layer_state,
-    trace_loss,
-    warn_of_batch_norms,
-)
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss
 from optax_lsdp._jaxpr import shape_of
+from optax_lsdp._layers import check_no_layer_state, warn_of_batch_norms
 from optax_lsdp._loss import call_loss, raise_explained, takes_key
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
