@@ -76,8 +76,8 @@ def _batch_norm_of(equation: Equation) -> str | None:
     """Return the batch normalisation layer that contains an equation, or None."""
     frames = getattr(equation.source_info.traceback, "frames", ())
     calls = [(frame.function_name, frame.file_name, frame.line_num) for frame in frames]
-    for files in (_TRACING_FILES, _CALLING_FILES):
-        calls = list(dropwhile(lambda call, f=files: os.path.basename(call[1]) in f, calls))
+    calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _TRACING_FILES, calls))
+    calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _CALLING_FILES, calls))
     # JAX traces a jitted function only once, so calls outside it may belong to a different layer.
     own = takewhile(lambda call: os.path.basename(call[1]) != "pjit.py", calls)
     return _batch_norm_among(list(own), str(equation.source_info.name_stack))

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import (
+    MOST_STEPS,
     check_choice,
     check_depth,
     check_non_negative,
@@ -26,6 +27,7 @@ from optax_lsdp._checks import (
 )
 from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import sensitivity
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -112,6 +114,25 @@ def check_sizes(
         )
 
 
+def number_of_steps(
+    steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
+) -> int:
+    """Return T, from `steps` or from `epochs`. Raise unless exactly one of them is given."""
+    if epochs is not None and steps is None:
+        return steps_of_epochs(
+            epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling
+        )
+    if epochs is not None or steps is None:
+        raise ValueError(
+            "`steps` or `epochs` must be given, but not both, got "
+            f"steps={steps!r} and epochs={epochs!r}."
+        )
+    check_whole("steps", steps)
+    if steps > MOST_STEPS:
+        raise ValueError(f"`steps` must be {MOST_STEPS:.0e} at most, got {steps}.")
+    return steps
+
+
 def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
     """Raise unless all values are in range and all schedules are of type `Piecewise`."""
     remedy = "convert other schedules with Piecewise.sample(schedule, steps)"
@@ -186,17 +207,15 @@ def _to_json(name: str, value: object) -> Json:
 
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Return the value that `_to_json` converted."""
-    if isinstance(value, dict) and set(value) == {"$piecewise"}:
-        match value["$piecewise"]:
-            case [list(starts), list(values)]:
-                return Piecewise(tuple(starts), tuple(values))
-        raise ValueError(
-            f"`{name}` must be a Piecewise of starts and values, got {str(value)[:200]}."
-        )
-    if isinstance(value, dict) and set(value) == {"$tuple"}:
-        if not isinstance(value["$tuple"], list):
-            raise ValueError(f"`{name}` must be a tuple of parts, got {str(value)[:200]}.")
-        return tuple(_from_json(name, part) for part in value["$tuple"])
-    if isinstance(value, dict):
-        return {key: _from_json(name, part) for key, part in value.items()}
-    return [_from_json(name, part) for part in value] if isinstance(value, list) else value
+    match value:
+        case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
+            return Piecewise(tuple(starts), tuple(values))
+        case {"$tuple": list(parts), **rest} if not rest:
+            return tuple(_from_json(name, part) for part in parts)
+        case {"$piecewise": _} | {"$tuple": _}:
+            raise ValueError(f"`{name}` must be what to_json returned, got {str(value)[:200]}.")
+        case dict():
+            return {key: _from_json(name, part) for key, part in value.items()}
+        case list():
+            return [_from_json(name, part) for part in value]
+    return value

@@ -217,7 +217,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         PLAN,
         (
             replace(
-                f"{PLANNING}._budget:Budget.remaining_steps",
+                f"{PLANNING}:PrivacyPlan.remaining_steps",
                 lambda self, ledger, step=0: self.steps,
             ),
         ),
