@@ -1,4 +1,4 @@
-"""Call a loss, with or without a key, and explain why a call failed.
+"""Call and adapt a loss, with or without a key, and explain why a call failed.
 
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
@@ -16,7 +16,9 @@ from typing import NoReturn, TypeAlias
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
+from optax_lsdp._checks import check_whole
 from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
 from optax_lsdp._trees import describe_arrays
 from optax_lsdp._types import PyTree
@@ -96,6 +98,82 @@ def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.
 def with_key_in_example(loss_fn: LossFn) -> LossFn:
     """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
     return lambda params, pair: call_loss(loss_fn, params, *pair)
+
+
+def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
+    """Return a loss that computes with parameters and examples in half precision.
+
+    The parameters themselves, norms, sums, noise and updates stay in float32.
+
+    >>> loss = mixed_precision(lambda w, x: jnp.vdot(w, x))
+    >>> jax.grad(loss)(jnp.ones(2), jnp.ones(2)).dtype
+    dtype('float32')
+    """
+
+    def cast(tree: PyTree) -> PyTree:
+        return jax.tree.map(
+            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+        )
+
+    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
+        return call_loss(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
+
+    return _with_arguments_of(loss_fn, loss)
+
+
+def keep_batch_axis(loss_fn: LossFn) -> LossFn:
+    """Return a loss for `fit` that calls `loss_fn` on examples with a leading axis of length 1.
+
+    >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
+    >>> print(loss(jnp.ones(3), jnp.ones(3)))
+    3.0
+    """
+
+    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
+        return call_loss(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
+
+    return _with_arguments_of(loss_fn, loss)
+
+
+def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
+    """Return `loss` with a key as third argument if `loss_fn` takes a key, otherwise without."""
+    if takes_key(loss_fn):
+        return lambda params, example, key: loss(params, example, key)
+    return lambda params, example: loss(params, example)
+
+
+def average_views(
+    loss_fn: LossFn, augment: Callable[[jax.Array, PyTree], PyTree], views: int
+) -> LossFn:
+    """Return a loss that averages `loss_fn` over random views of an example.
+
+    This technique is called augmentation multiplicity. The losses of the views are averaged before
+    the gradient is clipped, so all views together count as one example.
+
+    Args:
+        loss_fn: `loss_fn(params, example)`, or `loss_fn(params, example, key)`, which gets a
+            different key for each view.
+        augment: `augment(key, example)`, which returns a random view of the example.
+        views: how many views to average.
+
+    >>> def loss_fn(params, x):
+    ...     return (params - x) ** 2
+    >>> loss = average_views(loss_fn, lambda key, x: x + jax.random.normal(key), 10_000)
+    >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
+    1.0
+    """
+    check_whole("views", views)
+    keyed = takes_key(loss_fn)
+
+    def loss(params: optax.Params, example: PyTree, key: jax.Array) -> jax.Array:
+        keys = jax.random.split(key, views)
+        seen = jax.vmap(augment, (0, None))(keys, example)
+        if keyed:
+            others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
+            return jax.vmap(partial(call_loss, loss_fn), (None, 0, 0))(params, seen, others).mean()
+        return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
+
+    return loss
 
 
 def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:

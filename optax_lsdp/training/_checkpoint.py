@@ -15,8 +15,6 @@ the step. So checkpoints that are sorted by name are sorted by time. Only the la
 are kept.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging
@@ -29,16 +27,17 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import sync_global_devices
 
 from optax_lsdp._keys import is_key
-from optax_lsdp._trees import path_name
+from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._files import cannot_write, lock, make_private_folder, write_atomically
 from optax_lsdp.training._journal import Journal
-from optax_lsdp.training._multihost import any_process, barrier
-from optax_lsdp.training._step import State
+from optax_lsdp.training._multihost import any_process
+from optax_lsdp.training._step import State, describe
 from optax_lsdp.training._validation import warn_caller
 
 FORMAT = 1  # the version of the manifest and of all files that it describes
@@ -116,7 +115,7 @@ class RunFolder:
                 "the privacy spent is unknown; restore plan.json, or start again in another folder "
                 "and add the ε of the lost plan."
             )
-        barrier("plan")
+        sync_global_devices("plan")
         if jax.process_index() == 0:
             write_atomically(path, self._plan.to_json())
 
@@ -138,7 +137,7 @@ class RunFolder:
             return
         if jax.process_index() == 0 and target.exists():  # incomplete because of a crash
             shutil.rmtree(target)
-        barrier("clean")
+        sync_global_devices("clean")
         try:
             with _quiet_orbax():
                 self._checkpointer.save(target, _without_keys(checkpoint.state))
@@ -147,7 +146,7 @@ class RunFolder:
                 self._write_manifest(target, checkpoint)
         except Exception as error:  # Orbax raises errors of many types
             raise cannot_write(self.path, error) from error
-        barrier("saved")
+        sync_global_devices("saved")
 
     def _write_manifest(self, target: Path, checkpoint: Checkpoint) -> None:
         manifest = {
@@ -244,10 +243,7 @@ class RunFolder:
                     f" of {wanted.get(place, 'nothing')}; resume with the same model, optimizer "
                     "and average, or choose another folder."
                 )
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            _without_keys(template),
-        )
+        like = describe(_without_keys(template), with_sharding=True)
         with _quiet_orbax():
             found = self._checkpointer.restore(self._arrays_of(name), like)
         return jax.tree.map(_with_key_of, found, template)
@@ -289,10 +285,8 @@ def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
 
 def _describe(state: State) -> dict[str, str]:
     """Return a dict from the path of each array to its dtype and shape."""
-    return {
-        path_name(place): f"{x.dtype}{list(x.shape)}"
-        for place, x in jax.tree.leaves_with_path(state)
-    }
+    leaves = jax.tree.leaves_with_path(describe_arrays(state))
+    return {path_name(path): text for path, text in leaves}
 
 
 def _hash_files(folder: Path) -> dict[str, str]:

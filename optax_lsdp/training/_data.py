@@ -5,8 +5,6 @@ plan's sampler chooses the indices of a batch. In each process, a thread reads t
 process's own devices, one microbatch ahead.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lsdp._checks import check_whole
+from optax_lsdp._trees import describe_arrays
 from optax_lsdp._types import PyTree
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._multihost import Placement, raise_everywhere
@@ -152,15 +151,12 @@ class SourceExamples:
     def _read_checked(self, index: int) -> PyTree:
         """Return an example; raise if structure, shapes or dtypes differ from the first example."""
         example = as_arrays(self._read(index))
-
-        def describe(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
-
-        if describe(example) != describe(self.first):
+        got, wanted = describe_arrays(example), describe_arrays(self.first)
+        if got != wanted:
             raise DataError(
-                f"`data` must return examples with the same structure, shapes and dtypes as the "
-                f"first one, {describe(self.first)}, got {describe(example)} at index {index}; "
-                "pad or convert the examples in the source."
+                "`data` must return examples with the same structure, shapes and dtypes as the "
+                f"first one, {wanted}, got {got} at index {index}; pad or convert the examples in "
+                "the source."
             )
         return example
 
@@ -275,12 +271,8 @@ class BatchReader:
 
         If an example cannot be read in one process, all processes raise.
         """
-        error: BaseException | None = None
-        try:
+        with raise_everywhere():
             read = self._upcoming.result()
-        except Exception as found:
-            error = found
-        raise_everywhere(error)
         self._upcoming = self._thread.submit(self._read_one)
         return read
 

@@ -4,8 +4,6 @@ Checkpoints hold the noise key, and whoever has the key can subtract the noise. 
 run is closed to other users.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -24,6 +22,7 @@ _FILES_OF_A_RUN = re.compile(
     r"|\d{4}-\d{9}\.(json|draft|damaged)"
 )
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+START_AGAIN = "start again in another folder, and add the ε of the plan in this folder"
 _LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
@@ -142,14 +141,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 def cannot_write(folder: Path, error: BaseException) -> OSError:
     """Return the error to raise if a run cannot write to its folder; it states the true reason."""
-    is_full = any(  # Orbax reports system errors as text
-        getattr(error, "errno", None) == number or os.strerror(number) in str(error)
-        for number in _DISK_IS_FULL
-    )
-    if is_full:
-        demand, remedy = "have room for journal and checkpoints", "free some space"
-    else:
-        demand, remedy = "accept journal and checkpoints", "correct this error"
+    demand, remedy = "accept journal and checkpoints", "correct this error"
+    for number in _DISK_IS_FULL:
+        if number == getattr(error, "errno", None) or os.strerror(number) in str(error):
+            # Orbax reports errors of the operating system only as text.
+            demand, remedy = "have room for journal and checkpoints", "free some space"
     return OSError(
         f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
         f"{remedy} and call `fit` again: the run resumes from its last checkpoint."

@@ -4,8 +4,6 @@ If the fingerprint is unchanged, a resumed run repeats its steps exactly. If any
 run must restart with new noise; see `_resume.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -22,6 +20,7 @@ from optax_lsdp._keys import is_key
 from optax_lsdp._types import PyTree
 from optax_lsdp.training._data import Examples, update_digest
 from optax_lsdp.training._multihost import gather_text
+from optax_lsdp.training._validation import warn_caller
 
 _PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
 
@@ -98,6 +97,18 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
         update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
         hashes[name] = digest.hexdigest()
     return hashes
+
+
+def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
+    """Warn if hashes of `hash_initial` differ: a resumed run ignores what was `passed` to it."""
+    remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
+    for name, digest in passed.items():
+        if initial.get(name, digest) != digest:
+            warn_caller(
+                f"`{name}`{remark.get(name, '')} should be the same as when the run in this folder "
+                "began, got a different value, which the resumed run ignores; choose another "
+                "folder to train with the new value."
+            )
 
 
 def _hash(*texts: str) -> str:

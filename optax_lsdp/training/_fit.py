@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import get_args
@@ -30,31 +31,22 @@ from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
-from optax_lsdp.training._fingerprint import Compiler, compute_fingerprint, hash_initial
-from optax_lsdp.training._journal import FIRST_NONCE
-from optax_lsdp.training._multihost import (
-    Placement,
-    any_process,
-    broadcast_fresh_key,
-    raise_everywhere,
-)
-from optax_lsdp.training._progress import (
-    Callback,
-    FitResult,
-    LossMonitor,
-    ProgressBar,
-    StepReport,
-    Stopped,
-    call_all,
-    check_callbacks,
+from optax_lsdp.training._fingerprint import (
+    Compiler,
+    compute_fingerprint,
+    hash_initial,
     warn_if_ignored,
 )
-from optax_lsdp.training._resume import Account, Run, Start
+from optax_lsdp.training._journal import FIRST_NONCE
+from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
+from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._resume import Run, Start
 from optax_lsdp.training._step import (
     Average,
     CompiledStep,
     State,
     describe,
+    explain_out_of_memory,
     initial_average,
     make_step,
 )
@@ -187,14 +179,23 @@ def fit(
                 warn_if_ignored(initial, saved.initial)
                 state = saved.state  # frees the memory of the initial state
         compiler = Compiler(examples)
-        program = CompiledStep(
-            make_step(plan, loss_fn, make_private(state.key), average, clip_style),
-            state,
-            describe_microbatch(examples, size, state.key, placement),
-            count=plan.sampler(state.key, multiple_of=size).size // size,
-            compile=compiler.compile,
-            replicated=placement.replicated,
-        )
+        step = make_step(plan, loss_fn, make_private(state.key), average, clip_style)
+        shapes_of_state = describe(state, mesh is not None)
+
+        def compile_step(size: int) -> CompiledStep:
+            return CompiledStep(
+                step,
+                shapes_of_state,
+                describe_microbatch(examples, size, shapes_of_state.key, placement),
+                count=-(-plan.room // size),
+                compile=compiler.compile,
+                replicated=placement.replicated,
+                guard=guard,
+            )
+
+        guard = partial(explain_out_of_memory, size, placement.devices, compile_step)
+        with guard():
+            program = compile_step(size)
         # This check comes after the compiler's, which names a loss that closes over the data.
         check_uses_params(loss, shapes)
         fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
@@ -234,10 +235,10 @@ def _train(
     """Take the remaining steps, as far as the budget covers them."""
     at, account, reader = start
     program, folder = run.program, run.folder
-    bar, monitor = ProgressBar(run.plan.steps, at.step, visible=progress), LossMonitor()
+    reporter = Reporter(callbacks, steps=run.plan.steps, step=at.step, bar=progress)
     wants_stop, is_between_steps = False, True
     try:
-        with bar.bar:
+        with reporter.bar:
             while at.step < account.last_step:
                 if any_process(stop.is_set() or wants_stop):
                     break
@@ -257,11 +258,12 @@ def _train(
                 state, loss = program.take(at.state, sums, batch.microbatch)
                 account.record(at.step)
                 at = at._replace(state=state, step=at.step + 1)
-                wants_stop = _report(at, account, loss, callbacks, bar)
+                is_last = at.step == account.last_step
+                wants_stop = reporter.report(at.step, state, loss, account.epsilon, is_last)
                 is_between_steps = True
                 is_due = at.step % save_every == 0
-                if is_due or at.step in (account.first_step + 1, account.last_step):
-                    monitor.check(loss, at.step)
+                if is_due or is_last or at.step == account.first_step + 1:
+                    reporter.check_loss(loss, at.step)
                 if is_due:
                     run.save(at)
     finally:
@@ -272,30 +274,6 @@ def _train(
     if at.step < account.last_step:
         stopped = "callback" if any_process(wants_stop) else "signal"
     return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
-
-
-def _report(
-    at: Checkpoint,
-    account: Account,
-    loss: jax.Array,
-    callbacks: Sequence[Callback],
-    bar: ProgressBar,
-) -> bool:
-    """Show a step and call all callbacks; return whether a callback raised `StopTraining`.
-
-    If a callback fails in one process, all processes raise.
-    """
-    error, wants_stop = None, False
-    try:
-        bar.show(at.step, account.epsilon, last=at.step == account.last_step)
-        if callbacks:
-            epsilon = account.epsilon(at.step)
-            report = StepReport(at.step, at.state.params, at.state.average, epsilon, loss)
-            wants_stop = call_all(callbacks, report)
-    except Exception as found:
-        error = found
-    raise_everywhere(error)
-    return wants_stop
 
 
 class _StopSignal(threading.Event):

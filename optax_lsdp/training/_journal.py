@@ -15,18 +15,17 @@ The files hold one JSON object per line:
   `examples`, the hash of the examples that the process has read for this step.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from optax_lsdp.training._files import cannot_write
+from optax_lsdp.training._files import START_AGAIN, cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
@@ -48,16 +47,23 @@ class Journal:
         self._digests: dict[int, str] = {}  # step → hash, for steps that may be repeated
         self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
-        for line in json.loads(broadcast_text(json.dumps(self._shared.read()))):
-            if "nonce" in line:
-                self._seen[line["nonce"]] = range(line["start"], line["start"])
-                self._fingerprint = line.get("fingerprint", {})
-            else:
-                start = self._seen[self.nonce].start
-                self._seen[self.nonce] = range(start, line["announced"])
-        for line in self._own.read():
-            if line["nonce"] == self.nonce:
-                self._digests[line["step"]] = line["examples"]
+        shared = json.loads(broadcast_text(json.dumps(self._shared.read())))
+        self._shared.apply(self._read_shared, shared)
+        self._own.apply(self._read_own, self._own.read())
+
+    def _read_shared(self, line: dict[str, Any]) -> None:
+        if "nonce" in line:
+            self._seen[line["nonce"]] = range(line["start"], line["start"])
+            self._fingerprint = dict(line.get("fingerprint", {}))
+        elif not self._seen:
+            raise KeyError("nonce")
+        else:
+            start = self._seen[self.nonce].start
+            self._seen[self.nonce] = range(start, line["announced"])
+
+    def _read_own(self, line: dict[str, Any]) -> None:
+        if line["nonce"] == self.nonce:
+            self._digests[line["step"]] = line["examples"]
 
     @property
     def nonce(self) -> str:
@@ -128,8 +134,7 @@ class Journal:
         if nonce not in self._seen:
             raise ValueError(
                 f"`folder` must hold the journal that belongs to its checkpoints, got a different "
-                f"journal in {str(self.folder)!r}, so the privacy spent is unknown; start again in "
-                "another folder, and add the ε of the plan in this folder."
+                f"journal in {str(self.folder)!r}, so the privacy spent is unknown; {START_AGAIN}."
             )
         return self._seen[nonce]
 
@@ -183,12 +188,24 @@ class _Lines:
             if not isinstance(line, dict):
                 raise ValueError("not an object")
         except ValueError as error:  # from JSON or Unicode
-            raise ValueError(
-                f"`folder` must hold an intact journal, got {text[:40]!r} in line {number} of "
-                f"{self._path}; start again in another folder, and add the ε of the plan in this "
-                "folder."
-            ) from error
+            raise self._damaged(repr(text[:40]), number) from error
         return line
+
+    def apply(self, read: Callable[[dict[str, Any]], None], lines: list[dict[str, Any]]) -> None:
+        """Call `read` on each line. Raise if a key is missing, or if a value has a wrong type."""
+        for number, line in enumerate(lines, 1):
+            try:
+                read(line)
+            except KeyError as error:
+                raise self._damaged(f"no {error}", number) from error
+            except (TypeError, ValueError) as error:
+                raise self._damaged(str(line)[:40], number) from error
+
+    def _damaged(self, got: str, number: int) -> ValueError:
+        return ValueError(
+            f"`folder` must hold an intact journal, got {got} in line {number} of {self._path}; "
+            f"{START_AGAIN}."
+        )
 
     def close(self) -> None:
         """Close the file."""

@@ -5,8 +5,6 @@ the same noise, so these steps count once. Otherwise the run restarts: a new non
 and new batches. Steps after the checkpoint whose results may have been seen then count twice.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,9 +19,10 @@ from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import BatchReader, Examples
+from optax_lsdp.training._files import START_AGAIN
 from optax_lsdp.training._multihost import Placement
-from optax_lsdp.training._progress import warn_of_restart
 from optax_lsdp.training._step import CompiledStep, with_noise_key
+from optax_lsdp.training._validation import warn_caller
 
 
 class Account:
@@ -127,8 +126,7 @@ class Run:
             if journal.has_steps:
                 raise ValueError(
                     "`folder` must hold a checkpoint if its journal has steps, got none in "
-                    f"{str(self.folder.path)!r}, so the privacy spent is unknown; start again in "
-                    "another folder, and add the ε of the plan in this folder."
+                    f"{str(self.folder.path)!r}, so the privacy spent is unknown; {START_AGAIN}."
                 )
             return self._start_at(self._draw_nonce(self.folder, new), order_start=0)
         changed = journal.changed(self.fingerprint)
@@ -145,19 +143,22 @@ class Run:
 
         A warning lists what has `changed`.
         """
-        plan, journal = self.plan, folder.journal
+        plan, journal, steps = self.plan, folder.journal, self.plan.steps
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.first_step(at.nonce))
         for seen in later:
             count_steps(plan, at.ledger, seen, order_start=seen.start)
         start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
-        warn_of_restart(
-            changed,
-            at.step,
-            repeated=at.ledger.steps - at.step,
-            last_step=start.account.last_step,
-            steps=plan.steps,
-        )
+        begin = f"The run in this folder was made with different {', '.join(changed)}: "
+        if at.step == steps:
+            end = "it is finished and returned unchanged; choose another folder to train again."
+        else:
+            end = (
+                f"it restarts from step {at.step} with new noise, counts "
+                f"{at.ledger.steps - at.step} more steps than its result contains, and ends at "
+                f"step {start.account.last_step} of {steps}."
+            )
+        warn_caller(begin + end)
         return start
 
     def save(self, at: Checkpoint) -> None:
