@@ -44,16 +44,10 @@ _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
 
 
 class TracedLoss(NamedTuple):
-    """The jaxpr of the loss of one example, and the structure of its result.
+    """The jaxpr of the loss of one example, and the structure of its result."""
 
-    Attributes:
-        closed: the jaxpr. Its first inputs are the leaves of the parameters. Its other inputs are
-            the leaves of the example.
-        outputs: the tree structure of (value, aux).
-    """
-
-    closed: ClosedJaxpr
-    outputs: jax.tree_util.PyTreeDef
+    closed: ClosedJaxpr  # its inputs are the leaves of the parameters, then those of the example
+    outputs: jax.tree_util.PyTreeDef  # the structure of (value, aux)
 
 
 def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> TracedLoss:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
-from optax_lsdp._checks import check_rate, check_whole
+from optax_lsdp._checks import check_at_most, check_rate, check_whole
 from optax_lsdp._keys import check_key, is_threefry, threefry
 
 __all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
@@ -271,14 +271,10 @@ def room_for_batch(
 
 def _check_sizes(dataset_size: int, name: str, room: int, multiple_of: int) -> None:
     check_whole("dataset_size", dataset_size)
-    if dataset_size > _MOST:
-        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {dataset_size}.")
+    check_at_most("dataset_size", dataset_size, _MOST)
     check_whole("multiple_of", multiple_of)
     check_whole(name, room)
-    if room > dataset_size:
-        raise ValueError(
-            f"`{name}` must be at most the dataset's size, {dataset_size}, got {room}."
-        )
+    check_at_most(name, room, dataset_size, "the dataset's size")
 
 
 def _check_threefry(key: jax.Array) -> None:

@@ -45,13 +45,10 @@ def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
 def noise_and_epsilon(
     unit: Composition, delta: float, *, epsilon: float | None, noise_multiplier: float | None
 ) -> tuple[float, float]:
-    """Return the noise multiplier and the budget ε. If one of them is None, compute it.
+    """Return the noise multiplier z and the budget ε. If one of them is None, compute it.
 
-    Args:
-        unit: the planned steps for z = 1. With a noise schedule, z is multiplied by its factors.
-        delta: the part of δ that covers the noise; see `PrivacyPlan.delta_of_noise`.
-        epsilon: the budget. If None, it is the ε that the planned steps spend.
-        noise_multiplier: z. If None, it is the smallest z that stays within the budget.
+    `unit` are the planned steps for z = 1. If `epsilon` is None, the budget is the ε that the steps
+    spend at `delta`. If `noise_multiplier` is None, z is the smallest that stays within the budget.
     """
     if epsilon is not None:
         check_positive("epsilon", epsilon)

@@ -1,7 +1,5 @@
 """Guards of a plan: the gradient needs a mask, and the optimizer takes only the planned steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import jax

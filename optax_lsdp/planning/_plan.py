@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 import optax_lsdp.sampling as samplers
-from optax_lsdp._checks import check_delta, check_whole, is_number
+from optax_lsdp._checks import check_at_most, check_delta, check_whole, is_number
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
@@ -278,10 +278,7 @@ class PrivacyPlan:
     def event(self, step: int) -> SampledGaussian:
         """Return a planned step as an argument for `Ledger.append`."""
         check_whole("step", step, least=0)
-        if step >= self.steps:
-            raise ValueError(
-                f"`step` must be below {self.steps}, the number of planned steps, got {step}."
-            )
+        check_at_most("step", step, self.steps - 1, "the last planned step")
         ends, events = self._events
         return events[bisect_right(ends, step)]
 
@@ -295,10 +292,7 @@ class PrivacyPlan:
     def epsilon_after(self, steps: int) -> float:
         """Return an upper bound on ε after the first `steps` planned steps."""
         check_whole("steps", steps, least=0)
-        if steps > self.steps:
-            raise ValueError(
-                f"`steps` must be at most {self.steps}, the number of planned steps, got {steps}."
-            )
+        check_at_most("steps", steps, self.steps, "the number of planned steps")
         return float(self._epsilons[steps - 1]) if steps else 0.0
 
     @cached_property

@@ -3,13 +3,11 @@
 Plans are saved as JSON, so a schedule must be a `Piecewise`, which consists of numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +16,7 @@ import optax
 
 from optax_lsdp._checks import (
     MOST_STEPS,
+    check_at_most,
     check_choice,
     check_depth,
     check_non_negative,
@@ -66,7 +65,7 @@ class Piecewise:
         object.__setattr__(self, "values", values)
 
     @classmethod
-    def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Piecewise:
+    def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Self:
         """Return a piecewise constant approximation of a schedule, such as an Optax schedule.
 
         Each piece has the value of `schedule` at its first step.
@@ -98,10 +97,7 @@ def check_sizes(
         ("max_batch_size", expected_batch_size if max_batch_size is None else max_batch_size),
     ):
         check_whole(name, size)
-        if size > dataset_size:
-            raise ValueError(
-                f"`{name}` must be at most the dataset's size, {dataset_size}, got {size}."
-            )
+        check_at_most(name, size, dataset_size, "the dataset's size")
     if max_batch_size is not None and max_batch_size < expected_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
@@ -128,8 +124,7 @@ def number_of_steps(
             f"steps={steps!r} and epochs={epochs!r}."
         )
     check_whole("steps", steps)
-    if steps > MOST_STEPS:
-        raise ValueError(f"`steps` must be {MOST_STEPS:.0e} at most, got {steps}.")
+    check_at_most("steps", steps, MOST_STEPS)
     return steps
 
 
@@ -159,12 +154,7 @@ def write_settings(settings: Mapping[str, object]) -> str:
 
 
 def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
-    """Return the settings in a text that `write_settings` wrote. Raise if it is any other text.
-
-    Args:
-        text: the JSON text.
-        names: the names of all settings. The text must have exactly these names.
-    """
+    """Return the settings in a JSON text of `write_settings`. Raise unless it has all `names`."""
     try:
         found = read_json(text)
         version = found.pop("optax_lsdp_plan")

@@ -34,7 +34,13 @@ from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._files import cannot_write, lock, make_private_folder, write_atomically
+from optax_lsdp.training._files import (
+    START_AGAIN,
+    cannot_write,
+    lock,
+    make_private_folder,
+    write_atomically,
+)
 from optax_lsdp.training._journal import Journal
 from optax_lsdp.training._multihost import any_process
 from optax_lsdp.training._step import State, describe
@@ -46,30 +52,17 @@ _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
 
 
 class Checkpoint(NamedTuple):
-    """Everything a run needs to resume. It holds the noise key, so keep it as secret as the data.
-
-    Attributes:
-        state: parameters, optimizer state, average and key.
-        step: how many steps were taken.
-        ledger: the privacy spent, including steps that count twice.
-        nonce: the nonce of the run's last start or restart.
-        initial: hashes of the initial parameters and optimizer state.
-    """
+    """Everything a run needs to resume. It holds the noise key: keep it as secret as the data."""
 
     state: State
-    step: int
-    ledger: Ledger
-    nonce: str
-    initial: dict[str, str]
+    step: int  # how many steps were taken
+    ledger: Ledger  # the privacy spent, including steps that count twice
+    nonce: str  # of the run's last start or restart
+    initial: dict[str, str]  # hashes of the initial parameters and optimizer state
 
 
 class RunFolder:
-    """The folder of a run: its plan, journal and checkpoints. It is locked until `close`.
-
-    Attributes:
-        path: the path of the folder, without symbolic links.
-        journal: the run's journal.
-    """
+    """The folder of a run: its plan, journal and checkpoints. It is locked until `close`."""
 
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
         if not (isinstance(path, str | Path) and str(path)):
@@ -196,8 +189,8 @@ class RunFolder:
             )
         if damaged:
             raise ValueError(
-                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; start "
-                "again in another folder, and add the ε that the run in this folder has spent."
+                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; "
+                f"{START_AGAIN}."
             )
         return None
 
@@ -213,8 +206,7 @@ class RunFolder:
             got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
-                "resume with the version of optax_lsdp that wrote it, or start again in another "
-                "folder, and add the ε that the run in this folder has spent."
+                f"resume with the version of optax_lsdp that wrote it, or {START_AGAIN}."
             )
         if damage:
             warn_caller(
@@ -284,7 +276,7 @@ def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
 
 
 def _describe(state: State) -> dict[str, str]:
-    """Return a dict from the path of each array to its dtype and shape."""
+    """Map the path of each array to its dtype and shape."""
     leaves = jax.tree.leaves_with_path(describe_arrays(state))
     return {path_name(path): text for path, text in leaves}
 

@@ -46,10 +46,8 @@ class Source(Protocol):
 class ArrayExamples:
     """Examples in arrays whose first axis counts the examples. Arrays may be memory-mapped.
 
-    Attributes:
-        size: how many examples there are.
-        first: the first example.
-        is_hashed: whether `digest` covers every example.
+    `size` is the number of examples, and `first` is the first example. `is_hashed` says whether
+    `digest` covers every example.
     """
 
     def __init__(self, data: PyTree) -> None:
@@ -224,18 +222,11 @@ def describe_microbatch(
 
 
 class Read(NamedTuple):
-    """A microbatch that was read.
+    """A microbatch that was read."""
 
-    Attributes:
-        microbatch: the microbatch, with its arrays on the devices.
-        is_last: whether this microbatch is the last one of its batch.
-        digest: a hash of everything that this process has read of the batch so far. It is empty if
-            the reader does not hash.
-    """
-
-    microbatch: Microbatch
-    is_last: bool
-    digest: str
+    microbatch: Microbatch  # on the devices
+    is_last: bool  # whether it is the last microbatch of its batch
+    digest: str  # hash of what this process has read of the batch so far; "" without hashing
 
 
 class BatchReader:
@@ -262,6 +253,10 @@ class BatchReader:
         self._key = plan.derive_key(key, "examples")
         self._examples, self._size, self._placement = examples, size, placement
         self._thread, self._hashed = thread, hashed
+        self._local_rows = np.full(size, placement.split is None)  # those of this process's devices
+        if placement.split is not None:
+            for where in placement.split.addressable_devices_indices_map((size,)).values():
+                self._local_rows[where] = True
         self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # not inherited by threads
         self._reads = self._read_steps(range(first_step, plan.steps))
         self._upcoming = thread.submit(self._read_one)
@@ -307,39 +302,21 @@ class BatchReader:
         mask: np.ndarray,
         digest: hashlib.blake2b | None,
     ) -> Microbatch:
+        """Read the rows of this process's devices."""
+        indices, mask = indices[self._local_rows], mask[self._local_rows]
+        found = self._examples.take(indices, mask)
+        if digest:
+            update_digest(digest, (indices, mask, found))
+        examples, masks = jax.tree.map(self._put, (found, mask))
         key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
-        number, split = np.int32(step), self._placement.split
+        return Microbatch(examples, masks, self._placement.replicate(key), np.int32(step))
 
-        def take(rows: slice) -> PyTree:
-            found = self._examples.take(indices[rows], mask[rows])
-            if digest:
-                update_digest(digest, (indices[rows], mask[rows], found))
-            return found
-
+    def _put(self, rows: np.ndarray) -> jax.Array:
+        """Put rows on the devices of this process."""
+        split = self._placement.split
         if split is None:
-            found = jax.tree.map(jnp.asarray, take(slice(None)))
-            return Microbatch(found, jnp.asarray(mask), key, number)
-
-        def rows_of(where: tuple[slice, ...] | None) -> slice:
-            start, stop, _ = (where or (slice(None),))[0].indices(self._size)
-            return slice(start, stop)
-
-        parts: dict[int, PyTree] = {}  # examples and mask of each local device, by the first row
-        for where in split.addressable_devices_indices_map((self._size,)).values():
-            rows = rows_of(where)
-            if rows.start not in parts:
-                parts[rows.start] = take(rows), mask[rows]
-
-        def spread(like: np.ndarray, *shards: np.ndarray) -> jax.Array:
-            by_start = dict(zip(parts, shards, strict=True))
-            dtype = jax.dtypes.canonicalize_dtype(like.dtype)  # no warning, like jnp.asarray
-            return jax.make_array_from_callback(
-                (self._size, *like.shape),
-                split,
-                lambda where: by_start[rows_of(where).start].astype(dtype, copy=False),
-                dtype=dtype,
-            )
-
-        like = self._examples.first, np.zeros((), bool)
-        found, masks = jax.tree.map(spread, like, *parts.values())
-        return Microbatch(found, masks, self._placement.replicate(key), number)
+            return jnp.asarray(rows)
+        dtype = jax.dtypes.canonicalize_dtype(rows.dtype)  # as jnp.asarray does, without a warning
+        whole = np.zeros((self._size, *rows.shape[1:]), dtype)
+        whole[self._local_rows] = rows
+        return jax.make_array_from_callback(whole.shape, split, whole.__getitem__)

@@ -3,8 +3,6 @@
 The format is NumPy's .npz, one array per leaf, named by its path in the tree.
 """
 
-from __future__ import annotations
-
 import unicodedata
 import zipfile
 from pathlib import Path

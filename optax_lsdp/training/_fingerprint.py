@@ -26,11 +26,7 @@ _PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
 
 
 class Compiler:
-    """Compiles the functions of a run, and hashes what they compute.
-
-    Attributes:
-        digest: the hash of all functions compiled so far.
-    """
+    """Compiles the functions of a run. `digest` is a hash of everything that they compute."""
 
     def __init__(self, examples: Examples | None = None) -> None:
         self.digest, self._examples = hashlib.blake2b(), examples
@@ -86,8 +82,7 @@ def compute_fingerprint(
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
     """Return hashes of a run's initial parameters and optimizer state, without its keys.
 
-    With several processes, return an empty dict, because each process holds only a part of the
-    arrays.
+    With several processes, return no hashes, because each process holds only a part of the arrays.
     """
     if jax.process_count() > 1:
         return {}

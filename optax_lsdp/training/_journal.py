@@ -104,13 +104,10 @@ class Journal:
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
-        """Announce a step. This must happen before its result can be seen.
+        """Announce a step, with a hash of the examples that this process has read for it.
 
-        Args:
-            step: the number of the step, from 0.
-            digest: a hash of the examples that this process has read for the step.
-            sync: whether to wait until the digest is on the disk. Waiting is necessary if the
-                fingerprint does not cover all examples.
+        This must happen before the result of the step can be seen. With `sync`, wait until the hash
+        is on the disk. This is necessary if the fingerprint does not cover all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:

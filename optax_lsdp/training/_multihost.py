@@ -19,11 +19,8 @@ from optax_lsdp._keys import fresh_key, is_key
 class Placement:
     """Where the arrays of a run are placed: on one device, or on all devices of a mesh.
 
-    Attributes:
-        mesh: the mesh, or None.
-        devices: how many devices share a batch.
-        split: the sharding of an array whose rows are split over all devices; None without a mesh.
-        replicated: the sharding of an array with a full copy on every device; None without a mesh.
+    On a mesh, an array with the sharding `split` has its rows split over all devices. An array with
+    the sharding `replicated` has a full copy on every device.
     """
 
     def __init__(self, mesh: Mesh | None) -> None:

@@ -28,13 +28,9 @@ from optax_lsdp.training._validation import warn_caller
 class Account:
     """The steps that a run has spent, and the step until which its budget lasts.
 
-    `order_start` is the step at which the run last started or restarted. A restart draws new
-    batches.
-
-    Attributes:
-        ledger: all steps that count, some of them twice. `record` appends a step.
-        first_step: the step at which the run starts, resumes or restarts.
-        last_step: the step at which the run must end, because the plan or the budget ends there.
+    `ledger` has all steps that count, some of them twice. The run starts, resumes or restarts at
+    `first_step`. It must end at `last_step`, where the plan or the budget ends. `order_start` is
+    the step at which the run last started or restarted, and drew new batches.
     """
 
     def __init__(
@@ -79,43 +75,25 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
 
 
 class Start(NamedTuple):
-    """The result of starting, resuming or restarting a run: everything that depends on the nonce.
+    """Everything that depends on the nonce, after a run was started, resumed or restarted."""
 
-    Attributes:
-        checkpoint: where the run continues. The noise key in its state is derived from its nonce.
-        account: the steps spent, and the step until which the budget lasts.
-        reader: reads the batches of the steps to come.
-    """
-
-    checkpoint: Checkpoint
-    account: Account
-    reader: BatchReader
+    checkpoint: Checkpoint  # where the run continues; its nonce determines its noise key
+    account: Account  # the steps spent, and the step until which the budget lasts
+    reader: BatchReader  # reads the batches of the steps to come
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that stays the same when a run restarts.
-
-    Attributes:
-        plan: the plan.
-        examples: the data.
-        program: the compiled step.
-        microbatch_size: how many examples a microbatch has.
-        placement: the devices.
-        thread: the thread that reads batches.
-        folder: the folder of the run, or None.
-        fingerprint: hashes of everything that affects the result of a step. It is empty without a
-            folder.
-    """
+    """Everything that stays the same when a run restarts."""
 
     plan: PrivacyPlan
     examples: Examples
     program: CompiledStep
     microbatch_size: int
     placement: Placement
-    thread: ThreadPoolExecutor
+    thread: ThreadPoolExecutor  # reads batches
     folder: RunFolder | None
-    fingerprint: dict[str, str]
+    fingerprint: dict[str, str]  # see `compute_fingerprint`; empty without a folder
 
     def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
         """Start a run at `new`, or resume or restart it at `saved`, its last checkpoint."""

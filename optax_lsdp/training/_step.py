@@ -31,38 +31,24 @@ _IN_FLIGHT = 2  # microbatches that may be unfinished when the next one is sent 
 
 
 class State(NamedTuple):
-    """The arrays that a run carries from step to step. They include keys, so keep them secret.
+    """The arrays that a run carries from step to step. They include keys, so keep them secret."""
 
-    Attributes:
-        params: the parameters, which may be released.
-        optimizer: the state of the optimizer, including the noise key.
-        average: the average of the parameters, which may be released, or an empty tuple.
-        key: the key of the run.
-    """
-
-    params: optax.Params
-    optimizer: optax.OptState
-    average: optax.Params
-    key: jax.Array
+    params: optax.Params  # may be released
+    optimizer: optax.OptState  # includes the noise key
+    average: optax.Params  # of the parameters; may be released; or an empty tuple
+    key: jax.Array  # the key of the run
 
     def __repr__(self) -> str:
         return f"State({self.params!r}, {self.optimizer!r}, {self.average!r}, key=<secret>)"
 
 
 class Microbatch(NamedTuple):
-    """A part of a batch, as an argument of the compiled functions.
+    """A part of a batch, as an argument of the compiled functions."""
 
-    Attributes:
-        examples: arrays with a leading axis of examples.
-        mask: True where there is an example, False where there is padding.
-        key: the key that is split into one key per example.
-        step: the number of the step, from 0.
-    """
-
-    examples: PyTree
-    mask: jax.Array
-    key: jax.Array
-    step: np.int32
+    examples: PyTree  # arrays with a leading axis of examples
+    mask: jax.Array  # True where there is an example, False where there is padding
+    key: jax.Array  # to be split into one key per example
+    step: np.int32  # the number of the step, from 0
 
 
 class Sums(NamedTuple):
@@ -235,16 +221,10 @@ class CompiledStep:
 def explain_out_of_memory(
     size: int, devices: int, compile_step: Callable[[int], CompiledStep]
 ) -> Iterator[None]:
-    """If the devices have too little memory, raise an error that names a microbatch size that fits.
+    """Turn XLA's error RESOURCE_EXHAUSTED into a MemoryError that names a microbatch that fits.
 
-    Args:
-        size: the microbatch size of the step.
-        devices: the number of devices, of which microbatch sizes are multiples.
-        compile_step: compiles the step for another microbatch size.
-
-    Raises:
-        MemoryError: if the body raises XLA's error RESOURCE_EXHAUSTED. Half of `size` is tried
-            first, then a quarter, and so on.
+    `size` is the number of examples in a microbatch, a multiple of the number of `devices`.
+    `compile_step` compiles the step for other sizes: half of `size`, a quarter, and so on.
     """
     try:
         yield

@@ -1,7 +1,5 @@
 """Checks of data, parameters and loss before a run begins; warnings that point to the caller."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from functools import partial
@@ -133,10 +131,8 @@ def _remedy_for(array: np.ndarray) -> str:
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
-    Args:
-        name: the place of the array for the error message, as `describe_path` returns it.
-        rows: an array with some examples as rows.
-        indices: the index of each of these examples in the data.
+    `rows` are some examples, and `indices` are their indices in the data. `name` is the place of
+    the array in an error message, as `describe_path` returns it.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)
@@ -179,13 +175,7 @@ def check_params(params: optax.Params) -> None:
 
 
 def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
-    """Return the jaxpr of a loss. Raise if `fit` cannot train with this loss.
-
-    Args:
-        loss_fn: the loss of one example, with or without a key.
-        params: the parameters, or their shapes.
-        example: one example.
-    """
+    """Return the jaxpr of a loss, with or without a key. Raise if `fit` cannot train with it."""
     example = jax.tree.map(jnp.asarray, example)
     key = (jax.random.key(0),) if takes_key(loss_fn) else ()
     try:
