@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from optax_lsdp._checks import check_whole
 from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
-from optax_lsdp._trees import describe_arrays
+from optax_lsdp._trees import describe_arrays, is_floating
 from optax_lsdp._types import PyTree
 
 LossFn: TypeAlias = Callable[..., PyTree]
@@ -95,6 +95,12 @@ def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.
         raise
 
 
+def call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
+    """Call the loss of one example. If it takes a key, pass an arbitrary key."""
+    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
+    return call_loss(loss_fn, params, example, *key)
+
+
 def with_key_in_example(loss_fn: LossFn) -> LossFn:
     """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
     return lambda params, pair: call_loss(loss_fn, params, *pair)
@@ -111,9 +117,7 @@ def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
     """
 
     def cast(tree: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
+        return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
 
     def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
         return call_loss(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
@@ -148,13 +152,8 @@ def average_views(
     """Return a loss that averages `loss_fn` over random views of an example.
 
     This technique is called augmentation multiplicity. The losses of the views are averaged before
-    the gradient is clipped, so all views together count as one example.
-
-    Args:
-        loss_fn: `loss_fn(params, example)`, or `loss_fn(params, example, key)`, which gets a
-            different key for each view.
-        augment: `augment(key, example)`, which returns a random view of the example.
-        views: how many views to average.
+    the gradient is clipped, so all views together count as one example. `augment(key, example)`
+    returns a random view. If `loss_fn` takes a key, it gets a different key for each view.
 
     >>> def loss_fn(params, x):
     ...     return (params - x) ** 2
@@ -166,12 +165,11 @@ def average_views(
     keyed = takes_key(loss_fn)
 
     def loss(params: optax.Params, example: PyTree, key: jax.Array) -> jax.Array:
-        keys = jax.random.split(key, views)
-        seen = jax.vmap(augment, (0, None))(keys, example)
-        if keyed:
-            others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
-            return jax.vmap(partial(call_loss, loss_fn), (None, 0, 0))(params, seen, others).mean()
-        return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
+        def loss_of_view(key: jax.Array) -> jax.Array:
+            other_key = (jax.random.fold_in(key, 1),) if keyed else ()
+            return call_loss(loss_fn, params, augment(key, example), *other_key)
+
+        return jax.vmap(loss_of_view)(jax.random.split(key, views)).mean()
 
     return loss
 
@@ -235,7 +233,7 @@ def explain_failure(
     params, one = _shapes(params), _shapes(example)
     rows = None if batched else _shapes(example, _TRIAL_BATCH_SIZE)
     demand = f"`loss_fn` must take parameters and {'a batch' if batched else 'one example'}"
-    if _returns_a_loss(partial(_call_with_any_key, loss_fn), params, one):
+    if _returns_a_loss(partial(call_with_any_key, loss_fn), params, one):
         if not (needs_key(loss_fn) and "missing" in str(error)):
             return None
         return (
@@ -250,11 +248,6 @@ def explain_failure(
     return None
 
 
-def _call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
-    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
-    return call_loss(loss_fn, params, example, *key)
-
-
 def _likely_calls(
     loss_fn: LossFn, one: PyTree, rows: PyTree
 ) -> Iterator[tuple[_Call, PyTree, str]]:
@@ -263,7 +256,7 @@ def _likely_calls(
     The advice is the rest of a sentence, which holds if the call works. `one` has the shapes of one
     example, and `rows` those of a batch.
     """
-    call_with_key = partial(_call_with_any_key, loss_fn)
+    call_with_key = partial(call_with_any_key, loss_fn)
     calls_with_parts: dict[str, _Call] = {
         "*example": lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
         "**example": lambda params, example: loss_fn(params, **_parts(example, dict)),
@@ -329,9 +322,8 @@ def _returns_a_loss(function: _Call, params: optax.Params, example: PyTree) -> b
     except Exception:
         return False
     value = found[0] if isinstance(found, tuple) and found else found
-    is_real = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
     lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(example)}
-    return is_real and (value.shape == () or {value.shape} == lengths)
+    return is_floating(value) and (value.shape == () or {value.shape} == lengths)
 
 
 def _shapes(tree: PyTree, *rows: int) -> PyTree:

@@ -22,9 +22,8 @@ Mask = jax.Array | np.ndarray
 def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
     """Return `value_and_grad` with a check: batches that may be padded must have a mask.
 
-    Poisson batches may be padded, and so may batches longer than `room`. The returned function also
-    refuses batches with more than `room` examples, because no sampler of the plan draws such
-    batches.
+    Poisson batches may be padded, and so may batches longer than `room`. Batches with more than
+    `room` examples are refused, because no sampler of the plan draws such batches.
     """
 
     def guarded(
@@ -104,17 +103,13 @@ def _if_planned(
         kept = jax.tree.map(lambda new, old: jnp.where(is_planned, new, old), after, state)
         return still, kept
     like_moves, like_state = jax.eval_shape(take_step)
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), like_moves)
 
     def skip_step() -> tuple[optax.Updates, optax.OptState]:
-        return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_cast, state, like_state)
+        return jax.tree.map(_cast, zeros, like_moves), jax.tree.map(_cast, state, like_state)
 
     # `cond`, not `where`: with `where`, XLA would draw the noise again for each array.
     return jax.lax.cond(is_planned, take_step, skip_step)
-
-
-def _zeros_like(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return zeros with the shape, dtype and varying axes of `like`."""
-    return vary(jnp.zeros(like.shape, like.dtype), varying_axes(like))
 
 
 def _cast(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:

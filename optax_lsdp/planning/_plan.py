@@ -55,10 +55,10 @@ _RESERVED = 0.01  # the fraction of δ that covers truncated Poisson batches
 class PrivacyPlan:
     """The settings of a private training run, with a matching sampler, gradient and optimizer.
 
-    Pass `steps` or `epochs`, but not both. Pass `epsilon`, and the plan computes the smallest noise
-    multiplier that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε.
-    Pass both `epsilon` and `noise_multiplier` for a budget that is larger than the planned steps
-    need. The rest of the budget then pays for steps that a restarted run repeats.
+    Pass `steps` or `epochs`. Pass `epsilon`, and the plan computes the smallest noise multiplier
+    that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε. If you pass
+    both, the budget may be larger than the planned steps need. The rest of the budget then pays for
+    steps that a restarted run repeats.
 
     Plans are immutable. To change a setting, make a new plan. Do not use `dataclasses.replace`,
     which would keep the noise multiplier that was computed for the old setting.
@@ -80,8 +80,7 @@ class PrivacyPlan:
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
             has no amplification by sampling); see `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
-            `accounting.SampledGaussian`. The default is "add_remove". With a sampling scheme that
-            does not allow "add_remove", choose a relation.
+            `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes.
         max_batch_size: the size to which larger Poisson batches are truncated. The accountant
             analyses this truncation. By default, the plan computes a size, `room`, that batches

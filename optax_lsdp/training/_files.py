@@ -29,11 +29,9 @@ _LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 def make_private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter; return its path without symbolic links.
 
-    A new folder gets mode 0700. If other users have permissions on an existing folder and it holds
-    only files of a run, remove these permissions and warn. If it holds other files, raise a
-    ValueError, because other users may need these files, as in a home directory. A folder of
-    another user raises a ValueError too. If the file system stores no permissions, warn that
-    nothing protects the noise key.
+    If other users have permissions on an existing folder, remove these permissions and warn. Raise
+    if the folder belongs to another user, or if it holds files that are not part of a run, because
+    other users may need these files. Warn if the file system stores no permissions.
     """
     path = path.resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -41,8 +39,7 @@ def make_private_folder(path: Path) -> Path:
     if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
         raise ValueError(
             f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
-            "read the noise key in its checkpoints; choose a new folder, which may be inside this "
-            "folder."
+            "read the noise key in its checkpoints; choose a new folder, perhaps inside this one."
         )
     if _mode(path) & _OTHERS:
         _close_to_others(path)
@@ -65,7 +62,7 @@ def _close_to_others(path: Path) -> None:
     if strays:
         raise ValueError(
             f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
-            "a new folder, which may be inside this folder, or change the mode to 0700."
+            "a new folder, perhaps inside this folder, or change the mode to 0700."
         )
     try:
         path.chmod(before & ~_OTHERS)

@@ -5,8 +5,6 @@ read a batch, announce the step in the journal, take the step, record it in the 
 save a checkpoint.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import get_args
 
 import jax
@@ -77,11 +74,10 @@ def fit(
         plan: the privacy budget, and how to spend it.
         loss_fn: a function `loss_fn(params, example)` that returns the scalar loss of one example.
             The example has no batch axis. For dropout or `average_views`, write a loss with a third
-            argument, `key`; `fit` passes a different key for each example. Batch normalisation is
-            refused. `check_model` finds problems of a loss on public examples. See also
-            `mixed_precision` and `keep_batch_axis`. If the loss of a batch is not finite, `fit`
-            warns once. This warning depends on private data, so release no log that contains it.
-            Examples whose gradient is not finite contribute nothing.
+            argument, `key`; `fit` passes a different key for each example. See also `check_model`,
+            `mixed_precision` and `keep_batch_axis`. Batch normalisation is refused. Examples whose
+            gradient is not finite contribute nothing. If the loss of a batch is not finite, `fit`
+            warns once. The warning depends on private data, so release no log that contains it.
         params: the initial parameters. If they are on a mesh, they keep their sharding.
         data: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis of
             each array counts the examples. `data` can also be a list of examples, or a source of
@@ -94,19 +90,17 @@ def fit(
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
         microbatch_size: how many examples to differentiate at a time, a multiple of the number of
             devices. A smaller number needs less memory. Microbatches that contain only padding are
-            skipped. This saves time, because Poisson batches have room for more examples than most
-            batches contain. But the duration of a step then reveals the size of its batch.
+            skipped. This saves time, but the duration of a step then reveals the size of its batch.
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
-            key, so keep the folder as secret as the data. To release the parameters, write them
-            with `export_params`. If other users have permissions on the folder, `fit` removes these
-            permissions and warns, or raises an error.
+            key, so keep the folder as secret as the data. If other users have permissions on it,
+            `fit` removes these permissions and warns, or raises an error. To release parameters,
+            write them with `export_params`.
         save_every: how many steps to take between two checkpoints.
         callbacks: functions that receive a `StepReport` after each step. If a callback raises
-            `StopTraining`, the run ends, and `fit` saves it and returns the result so far. If a
-            callback raises any other exception, the run stops as after a crash. It can be resumed
-            from its last checkpoint. Callbacks then receive the reports of all steps after this
-            checkpoint again.
+            `StopTraining`, `fit` saves the run and returns the result so far. After any other
+            exception, the run stops as after a crash. When it is resumed from its last checkpoint,
+            callbacks receive the reports of all steps after this checkpoint again.
         progress: whether to show a progress bar.
         key: the random key of a new run. The default is a fresh key. A resumed run ignores `key`
             and keeps the key with which it began.
@@ -122,6 +116,8 @@ def fit(
     Raises:
         DataError: if an example cannot be read or used. The message names the index of the example.
             The run can be resumed.
+        MemoryError: if a step needs more memory than the devices have. The message names a
+            `microbatch_size` that fits.
 
     >>> import jax.numpy as jnp
     >>> from optax_lsdp import PrivacyPlan
@@ -202,9 +198,9 @@ def fit(
         thread = stack.enter_context(ThreadPoolExecutor(1))
         run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
         start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, initial), saved)
-        with _stop_signals() as stop:
-            result = _train(run, start, save_every, callbacks, progress, stop)
-        if stop.number == signal.SIGINT:
+        with _stop_signals() as received:
+            result = _train(run, start, save_every, callbacks, progress, received)
+        if signal.SIGINT in received:
             raise KeyboardInterrupt
         return result
 
@@ -230,9 +226,9 @@ def _train(
     save_every: int,
     callbacks: Sequence[Callback],
     progress: bool,
-    stop: _StopSignal,
+    signals: list[int],
 ) -> FitResult:
-    """Take the remaining steps, as far as the budget covers them."""
+    """Take the remaining steps, as far as the budget covers them; stop if there are `signals`."""
     at, account, reader = start
     program, folder = run.program, run.folder
     reporter = Reporter(callbacks, steps=run.plan.steps, step=at.step, bar=progress)
@@ -240,7 +236,7 @@ def _train(
     try:
         with reporter.bar:
             while at.step < account.last_step:
-                if any_process(stop.is_set() or wants_stop):
+                if any_process(bool(signals) or wants_stop):
                     break
                 sums, batch = None, reader.next()
                 while not batch.is_last:
@@ -251,8 +247,7 @@ def _train(
                         at, account, reader = run.restart(folder, at, ["data"])
                         continue
                     # Announce the step before taking it, so that it counts even after a crash.
-                    is_hashed = run.examples.is_hashed
-                    folder.journal.record(at.step, batch.digest, sync=not is_hashed)
+                    folder.journal.record(at.step, batch.digest, sync=not run.examples.is_hashed)
                 is_between_steps = False
                 # Compiled: clip, add noise, smooth, update, average.
                 state, loss = program.take(at.state, sums, batch.microbatch)
@@ -276,33 +271,25 @@ def _train(
     return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
 
 
-class _StopSignal(threading.Event):
-    """An event that SIGTERM or Ctrl-C sets. `number` is the number of the signal."""
-
-    number: int | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal. If an earlier signal was recorded, stop at once on Ctrl-C."""
-        del frame
-        if self.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-        self.set()
-
-
 @contextmanager
-def _stop_signals() -> Iterator[_StopSignal]:
-    """Let SIGTERM and Ctrl-C set an event.
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and Ctrl-C in a list, instead of stopping. A second Ctrl-C stops at once.
 
-    Outside of the main thread, where Python allows no signal handlers, nothing sets the event.
+    Outside of the main thread, where Python allows no signal handlers, the list stays empty.
     """
-    stop = _StopSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    received: list[int] = []
+
+    def handle(number: int, frame: object) -> None:
+        del frame
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield stop
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,18 +1,17 @@
 """The journal of a run: it announces each step in advance, so that every step counts after a crash.
 
-If a run repeats a step with the same key and the same clipped sum, the result is the same, and the
-repetition costs no privacy. With the same key and a different sum, the two results would reveal the
-difference of the sums. So the journal stores the fingerprint of the run, and a hash of the examples
-that each step has read. If the fingerprint or a hash has changed, the run restarts with a new
-nonce. The nonce gives new noise and new batches, and the steps that the run repeats count twice.
+A repeated step with the same key and the same clipped sum has the same result, and costs no
+privacy. With the same key and a different sum, the two results would reveal the difference of the
+sums. So the journal stores the fingerprint of the run, and a hash of the examples that each step
+has read. If the fingerprint or a hash has changed, the run restarts with a new nonce. The nonce
+gives new noise and new batches, and the steps that the run repeats count twice.
 
 The files hold one JSON object per line:
 
-- `journal.jsonl`, written by the first process, has a line with `nonce`, `fingerprint` and `start`
-  for each start or restart. It also has lines with a number `announced`: the run may have taken all
-  steps below this number.
-- `examples-<process>.jsonl`, written by each process, has a line per step with `nonce`, `step` and
-  `examples`, the hash of the examples that the process has read for this step.
+- `journal.jsonl`, of the first process: `nonce`, `fingerprint` and `start` for each start or
+  restart, and `announced`, a number. The run may have taken all steps below this number.
+- `examples-<process>.jsonl`: `nonce`, `step` and `examples` for each step. `examples` is the hash
+  of the examples that the process has read for this step.
 """
 
 import json

@@ -43,11 +43,9 @@ class StepReport(NamedTuple):
     private_loss: jax.Array
 
     def __repr__(self) -> str:
-        return (
-            f"StepReport(step={self.step}, params=<{_summary(self.params)}>, "
-            f"average=<{_summary(self.average)}>, epsilon={self.epsilon:.6g}, "
-            "private_loss=<private>)"
-        )
+        params, average = _summary(self.params), _summary(self.average)
+        text = f"step={self.step}, params=<{params}>, average=<{average}>"
+        return f"StepReport({text}, epsilon={self.epsilon:.6g}, private_loss=<private>)"
 
 
 class FitResult(NamedTuple):
@@ -69,10 +67,9 @@ class FitResult(NamedTuple):
     stopped: Stopped
 
     def __repr__(self) -> str:
-        return (
-            f"FitResult(params=<{_summary(self.params)}>, average=<{_summary(self.average)}>, "
-            f"steps={self.steps}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
-        )
+        params, average = _summary(self.params), _summary(self.average)
+        text = f"params=<{params}>, average=<{average}>, steps={self.steps}"
+        return f"FitResult({text}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
 
 
 class StopTraining(Exception):

@@ -58,8 +58,8 @@ class Sums(NamedTuple):
     loss: jax.Array
 
 
-AddMicrobatch = Callable[[optax.Params, Sums | None, Microbatch], tuple[Sums, jax.Array]]
-TakeStep = Callable[[State, Sums | None, Microbatch], tuple[State, jax.Array]]
+_AddMicrobatch = Callable[[optax.Params, Sums | None, Microbatch], tuple[Sums, jax.Array]]
+_TakeStep = Callable[[State, Sums | None, Microbatch], tuple[State, jax.Array]]
 
 
 def make_step(
@@ -68,7 +68,7 @@ def make_step(
     optimizer: optax.GradientTransformation,
     average: Average,
     clip_style: ClipStyle = "threshold",
-) -> tuple[AddMicrobatch, TakeStep]:
+) -> tuple[_AddMicrobatch, _TakeStep]:
     """Return `add_microbatch(params, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
     `sums` is None for the first microbatch. Both functions also return a private loss:
@@ -107,11 +107,7 @@ def make_step(
 def initial_average(kind: Average, params: optax.Params) -> optax.Params:
     """Return the average before the first step, in float32 or wider.
 
-    In half precision the average would stop moving, because its changes are smaller than the
-    rounding error.
-
-    Raises:
-        ValueError: if `kind` is not "polyak", a decay above 0 and below 1, or None.
+    In half precision the average would not move, because its changes are below the rounding error.
     """
     if kind is None:
         return ()
@@ -161,7 +157,7 @@ class CompiledStep:
 
     def __init__(
         self,
-        step: tuple[AddMicrobatch, TakeStep],
+        step: tuple[_AddMicrobatch, _TakeStep],
         state: State,
         microbatch: Microbatch,
         *,

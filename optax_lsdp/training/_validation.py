@@ -16,7 +16,7 @@ from optax_lsdp._checks import is_number
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._keys import is_key
 from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
-from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
+from optax_lsdp._loss import LossFn, call_with_any_key, raise_explained
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 from optax_lsdp._types import PyTree
 
@@ -177,10 +177,9 @@ def check_params(params: optax.Params) -> None:
 def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
     """Return the jaxpr of a loss, with or without a key. Raise if `fit` cannot train with it."""
     example = jax.tree.map(jnp.asarray, example)
-    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
     try:
-        trace = jax.make_jaxpr(partial(call_loss, loss_fn), return_shape=True)
-        program, output = trace(params, example, *key)
+        trace = jax.make_jaxpr(partial(call_with_any_key, loss_fn), return_shape=True)
+        program, output = trace(params, example)
     except Exception as error:
         raise_explained(error, loss_fn, params, example)
     if isinstance(output, tuple):
