@@ -27,9 +27,9 @@ class Clipped:
 
     `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
-    The mark catches accidents, not adversaries: it records how the sum was made, but a sum that is
-    changed afterwards keeps its mark. `optax.apply_if_finite` cannot carry the mark. You do not
-    need `apply_if_finite`, because an example without a finite gradient contributes nothing.
+    The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
+    `optax.apply_if_finite` cannot carry the mark, and is not needed, because an example without a
+    finite gradient contributes nothing.
 
     Attributes:
         value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,

@@ -98,6 +98,7 @@ class PoissonSampler:
     key: jax.Array = field(repr=False)
     max_batch_size: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
         check_rate("sampling_rate", self.sampling_rate)
@@ -105,13 +106,8 @@ class PoissonSampler:
         if self.max_batch_size is None:
             room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
             object.__setattr__(self, "max_batch_size", room)
-        _check_sizes(self.dataset_size, "max_batch_size", self.max_batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.max_batch_size, self.multiple_of)
+        _set_size(self, "max_batch_size")
 
     @property
     def overflow_probability(self) -> float:
@@ -155,15 +151,11 @@ class FixedSizeSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.batch_size, self.multiple_of)
+        _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
@@ -191,16 +183,12 @@ class ShuffledSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.batch_size, self.multiple_of)
+        _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
@@ -234,14 +222,10 @@ class FullBatchSampler:
 
     dataset_size: int
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "dataset_size", self.dataset_size, self.multiple_of)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.dataset_size, self.multiple_of)
+        _set_size(self, "dataset_size")
 
     def batch(self, step: Step) -> Batch:
         """Return all examples, in every step."""
@@ -269,12 +253,15 @@ def room_for_batch(
     return least + bisect_left(range(least, dataset_size), True, key=is_enough)
 
 
-def _check_sizes(dataset_size: int, name: str, room: int, multiple_of: int) -> None:
+def _set_size(sampler: Any, name: str) -> None:
+    """Check all sizes of a sampler, and set `size`. `name` is the largest number of examples."""
+    room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)
-    check_whole("multiple_of", multiple_of)
+    check_whole("multiple_of", sampler.multiple_of)
     check_whole(name, room)
     check_at_most(name, room, dataset_size, "the dataset's size")
+    object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
 
 
 def _check_threefry(key: jax.Array) -> None:
@@ -284,10 +271,6 @@ def _check_threefry(key: jax.Array) -> None:
             f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
             "between devices; make a key with fresh_key()."
         )
-
-
-def _round_up(number: int, multiple_of: int) -> int:
-    return -(-number // multiple_of) * multiple_of
 
 
 def _namespace(step: Step) -> ModuleType:

@@ -6,13 +6,12 @@ A run's folder holds:
 - `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
 - `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
 - `<name>.json`: the manifest of this checkpoint, written last. A checkpoint without a manifest is
-  incomplete. If the hash of the manifest or of a file does not match, the checkpoint is damaged,
-  and the run uses the checkpoint before it.
+  incomplete. If a hash in the manifest does not match, the checkpoint is damaged, and the run uses
+  the checkpoint before it.
 - `lock-<process>`: locked while a run uses the folder.
 
-The name of a checkpoint consists of two numbers: how often the run has started or restarted, and
-the step. So checkpoints that are sorted by name are sorted by time. Only the last two checkpoints
-are kept.
+The name of a checkpoint is made of two numbers: how often the run has started or restarted, and the
+step. So the order of names is the order of time. Only the last two checkpoints are kept.
 """
 
 import hashlib
@@ -120,10 +119,7 @@ class RunFolder:
         return self.path / "checkpoints" / name
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, unless it exists already.
-
-        The manifest comes last: a checkpoint without a manifest is incomplete.
-        """
+        """Write a checkpoint and then its manifest, unless they exist already."""
         name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
         target = self._arrays_of(name)
         if (self.path / f"{name}.json").exists():
@@ -164,11 +160,8 @@ class RunFolder:
     def restore(self, template: State) -> Checkpoint | None:
         """Return the last intact checkpoint, or None if the folder has no checkpoints.
 
-        Its arrays get the shardings of the arrays in `template`.
-
-        Raises:
-            ValueError: if all checkpoints are damaged, if a checkpoint has a different format, or
-                if the arrays of the checkpoint differ from `template` in paths, shapes or dtypes.
+        Raise if all checkpoints are damaged, or if a checkpoint has a different format or other
+        arrays than `template`. The arrays get the shardings of the arrays in `template`.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):
@@ -180,12 +173,9 @@ class RunFolder:
             if jax.process_index() == 0:
                 for one in damaged:
                     one.rename(one.with_suffix(".damaged"))
+            ledger = Ledger.from_json(json.dumps(manifest["ledger"]))
             return Checkpoint(
-                state,
-                manifest["step"],
-                Ledger.from_json(json.dumps(manifest["ledger"])),
-                manifest["nonce"],
-                manifest["initial"],
+                state, manifest["step"], ledger, manifest["nonce"], manifest["initial"]
             )
         if damaged:
             raise ValueError(

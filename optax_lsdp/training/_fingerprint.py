@@ -84,14 +84,15 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
     With several processes, return no hashes, because each process holds only a part of the arrays.
     """
-    if jax.process_count() > 1:
-        return {}
-    hashes = {}
-    for name, tree in (("params", params), ("optimizer", optimizer_state)):
+
+    def hash_arrays(tree: PyTree) -> str:
         digest = hashlib.blake2b(digest_size=16)
         update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
-        hashes[name] = digest.hexdigest()
-    return hashes
+        return digest.hexdigest()
+
+    if jax.process_count() > 1:
+        return {}
+    return {"params": hash_arrays(params), "optimizer": hash_arrays(optimizer_state)}
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:

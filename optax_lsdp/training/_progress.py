@@ -75,9 +75,8 @@ class FitResult(NamedTuple):
 class StopTraining(Exception):
     """Raise this in a callback to end a run. `fit` saves the run and returns the result so far.
 
-    The other callbacks still receive the report of this step. The run can be resumed from its
-    folder. The result reveals at which step the run stopped. So decide when to stop from public
-    data only, never from `private_loss`.
+    The other callbacks still receive the report of this step, and the run can be resumed. The
+    result reveals at which step it stopped, so decide from public data, never from `private_loss`.
 
     >>> def stop_after_100(report):
     ...     if report.step == 100:
