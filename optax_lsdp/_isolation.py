@@ -21,9 +21,9 @@ from optax_lsdp._jaxpr import (
     ClosedJaxpr,
     Equation,
     MappedAxes,
+    call_stack,
     dtype_of,
     equations_with_mapped_axes,
-    source_files,
 )
 from optax_lsdp._mesh import are_shards_tracked, manual_axes, varying_axes
 from optax_lsdp._types import PyTree
@@ -79,9 +79,6 @@ def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
         loss_fn: the loss that `clipped_grad` or `fit` refuses.
         names: the names of the functions that JAX calls back, or of primitives such as
             "debug_print".
-
-    Returns:
-        A function that computes the same loss, and that `clipped_grad` and `fit` accept.
 
     >>> def loss_fn(w, x):
     ...     jax.debug.print("w = {}", w)
@@ -153,7 +150,7 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
 def _is_loop_control(equation: Equation) -> bool:
     """Return whether a known library calls `unvmap_*` to end a loop or to raise an error."""
     dtypes = [dtype_of(atom) for atom in equation.invars]
-    callers = [file.split(os.sep) for file in source_files(equation)]
+    callers = [frame.file_name.split(os.sep) for frame in call_stack(equation)]
     callers = [file for file in callers if "jax" not in file and file[-1] != "_unvmap.py"]
     is_known = bool(callers) and any(library in callers[0] for library in _LOOP_LIBRARIES)
     return is_known and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)

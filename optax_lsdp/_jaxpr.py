@@ -130,10 +130,9 @@ def _called(equation: Equation) -> PyTree:
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
-def source_files(equation: Equation) -> list[str]:
-    """Return the source files on the call stack that traced an equation, innermost first."""
-    frames = getattr(equation.source_info.traceback, "frames", ())
-    return [frame.file_name for frame in frames]
+def call_stack(equation: Equation) -> Sequence[PyTree]:
+    """Return the frames of the call stack that traced an equation, the innermost first."""
+    return getattr(equation.source_info.traceback, "frames", ())
 
 
 def describe_location(equation: Equation) -> str:
@@ -144,10 +143,9 @@ def describe_location(equation: Equation) -> str:
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
-    frames = getattr(equation.source_info.traceback, "frames", ())
     # Frames outside the library's first frame belong to code that called the library.
     package = os.path.join(os.path.dirname(__file__), "")
-    frames = takewhile(lambda frame: not frame.file_name.startswith(package), frames)
+    frames = takewhile(lambda f: not f.file_name.startswith(package), call_stack(equation))
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]
     for frame in (layers or own)[:1]:

@@ -12,12 +12,11 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from itertools import dropwhile, takewhile
-from typing import NoReturn
 
 import jax
 import optax
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, contains, equations
+from optax_lsdp._jaxpr import ClosedJaxpr, Equation, call_stack, contains, equations
 from optax_lsdp._trees import path_name
 
 _BATCH_NORM = re.compile(
@@ -54,12 +53,9 @@ def batch_norms(program: ClosedJaxpr) -> list[str]:
 
 
 def warn_of_batch_norms(program: ClosedJaxpr) -> None:
-    """Warn if the loss of one example contains batch normalisation, which breaks the model.
-
-    This is a warning, not an error, because privacy holds: the layer sees no other example.
-    """
+    """Warn if the loss of one example contains batch normalisation, which breaks the model."""
     layers = batch_norms(program)
-    if layers:
+    if layers:  # no error: privacy holds, because the layer sees no other example
         warnings.warn(batch_norm_sentence(layers, "should"), stacklevel=2)
 
 
@@ -74,8 +70,7 @@ def batch_norm_in_traceback(error: BaseException) -> str | None:
 
 def _batch_norm_of(equation: Equation) -> str | None:
     """Return the batch normalisation layer that contains an equation, or None."""
-    frames = getattr(equation.source_info.traceback, "frames", ())
-    calls = [(frame.function_name, frame.file_name, frame.line_num) for frame in frames]
+    calls = [(f.function_name, f.file_name, f.line_num) for f in call_stack(equation)]
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _TRACING_FILES, calls))
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _CALLING_FILES, calls))
     # JAX traces a jitted function only once, so calls outside it may belong to a different layer.
@@ -102,28 +97,21 @@ def _batch_norm_among(calls: Sequence[tuple[str, str, int]], scopes: str) -> str
 
 
 def check_no_layer_state(params: optax.Params) -> None:
-    """Raise if the parameters contain a layer's state, such as statistics of batch normalisation.
-
-    The optimizer trains everything in `params`, so the state would get noise but no gradient.
-    """
+    """Raise if `params` contains a layer's state, such as statistics of batch normalisation."""
     for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_layer_state):
-        name = path_name(path)
-        if _is_layer_state(leaf):
-            remedy = (
-                "split it off by `model, state = eqx.nn.make_with_state(...)(...)`"
-                if "equinox" in type(leaf).__module__
-                else "split it off by `graph, params, rest = nnx.split(model, nnx.Param, ...)`"
-            )
-            _refuse_state(f"{type(leaf).__name__} at {name!r}", remedy)
-        if "batch_stats" in name.split("/"):
-            _refuse_state("'batch_stats'", "pass variables['params']")
-
-
-def _refuse_state(what: str, remedy: str) -> NoReturn:
-    raise ValueError(
-        f"`params` must hold only trained parameters, got {what}, to which noise would be added; "
-        f"{remedy}, and let the loss close over the rest."
-    )
+        got = f"{type(leaf).__name__} at {path_name(path)!r}"
+        if "batch_stats" in path_name(path).split("/"):
+            got, remedy = "'batch_stats'", "pass variables['params']"
+        elif not _is_layer_state(leaf):
+            continue
+        elif "equinox" in type(leaf).__module__:
+            remedy = "split it off by `model, state = eqx.nn.make_with_state(...)(...)`"
+        else:
+            remedy = "split it off by `graph, params, rest = nnx.split(model, nnx.Param, ...)`"
+        raise ValueError(
+            f"`params` must hold only trained parameters, got {got}, to which noise would be "
+            f"added; {remedy}, and let the loss close over the rest."
+        )
 
 
 def _is_layer_state(node: object) -> bool:

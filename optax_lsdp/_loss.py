@@ -3,9 +3,8 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module traces other calls that the author may have intended: with a batch
-instead of one example, with the parts of the example as arguments, and so on. If one of these calls
-works, the error message suggests that call.
+If a loss fails, this module traces other calls that the author may have intended, such as a call
+with a batch instead of one example. If one of them works, the error message suggests it.
 """
 
 import inspect

@@ -108,16 +108,12 @@ def check_mask(mask: object, size: int) -> None:
     if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where there is an example, got "
-            f"{dtype} of shape {shape}; pass several arrays of data as one batch, such as "
-            "(images, labels)."
+            f"{dtype} of shape {shape}; pass several arrays as one batch, such as (images, labels)."
         )
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if a keyword argument of `update` looks like a mask or weights: it would be ignored.
-
-    `height` is the number of examples, or None if it is unknown.
-    """
+    """Raise if an extra argument of `update` looks like a mask or weights of `height` examples."""
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
@@ -153,10 +149,8 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def compute_once(tree: PyTree) -> PyTree:
-    """Return the tree unchanged, and keep XLA from computing it twice.
-
-    Otherwise XLA could round a value to half precision for the sum, but not for the norm.
-    """
+    """Return the tree unchanged, and keep XLA from computing it twice."""
+    # Otherwise XLA could round a value to half precision for the sum, but not for the norm.
     return jax.lax.optimization_barrier(tree)
 
 

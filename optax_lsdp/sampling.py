@@ -1,11 +1,11 @@
 """Samplers, one for each sampling scheme: they decide which examples are in the batch of a step.
 
-A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
-in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
-Threefry with a key per step. The cost grows with the batch, not with the dataset. A Poisson sampler
-draws 64 random bits and looks up the size of the batch in a table of cumulative probabilities. It
-then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The
-relative error of an example's sampling rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step, because all randomness is Threefry with a key per
+step. So any host can draw the batch of any step, in NumPy or inside `jax.jit`, with the same bits.
+The cost grows with the batch, not with the dataset. A Poisson sampler draws 64 random bits and
+looks up the size of the batch in a table of cumulative probabilities. It then draws this many
+different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The relative error of an
+example's sampling rate is at most n·2⁻⁶⁴.
 """
 
 import math
@@ -79,9 +79,8 @@ class PoissonSampler:
     Args:
         dataset_size: n, at most 2³¹ − 1.
         sampling_rate: q = b/n, with b the expected batch size.
-        key: one typed key, used for nothing else. Keep it as secret as the data. Everybody who has
-            the key knows which examples are in which batch, and the guarantee assumes that this is
-            unknown.
+        key: one typed key, used for nothing else. Keep it as secret as the data: the guarantee
+            assumes that nobody knows which examples are in which batch.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
             probability 1e-15 or less.
         multiple_of: the length of the arrays is rounded up to a multiple of this number, such as
@@ -169,10 +168,9 @@ class ShuffledSampler:
 
     Data loaders that drop the last batch do the same. The accountant (`sampling="shuffled"`) claims
     no amplification by sampling, so the same ε needs many times the noise. Use this sampler for
-    comparison, or if the data cannot be read in any other way. The sampler sorts n numbers once per
-    epoch, and keeps the order until the next epoch. Inside `jit`, every step sorts again.
-    `batch_size` is b, the number of examples in each batch. For the other arguments, see
-    `PoissonSampler`.
+    comparison, or if the data cannot be read in any other way. It sorts n numbers once per epoch,
+    or, inside `jit`, once per step. `batch_size` is b, the number of examples in each batch. For
+    the other arguments, see `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -314,9 +312,8 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. This method draws more indices than needed, and moves
-        repeated ones to the end. A draw with fewer than `size` different indices would be twenty
-        standard deviations from the mean.
+        `size` must be at most bound/4. More indices are drawn, and repeated ones moved to the end.
+        A draw with too few different indices would be twenty standard deviations from the mean.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)

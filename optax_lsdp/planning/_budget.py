@@ -34,12 +34,11 @@ def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) 
 
 def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
     """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
-    return Composition(
-        tuple(
-            replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
-            for phase in unit.phases
-        )
-    )
+
+    def scaled(phase: SampledGaussian) -> SampledGaussian:
+        return replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
+
+    return Composition(tuple(map(scaled, unit.phases)))
 
 
 def noise_and_epsilon(

@@ -83,8 +83,8 @@ class PrivacyPlan:
             `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes.
         max_batch_size: the size to which larger Poisson batches are truncated. The accountant
-            analyses this truncation. By default, the plan computes a size, `room`, that batches
-            exceed so rarely that a hundredth of δ covers the truncation.
+            analyses this truncation. The default is `room`, which batches exceed so rarely that a
+            hundredth of δ covers the truncation.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -122,9 +122,9 @@ class PrivacyPlan:
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
-                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
-                f"{self.delta:g}; choose a smaller δ, because a mechanism that publishes one "
-                "example outright has δ = 1/n.",
+                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
+                f"mechanism that publishes one example outright, got {self.delta:g}; choose a "
+                "smaller δ.",
                 stacklevel=3,
             )
         sizes = self.dataset_size, self.expected_batch_size
@@ -234,10 +234,9 @@ class PrivacyPlan:
     ) -> optax.GradientTransformationExtraArgs:
         """Return `privatize(optimizer, …)` with the plan's noise, clip norm and batch size.
 
-        The returned optimizer accepts only clipped sums that were computed with a mask. Without a
-        mask, padding would count as examples. After the planned steps, `update` raises a
-        ValueError. Inside `jit`, where it cannot raise, it returns zero updates and leaves its
-        state unchanged.
+        The returned optimizer accepts only clipped sums that were computed with a mask. After the
+        planned steps, `update` raises a ValueError. Inside `jit`, where it cannot raise, it returns
+        zero updates and leaves its state unchanged.
 
         Args:
             optimizer: an ordinary Optax optimizer.
@@ -249,8 +248,8 @@ class PrivacyPlan:
         """
         noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
-            values = [self.noise_multiplier * value for value in self.noise_schedule.values]
-            noise = Piecewise(self.noise_schedule.starts, tuple(values))
+            values = tuple(self.noise_multiplier * value for value in self.noise_schedule.values)
+            noise = Piecewise(self.noise_schedule.starts, values)
         private = privatize(
             optimizer,
             clip_norm=self.clip_norm,
@@ -314,10 +313,7 @@ class PrivacyPlan:
         return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on.
-
-        A run takes these steps after the steps in the ledger, which count too.
-        """
+        """Return ε after each planned step from `step` on, taken after all steps in the ledger."""
         if follows_plan(ledger, self.mechanism) and ledger.steps == step:
             return self._epsilons[step:]
         whole = Ledger((*ledger.phases, *phases_from(self.mechanism, step)))

@@ -68,13 +68,8 @@ class Piecewise:
     def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Self:
         """Return a piecewise constant approximation of a schedule, such as an Optax schedule.
 
-        Each piece has the value of `schedule` at its first step.
-
-        Args:
-            schedule: a function from a step to a positive number.
-            steps: how many steps to approximate.
-            pieces: how many pieces of equal length to use. There are never more than `steps`
-                pieces.
+        The `steps` are split into `pieces` of equal length, but never into more pieces than steps.
+        Each piece has the value of `schedule` at its first step, which must be positive.
         """
         check_whole("steps", steps)
         starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
@@ -92,13 +87,11 @@ def check_sizes(
     """Raise unless the sizes are whole numbers that are possible with the sampling scheme."""
     check_choice("sampling", sampling, SCHEMES)
     check_whole("dataset_size", dataset_size)
-    for name, size in (
-        ("expected_batch_size", expected_batch_size),
-        ("max_batch_size", expected_batch_size if max_batch_size is None else max_batch_size),
-    ):
+    most = expected_batch_size if max_batch_size is None else max_batch_size
+    for name, size in (("expected_batch_size", expected_batch_size), ("max_batch_size", most)):
         check_whole(name, size)
         check_at_most(name, size, dataset_size, "the dataset's size")
-    if max_batch_size is not None and max_batch_size < expected_batch_size:
+    if most < expected_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
             f"got {max_batch_size}; pass a larger size, or most batches would be truncated."

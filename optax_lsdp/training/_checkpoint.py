@@ -60,9 +60,25 @@ class Checkpoint(NamedTuple):
     initial: dict[str, str]  # hashes of the initial parameters and optimizer state
 
 
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
+
+
 class RunFolder:
     """The folder of a run: its plan, journal and checkpoints. It is locked until `close`."""
 
+    @_quiet_orbax()
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
         if not (isinstance(path, str | Path) and str(path)):
             raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
@@ -78,8 +94,7 @@ class RunFolder:
         try:
             self._check_plan()
             self.journal = Journal(self.path, plan.steps)
-            with _quiet_orbax():
-                self._checkpointer = ocp.StandardCheckpointer()
+            self._checkpointer = ocp.StandardCheckpointer()
         except BaseException:
             self._lock.close()
             raise
@@ -97,8 +112,7 @@ class RunFolder:
             if not same:
                 raise ValueError(
                     f"`plan` must be the plan of the run in {str(self.path)!r}, got a different "
-                    "plan; read the plan of the run with PrivacyPlan.from_json, or choose another "
-                    "folder."
+                    "plan; read its plan with PrivacyPlan.from_json, or choose another folder."
                 )
             return
         if self._manifests() or (self.path / "journal.jsonl").exists():
@@ -118,6 +132,7 @@ class RunFolder:
     def _arrays_of(self, name: str) -> Path:
         return self.path / "checkpoints" / name
 
+    @_quiet_orbax()
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and then its manifest, unless they exist already."""
         name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
@@ -128,9 +143,8 @@ class RunFolder:
             shutil.rmtree(target)
         sync_global_devices("clean")
         try:
-            with _quiet_orbax():
-                self._checkpointer.save(target, _without_keys(checkpoint.state))
-                self._checkpointer.wait_until_finished()
+            self._checkpointer.save(target, _without_keys(checkpoint.state))
+            self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:
                 self._write_manifest(target, checkpoint)
         except Exception as error:  # Orbax raises errors of many types
@@ -214,43 +228,28 @@ class RunFolder:
             return "its files were changed"
         return "" if manifest["plan"] == self._plan.digest else "it belongs to another plan"
 
+    @_quiet_orbax()
     def _read_state(self, name: str, stored: dict[str, str], template: State) -> State:
         """Return the arrays of a checkpoint; raise if they do not match `template`."""
         wanted = _describe(template)
         for place in sorted(wanted | stored):
             if wanted.get(place) != stored.get(place):
+                got, like = (found.get(place, "nothing") for found in (stored, wanted))
                 raise ValueError(
-                    f"`folder` must hold parameters and optimizer state like those of this run, "
-                    f"got {stored.get(place, 'nothing')} at {place!r} in {str(self.path)!r} instead"
-                    f" of {wanted.get(place, 'nothing')}; resume with the same model, optimizer "
-                    "and average, or choose another folder."
+                    "`folder` must hold parameters and optimizer state like those of this run, got "
+                    f"{got} at {place!r} in {str(self.path)!r} instead of {like}; resume with the "
+                    "same model, optimizer and average, or choose another folder."
                 )
         like = describe(_without_keys(template), with_sharding=True)
-        with _quiet_orbax():
-            found = self._checkpointer.restore(self._arrays_of(name), like)
+        found = self._checkpointer.restore(self._arrays_of(name), like)
         return jax.tree.map(_with_key_of, found, template)
 
+    @_quiet_orbax()
     def close(self) -> None:
         """Close the files and unlock the folder."""
         self.journal.close()
-        with _quiet_orbax():
-            self._checkpointer.close()
+        self._checkpointer.close()
         self._lock.close()
-
-
-@contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
 
 
 def _without_keys(state: State) -> PyTree:

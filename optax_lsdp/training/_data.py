@@ -6,14 +6,16 @@ process's own devices, one microbatch ahead.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import check_whole
 from optax_lsdp._trees import describe_arrays
@@ -79,14 +81,8 @@ class ArrayExamples:
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
         """Return the examples at `indices`, with zeros where the mask is False."""
-
-        def select(path: jax.tree_util.KeyPath, leaf: np.ndarray) -> np.ndarray:
-            rows = np.asarray(leaf[indices])
-            rows[~mask] = 0
-            check_values(describe_path(path), rows, indices)
-            return rows
-
-        return jax.tree.map_with_path(select, self._arrays)
+        rows = jax.tree.map(lambda leaf: leaf[indices[mask]], self._arrays)
+        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
 
     def contains(self, array: np.ndarray) -> bool:
         """Return whether an array equals a whole array of the data, not only a part."""
@@ -118,15 +114,8 @@ class SourceExamples:
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
         """Return the examples at `indices`, with zeros where the mask is False."""
         examples = [self._read_checked(int(index)) for index in indices[mask]]
-
-        def stack(path: jax.tree_util.KeyPath, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
-            stacked = np.zeros((len(indices), *first.shape), first.dtype)
-            if rows:
-                stacked[mask] = rows
-            check_values(describe_path(path), stacked, indices)
-            return stacked
-
-        return jax.tree.map_with_path(stack, self.first, *examples)
+        rows = jax.tree.map(lambda _, *leaves: leaves, self.first, *examples)
+        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
 
     def contains(self, array: np.ndarray) -> bool:
         """Return False: a source has no array of all examples."""
@@ -168,6 +157,17 @@ def open_data(data: PyTree | Source) -> Examples:
         return ArrayExamples(data)
     check_kind(data)
     return SourceExamples(data)
+
+
+def _pad(
+    indices: np.ndarray, mask: np.ndarray, path: KeyPath, first: np.ndarray, rows: Sequence
+) -> np.ndarray:
+    """Return an array with `rows` where the mask is True, and zeros elsewhere."""
+    padded = np.zeros((len(indices), *first.shape), first.dtype)
+    if len(rows):
+        padded[mask] = rows
+    check_values(describe_path(path), padded, indices)
+    return padded
 
 
 def _check_size(size: int) -> None:
@@ -232,9 +232,8 @@ class Read(NamedTuple):
 class BatchReader:
     """Reads the batches of all steps from `first_step` on, one microbatch after the other.
 
-    The plan's `sampler` chooses the examples. A microbatch has `size` examples, including padding.
-    `key` is derived from the run's key and its nonce. If `hashed`, each `Read` has a digest for the
-    journal.
+    A microbatch has `size` examples, including padding. `key` is derived from the run's key and its
+    nonce. If `hashed`, each `Read` has a digest for the journal.
     """
 
     def __init__(
@@ -262,10 +261,7 @@ class BatchReader:
         self._upcoming = thread.submit(self._read_one)
 
     def next(self) -> Read:
-        """Return the next microbatch, and start to read the microbatch after it.
-
-        If an example cannot be read in one process, all processes raise.
-        """
+        """Return the next microbatch, and start to read the microbatch after it."""
         with raise_everywhere():
             read = self._upcoming.result()
         self._upcoming = self._thread.submit(self._read_one)
@@ -286,12 +282,9 @@ class BatchReader:
                 yield Read(microbatch, place == count - 1, digest.hexdigest() if digest else "")
 
     def _count(self, mask: np.ndarray) -> int:
-        """Return how many microbatches of a batch to read: all that contain examples.
-
-        If a batch can have several microbatches, read at least two, because the compiled step
-        expects the sums of earlier microbatches.
-        """
+        """Return how many microbatches of a batch to read: all that contain examples."""
         filled = -(-int(mask.sum()) // self._size)  # padding comes after all examples
+        # If there can be several microbatches, the compiled step expects the sums of earlier ones.
         return max(filled, min(2, self.sampler.size // self._size))
 
     def _read(

@@ -21,8 +21,7 @@ from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._progress import StepReport
 
 _LONGEST = 1000  # the largest number of characters in a name
-# Errors that NumPy and zipfile raise for other files. A malformed header raises SyntaxError, and an
-# unknown compression raises NotImplementedError.
+# NumPy and zipfile raise these errors if `export_params` did not write the file.
 _UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -136,10 +135,8 @@ def _why_private(part: object) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy.
-
-    Names may differ only in case: NumPy distinguishes W and w, and models use both.
-    """
+    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy."""
+    # Names that differ only in case are safe: NumPy distinguishes W and w, and models use both.
     has_odd_character = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
     has_drive = name[1:2] == ":" and name[0].isalpha()
     has_odd_part = not {"", ".", ".."}.isdisjoint(name.split("/"))

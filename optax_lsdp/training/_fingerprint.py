@@ -32,11 +32,7 @@ class Compiler:
         self.digest, self._examples = hashlib.blake2b(), examples
 
     def compile(self, function: jax.stages.Wrapped, *arguments: PyTree) -> jax.stages.Compiled:
-        """Compile a jitted function for these arguments, and hash its program and constants.
-
-        Raises:
-            ValueError: if the function closes over all examples.
-        """
+        """Compile and hash a jitted function. Raise if it closes over an array of all examples."""
         traced = function.trace(*arguments)
         for constant in constants(traced.jaxpr):  # JAX may omit constants from the program's text
             constant = jnp.asarray(constant)
@@ -80,10 +76,7 @@ def compute_fingerprint(
 
 
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
-    """Return hashes of a run's initial parameters and optimizer state, without its keys.
-
-    With several processes, return no hashes, because each process holds only a part of the arrays.
-    """
+    """Return hashes of a run's initial parameters and optimizer state, without its keys."""
 
     def hash_arrays(tree: PyTree) -> str:
         digest = hashlib.blake2b(digest_size=16)
@@ -91,7 +84,7 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
         return digest.hexdigest()
 
     if jax.process_count() > 1:
-        return {}
+        return {}  # each process holds only a part of the arrays
     return {"params": hash_arrays(params), "optimizer": hash_arrays(optimizer_state)}
 
 

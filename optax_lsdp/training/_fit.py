@@ -106,9 +106,9 @@ def fit(
             and keeps the key with which it began.
 
     If a run was killed, call `fit` again with the same folder. The run continues from its last
-    checkpoint. If nothing has changed, it ends with exactly the same parameters as without the
-    interruption. If data, code, package versions or devices have changed, it draws new noise, and
-    steps after the checkpoint whose results may have been seen count twice.
+    checkpoint, and ends with exactly the same parameters as without the interruption. If data,
+    code, package versions or devices have changed, it draws new noise, and steps after the
+    checkpoint whose results may have been seen count twice.
 
     On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
     then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.
@@ -198,8 +198,10 @@ def fit(
         thread = stack.enter_context(ThreadPoolExecutor(1))
         run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
         start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, initial), saved)
+        first = start.checkpoint.step
+        reporter = Reporter(callbacks, steps=plan.steps, step=first, bar=progress)
         with _stop_signals() as received:
-            result = _train(run, start, save_every, callbacks, progress, received)
+            result = _train(run, start, save_every, reporter, received)
         if signal.SIGINT in received:
             raise KeyboardInterrupt
         return result
@@ -221,17 +223,11 @@ def _initial_state(
 
 
 def _train(
-    run: Run,
-    start: Start,
-    save_every: int,
-    callbacks: Sequence[Callback],
-    progress: bool,
-    signals: list[int],
+    run: Run, start: Start, save_every: int, reporter: Reporter, signals: list[int]
 ) -> FitResult:
     """Take the remaining steps, as far as the budget covers them; stop if there are `signals`."""
     at, account, reader = start
     program, folder = run.program, run.folder
-    reporter = Reporter(callbacks, steps=run.plan.steps, step=at.step, bar=progress)
     wants_stop, is_between_steps = False, True
     try:
         with reporter.bar:
@@ -273,10 +269,7 @@ def _train(
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and Ctrl-C in a list, instead of stopping. A second Ctrl-C stops at once.
-
-    Outside of the main thread, where Python allows no signal handlers, the list stays empty.
-    """
+    """Collect SIGTERM and Ctrl-C in a list, instead of stopping. A second Ctrl-C stops at once."""
     received: list[int] = []
 
     def handle(number: int, frame: object) -> None:
@@ -285,6 +278,7 @@ def _stop_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
+    # Python allows signal handlers only in the main thread.
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
     before = {number: signal.signal(number, handle) for number in numbers}

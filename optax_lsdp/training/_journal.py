@@ -1,10 +1,10 @@
 """The journal of a run: it announces each step in advance, so that every step counts after a crash.
 
 A repeated step with the same key and the same clipped sum has the same result, and costs no
-privacy. With the same key and a different sum, the two results would reveal the difference of the
-sums. So the journal stores the fingerprint of the run, and a hash of the examples that each step
-has read. If the fingerprint or a hash has changed, the run restarts with a new nonce. The nonce
-gives new noise and new batches, and the steps that the run repeats count twice.
+privacy. With a different sum, the two results would reveal the difference of the sums. So the
+journal stores the fingerprint of the run, and a hash of the examples that each step has read. If
+one of them has changed, the run restarts with a new nonce. The nonce gives new noise and new
+batches, and the steps that the run repeats count twice.
 
 The files hold one JSON object per line:
 
@@ -32,14 +32,11 @@ FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key d
 
 
 class Journal:
-    """The journal in a folder. The first process reads it and sends its lines to all processes.
-
-    One line announces several steps, about a hundredth of all `steps`, because writing it waits for
-    the disk.
-    """
+    """The journal in a folder. The first process reads it and sends its lines to all processes."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
+        # One line announces a hundredth of all steps, because writing it waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen

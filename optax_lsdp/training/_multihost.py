@@ -17,15 +17,12 @@ from optax_lsdp._keys import fresh_key, is_key
 
 
 class Placement:
-    """Where the arrays of a run are placed: on one device, or on all devices of a mesh.
-
-    On a mesh, an array with the sharding `split` has its rows split over all devices. An array with
-    the sharding `replicated` has a full copy on every device.
-    """
+    """Where the arrays of a run are placed: on one device, or on all devices of a mesh."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
         self.devices = 1 if mesh is None else mesh.size
+        # The shardings of arrays whose rows are split, and of arrays with a copy on every device.
         self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
         self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
 
@@ -71,10 +68,7 @@ def any_process(flag: bool) -> bool:
 
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
-    """If the body of the `with` statement raises in one process, raise in all processes.
-
-    A process that has no error itself raises a RuntimeError.
-    """
+    """If the body of the `with` statement raises in one process, raise in all processes."""
     error = None
     try:
         yield

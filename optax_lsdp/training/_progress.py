@@ -31,9 +31,8 @@ class StepReport(NamedTuple):
         params: the parameters. The next step reuses their memory, so copy parameters that you keep.
         average: the average of the parameters, or an empty tuple.
         epsilon: the ε spent so far, at the plan's δ.
-        private_loss: the sum of the batch's losses, divided by the expected batch size. This loss
-            has no noise: use it only if you may look at the data, and release nothing that depends
-            on it.
+        private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
+            noise: use it only if you may see the data, and release nothing that depends on it.
     """
 
     step: int
@@ -106,10 +105,7 @@ def check_callbacks(callbacks: object) -> None:
 
 
 class Reporter:
-    """Reports the steps of a run to the callbacks, in the progress bar, and by warnings.
-
-    The bar shows ε but no loss, because the loss is private, and bars end up in logs.
-    """
+    """Reports the steps of a run to the callbacks, in the progress bar, and by a warning."""
 
     def __init__(self, callbacks: Sequence[Callback], *, steps: int, step: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not bar)
@@ -128,6 +124,7 @@ class Reporter:
             now = time.monotonic()
             if not self.bar.disable and (now >= self._due or last):
                 self._due, self.bar.n = now + _REFRESH_SECONDS, step
+                # No loss, which is private: bars end up in logs.
                 self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}")
             for callback in self._callbacks:
                 try:
@@ -139,9 +136,8 @@ class Reporter:
     def check_loss(self, loss: jax.Array, step: int) -> None:
         """Warn if the loss of a step is not finite, at most once in a run.
 
-        A wrong label can make the loss NaN. The run goes on, and without a warning nobody would
-        notice. The warning reveals a bit about private data that ε does not cover, so it is only
-        for users who may look at the data. This method waits for the devices.
+        Without a warning, nobody would notice a loss that a wrong label makes NaN. The warning
+        depends on private data, so it is only for users who may see the data, as its text says.
         """
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return

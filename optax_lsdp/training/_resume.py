@@ -46,14 +46,12 @@ class Account:
         count_steps(self._plan, self.ledger, range(step, step + 1), self._order_start)
 
     def epsilon(self, step: int) -> float:
-        """Return ε after `step` steps. `step` must be larger than `first_step`.
-
-        The first call takes a second or two, because it computes ε after every step.
-        """
+        """Return ε after `step` steps. `step` must be larger than `first_step`."""
         return float(self._curve[step - self.first_step - 1])
 
     @cached_property
     def _curve(self) -> np.ndarray:
+        """Return ε after every step. This takes a second or two."""
         return self._plan.epsilons(self._before, self.first_step)
 
 
@@ -117,26 +115,22 @@ class Run:
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with a new nonce, and count all later steps that may have been seen.
-
-        A warning lists what has `changed`.
-        """
-        plan, journal, steps = self.plan, folder.journal, self.plan.steps
+        """Restart from `at` with a new nonce, count all later steps that may be known, and warn."""
+        plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.first_step(at.nonce))
         for seen in later:
             count_steps(plan, at.ledger, seen, order_start=seen.start)
         start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
-        begin = f"The run in this folder was made with different {', '.join(changed)}: "
-        if at.step == steps:
-            end = "it is finished and returned unchanged; choose another folder to train again."
-        else:
-            end = (
-                f"it restarts from step {at.step} with new noise, counts "
-                f"{at.ledger.steps - at.step} more steps than its result contains, and ends at "
-                f"step {start.account.last_step} of {steps}."
-            )
-        warn_caller(begin + end)
+        outcome = (
+            f"it restarts from step {at.step} with new noise, counts {at.ledger.steps - at.step} "
+            f"more steps than its result contains, and ends at step {start.account.last_step} of "
+            f"{plan.steps}."
+        )
+        if at.step == plan.steps:
+            outcome = "it is finished and returned unchanged; choose another folder to train again."
+        made = f"The run in this folder was made with different {', '.join(changed)}"
+        warn_caller(f"{made}: {outcome}")
         return start
 
     def save(self, at: Checkpoint) -> None:

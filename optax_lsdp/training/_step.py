@@ -105,16 +105,14 @@ def make_step(
 
 
 def initial_average(kind: Average, params: optax.Params) -> optax.Params:
-    """Return the average before the first step, in float32 or wider.
-
-    In half precision the average would not move, because its changes are below the rounding error.
-    """
+    """Return the average before the first step, in float32 or wider."""
     if kind is None:
         return ()
     if kind != "polyak" and not (is_number(kind) and 0 < kind < 1):
         raise ValueError(
             f'`average` must be "polyak", a decay above 0 and below 1, or None, got {kind!r}.'
         )
+    # In half precision, the average's changes would be below the rounding error.
     return jax.tree.map(lambda x: jnp.copy(widen(x)), params)
 
 
@@ -134,11 +132,8 @@ def _update_average(
 
 
 def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
-    """Return an optimizer state in which the plan's noise is drawn from `key`.
-
-    The plan's noise comes first in the state. Any other noise in the optimizer keeps its key.
-    """
-    keys = iter([key])
+    """Return an optimizer state in which the plan's noise is drawn from `key`."""
+    keys = iter([key])  # for the plan's noise, which comes first; any other noise keeps its key
     return jax.tree.map(
         lambda x: x._replace(key=jnp.copy(next(keys, x.key))) if is_noise_state(x) else x,
         state,
@@ -225,7 +220,7 @@ def explain_out_of_memory(
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        if not _is_out_of_memory(error):
+        if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         smaller = size // devices  # examples per device
         while smaller > 1:
@@ -253,16 +248,10 @@ def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
     """Return whether a step with microbatches of this size fits into memory, as far as is known."""
     try:
         needed = compile_step(size).needed_bytes()
-    except jax.errors.JaxRuntimeError as error:
-        if not _is_out_of_memory(error):
-            raise
+    except jax.errors.JaxRuntimeError:
         return False
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     return all(limit is None or needed <= limit for limit in limits)
-
-
-def _is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def describe(tree: PyTree, with_sharding: bool) -> PyTree:

@@ -185,8 +185,7 @@ def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> Closed
     if isinstance(output, tuple):
         raise ValueError(
             f"`loss_fn` must return only the loss, got a tuple of {len(output)}; drop auxiliary "
-            "values, which are private, or write your own loop with "
-            "`value_and_clipped_grad(..., has_aux=True)`."
+            "values, or write your own loop with `value_and_clipped_grad(..., has_aux=True)`."
         )
     layers = batch_norms(program)
     if layers:
@@ -198,7 +197,6 @@ def check_uses_params(loss: ClosedJaxpr, params: optax.Params) -> None:
     """Raise if a traced loss uses none of its parameters: only noise would change them."""
     if not uses_inputs(loss, len(jax.tree.leaves(params))):
         raise ValueError(
-            "`loss_fn` must depend on `params`, got a function that uses none of them, so only "
-            "noise would change them; compute the loss from its first argument, not from a model "
-            "that it closes over."
+            "`loss_fn` must depend on `params`, got a function that uses none of them; compute the "
+            "loss from its first argument, not from a model that it closes over."
         )
