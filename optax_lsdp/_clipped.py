@@ -57,8 +57,8 @@ class Clipped:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
-            "pass the whole sum through `privatize`, and to train only some parameters, "
-            "differentiate with respect to these parameters only."
+            "pass the whole sum through `privatize`, and differentiate only with respect to "
+            "parameters that you train."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
@@ -121,11 +121,7 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 def unmarked_leaves(
     link: str, updates: optax.Updates
 ) -> tuple[list[tuple[jax.tree_util.KeyPath, jax.Array]], jax.tree_util.PyTreeDef]:
-    """Return the leaves of `updates` with their paths, and the structure of the tree.
-
-    Raise if a leaf is not a real floating-point array, or if it is a marked sum, which
-    `clip_per_example` must unwrap before the transform `link`.
-    """
+    """Flatten the `updates` of the transform `link`. Raise unless they are arrays without marks."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
         if is_marked(leaf):
             raise ValueError(

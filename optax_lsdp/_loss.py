@@ -225,9 +225,8 @@ def explain_failure(
     if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
         return (
             "`loss_fn` must combine a filtered model before it calls the model, got None for a "
-            "part of the model; split the model by "
-            "`params, static = eqx.partition(model, eqx.is_inexact_array)`, "
-            "and begin the loss with `model = eqx.combine(params, static)`."
+            "part of the model; split it by `params, static = eqx.partition(model, "
+            "eqx.is_inexact_array)`, and begin with `model = eqx.combine(params, static)`."
         )
     params, one = _shapes(params), _shapes(example)
     rows = None if batched else _shapes(example, _TRIAL_BATCH_SIZE)
@@ -237,9 +236,8 @@ def explain_failure(
             return None
         return (
             f"{demand}, got a function that also needs a key; pass the batch (examples, "
-            "jax.random.split(key, n)) and the loss "
-            "`lambda params, example: loss_fn(params, *example)`, "
-            "or use `training.fit`, which makes the keys itself."
+            "jax.random.split(key, n)) and the loss `lambda params, example: loss_fn(params, "
+            "*example)`, or use `training.fit`, which makes the keys itself."
         )
     for call, sample, advice in _likely_calls(loss_fn, one, rows):
         if sample is not None and _returns_a_loss(call, params, sample):

@@ -105,9 +105,6 @@ def follows_plan(ledger: Ledger, planned: Composition) -> bool:
         return True
     *whole, last = ledger.phases
     same, rest = planned.phases[: len(whole)], planned.phases[len(whole) :]
-    return (
-        tuple(whole) == same
-        and bool(rest)
-        and last.steps <= rest[0].steps
-        and last == replace(rest[0], steps=last.steps)
-    )
+    if tuple(whole) != same or not rest or last.steps > rest[0].steps:
+        return False
+    return last == replace(rest[0], steps=last.steps)

@@ -38,9 +38,7 @@ _VERSION = 1  # of the JSON format
 class Piecewise:
     """A schedule of constant pieces: `values[i]` from step `starts[i]` on.
 
-    Args:
-        starts: the first step of each piece. The first piece starts at step 0.
-        values: the value of each piece, a positive number.
+    The first piece starts at step 0. All values are positive.
 
     >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
     >>> float(halved(99)), float(halved(100))

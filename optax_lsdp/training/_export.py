@@ -83,11 +83,8 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
     """Return the parameters in a file of `export_params`, with structure and dtypes of `like`.
 
-    Raise if names or shapes in the file differ from those of `like`.
-
-    Args:
-        path: the file, as passed to `export_params`.
-        like: a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`.
+    `like` is a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`. Raise if
+    names or shapes in the file differ from those of `like`.
 
     >>> import tempfile
     >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}

@@ -151,7 +151,7 @@ class Reporter:
 
 
 def _summary(tree: PyTree) -> str:
-    """Return names, dtypes and shapes of a tree's arrays, for at most `_NAMED_ARRAYS` arrays."""
+    """Return names, dtypes and shapes of a tree's first arrays."""
     leaves = jax.tree.leaves_with_path(describe_arrays(tree))
     arrays = [f"{path_name(path)} {text}".strip() for path, text in leaves]
     more = f", and {len(arrays) - _NAMED_ARRAYS} more" if len(arrays) > _NAMED_ARRAYS else ""

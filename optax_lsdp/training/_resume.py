@@ -122,15 +122,15 @@ class Run:
         for seen in later:
             count_steps(plan, at.ledger, seen, order_start=seen.start)
         start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
-        outcome = (
-            f"it restarts from step {at.step} with new noise, counts {at.ledger.steps - at.step} "
-            f"more steps than its result contains, and ends at step {start.account.last_step} of "
-            f"{plan.steps}."
-        )
-        if at.step == plan.steps:
-            outcome = "it is finished and returned unchanged; choose another folder to train again."
+        outcome = "is finished and returned unchanged; choose another folder to train again"
+        if at.step < plan.steps:
+            outcome = (
+                f"restarts from step {at.step} with new noise, counts {at.ledger.steps - at.step} "
+                f"more steps than its result contains, and ends at step {start.account.last_step} "
+                f"of {plan.steps}"
+            )
         made = f"The run in this folder was made with different {', '.join(changed)}"
-        warn_caller(f"{made}: {outcome}")
+        warn_caller(f"{made}: it {outcome}.")
         return start
 
     def save(self, at: Checkpoint) -> None:
