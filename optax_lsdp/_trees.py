@@ -108,7 +108,8 @@ def check_mask(mask: object, size: int) -> None:
     if dtype != "bool" or shape != (size,):
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where there is an example, got "
-            f"{dtype} of shape {shape}; pass several arrays as one batch, such as (images, labels)."
+            f"{dtype} of shape {shape}; pass several arrays of data as one batch, such as "
+            "(images, labels)."
         )
 
 

@@ -70,7 +70,7 @@ class Sampler(Protocol):
 class PoissonSampler:
     """Draw each example into each batch with probability q, independently of all else.
 
-    The number of examples in a batch is random, but the length of the batch's arrays is fixed. If a
+    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. If a
     batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
     subset of this size. `overflow_probability` is the probability of a truncation in one step. The
     accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
@@ -252,7 +252,7 @@ def room_for_batch(
 
 
 def _set_size(sampler: Any, name: str) -> None:
-    """Check all sizes of a sampler, and set `size`. `name` is the largest number of examples."""
+    """Check the sizes of a sampler, and set `size`. `name` names the field that bounds a batch."""
     room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)
