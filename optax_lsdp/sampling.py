@@ -70,8 +70,8 @@ class Sampler(Protocol):
 class PoissonSampler:
     """Draw each example into each batch with probability q, independently of all else.
 
-    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. If a
-    batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
+    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. If
+    a batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
     subset of this size. `overflow_probability` is the probability of a truncation in one step. The
     accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
     `accounting.SampledGaussian`, or use a `PrivacyPlan`.
