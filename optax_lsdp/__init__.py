@@ -4,8 +4,9 @@ A public name is loaded when it is first used. Importing this package, or only
 `optax_lsdp.accounting`, therefore does not import JAX.
 """
 
-from importlib import import_module
-from importlib.metadata import version
+import tomllib
+from importlib import import_module, metadata
+from pathlib import Path
 from typing import Any
 
 _HOME = {
@@ -43,11 +44,22 @@ __all__ = sorted(_HOME)
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        return version("optax-lsdp")
+        return _version()
     if name not in _HOME:
         raise AttributeError(f"{__name__} has no public name {name!r}")
     home = import_module(f"{__name__}.{_HOME[name]}")
     return home if name == _HOME[name] else getattr(home, name)
+
+
+def _version() -> str:
+    """Return the version of the installed package, or of the checkout if it is not installed."""
+    try:
+        return metadata.version("optax-lsdp")
+    except metadata.PackageNotFoundError:
+        project = Path(__file__).parents[1] / "pyproject.toml"
+        if not project.exists():
+            return "unknown"
+        return tomllib.loads(project.read_text())["project"]["version"]
 
 
 def __dir__() -> list[str]:

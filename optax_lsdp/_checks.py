@@ -32,22 +32,22 @@ def check_positive(name: str, value: object, remedy: str = "", *, schedule: bool
     """
     known = _known_number(name, value, schedule)
     if known is not None and not 0 < known < math.inf:
-        raise ValueError(_sentence(name, "positive and finite", value, remedy))
+        raise refusal(name, "positive and finite", value, remedy)
 
 
 def check_non_negative(name: str, value: object, *, schedule: bool = False) -> None:
     """Raise unless `value` is in [0, ∞). Accept traced values and, with `schedule`, functions."""
     known = _known_number(name, value, schedule)
     if known is not None and not 0 <= known < math.inf:
-        raise ValueError(_sentence(name, "zero or positive, and finite", value))
+        raise refusal(name, "zero or positive, and finite", value)
 
 
 def check_whole(name: str, value: object, least: int = 1) -> None:
     """Raise unless `value` is an integer from `least` to 10¹⁸."""
     if not (is_number(value) and isinstance(value, Integral) and value >= least):
-        raise ValueError(_sentence(name, f"a whole number, {least} or more", value))
+        raise refusal(name, f"a whole number, {least} or more", value)
     if value > _LARGEST_COUNT:
-        raise ValueError(_sentence(name, f"a whole number, {_LARGEST_COUNT:.0e} at most", value))
+        raise refusal(name, f"a whole number, {_LARGEST_COUNT:.0e} at most", value)
 
 
 def check_at_most(name: str, value: float, most: float, what: str = "") -> None:
@@ -59,13 +59,13 @@ def check_at_most(name: str, value: float, most: float, what: str = "") -> None:
 def check_rate(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1]."""
     if not (is_number(value) and 0 < value <= 1):
-        raise ValueError(_sentence(name, "above 0 and at most 1", value))
+        raise refusal(name, "above 0 and at most 1", value)
 
 
 def check_delta(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1)."""
     if not (is_number(value) and 0 < value < 1):
-        raise ValueError(_sentence(name, "above 0 and below 1", value))
+        raise refusal(name, "above 0 and below 1", value)
 
 
 def check_function(name: str, value: object, of_what: str) -> None:
@@ -77,13 +77,13 @@ def check_function(name: str, value: object, of_what: str) -> None:
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if not (isinstance(value, str) and value in choices):
-        raise ValueError(_sentence(name, "one of " + ", ".join(map(repr, choices)), value))
+        raise refusal(name, "one of " + ", ".join(map(repr, choices)), value)
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Convert a NumPy scalar to a Python number, and return any other value unchanged.
+    """Convert an array of shape (), which may change later, to a Python number.
 
-    An array of shape () counts as a scalar. The caller could change the array later.
+    Return any other value unchanged.
     """
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
@@ -92,8 +92,7 @@ def frozen_number(value: _Value) -> _Value:
 def read_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raise a ValueError with the reason if the text is not valid.
 
-    A text is also invalid if a name occurs twice in one object, because Python would keep only the
-    last value, or if its values are nested more than 64 levels deep.
+    A text with a name twice in one object, or with more than 64 nested levels, is not valid.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
@@ -135,24 +134,23 @@ def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
     """Return a number as a float, and None for a traced value or a schedule. Refuse the rest."""
-    if is_number(value):
-        return _as_float(value)
     if callable(value) and schedule:
         return None
-    if getattr(value, "shape", None) != ():
+    if not is_number(value) and getattr(value, "shape", None) != ():
         kinds = "a number or a function of the step" if schedule else "a number"
         raise TypeError(_sentence(name, kinds, value))
+    number = cast(float, value)  # or an array without axes
     try:
-        return float(value)  # type: ignore[arg-type]  # an array without axes
+        return float(number)
+    except OverflowError:  # a large integer
+        return math.inf if number > 0 else -math.inf
     except TypeError:  # traced
         return None
 
 
-def _as_float(value: float) -> float:
-    try:
-        return float(value)
-    except OverflowError:  # a large integer
-        return math.inf if value > 0 else -math.inf
+def refusal(name: str, demand: str, value: object, remedy: str = "") -> ValueError:
+    """Return the error for an argument that does not meet a demand."""
+    return ValueError(_sentence(name, demand, value, remedy))
 
 
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:

@@ -120,8 +120,8 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 
 def unmarked_leaves(
     link: str, updates: optax.Updates
-) -> tuple[list[tuple[jax.tree_util.KeyPath, jax.Array]], jax.tree_util.PyTreeDef]:
-    """Flatten the `updates` of the transform `link`. Raise unless they are arrays without marks."""
+) -> tuple[list[tuple[str, jax.Array]], jax.tree_util.PyTreeDef]:
+    """Return named leaves and structure of the updates of `link`. Raise if one carries a mark."""
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
         if is_marked(leaf):
             raise ValueError(
@@ -130,4 +130,5 @@ def unmarked_leaves(
                 "right order."
             )
     check_floating("updates", updates)
-    return jax.tree.flatten_with_path(updates)
+    leaves, structure = jax.tree.flatten_with_path(updates)
+    return [(path_name(path), leaf) for path, leaf in leaves], structure

@@ -1,10 +1,10 @@
-"""Make and check typed keys, derive keys from texts, and draw random bits.
+"""Make and check typed keys, derive keys from texts, and draw random bits and Gaussian numbers.
 
 JAX's default generator, Threefry-2x32 with 20 rounds, computes two words per entry and returns
 their exclusive or. On CPUs, JAX runs the rounds as a loop that writes to memory. `random_words`
-returns both words, and writes all rounds as one expression. XLA fuses this expression with the code
-that follows, which takes a third of the time and no memory. The bits of an entry depend only on the
-key and on the index of the entry, so they are the same on any mesh.
+returns both words, and writes all rounds as one expression, which XLA fuses with the code that
+follows. This takes a third of the time and no memory. The bits of an entry depend only on the key
+and on the index of the entry, so they are the same on any mesh.
 
 References:
     Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
@@ -24,15 +24,22 @@ _Words = TypeVar("_Words", jax.Array, np.ndarray)
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
+# Coefficients of a polynomial for −Φ⁻¹(p) in log(−log p) − _CENTRE, highest power first.
+# tests/test_keys.py fits them again.
+_CENTRE = 1.7283144504315484
+_COEFFICIENTS = (
+    *(3.91766352e-07, 5.788352e-06, 6.87966104e-05, 0.00086138042, 0.00899689136),
+    *(0.0697539843, 0.398059941, 1.87982752, 2.6888962),
+)
 
 
 def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy from the operating system.
 
     `jax.random.key(seed)` uses only 32 bits of the seed, unless `jax_enable_x64` is set: without
-    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret,
-    because whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share
-    one key, so make the keys outside and map over them.
+    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret:
+    whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share one key,
+    so make keys outside and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
@@ -69,15 +76,36 @@ def fold_in_text(key: jax.Array, text: str) -> jax.Array:
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
     """Return a key for each text: (len(texts),). Raise if two texts have the same hash."""
-    digests = [
-        hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-        for text in texts
-    ]
+    encoded = [text.encode(errors="surrogatepass") for text in texts]
+    digests = [hashlib.blake2b(text, digest_size=8).digest() for text in encoded]
     if len(set(digests)) < len(digests):
         raise ValueError("`texts` must all be different, got two that would share a key.")
     words = np.frombuffer(b"".join(digests), "<u4").reshape(-1, 2)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, words[:, 0])
     return jax.vmap(jax.random.fold_in)(keys, words[:, 1])
+
+
+def standard_normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
+    """Return ±Φ⁻¹(p) for p = (k + ½)·2⁻⁶⁴, with a random sign and a random 63-bit integer k."""
+    high, low = random_words(keys, shape)
+    unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
+    p = ((high >> 1).astype(dtype) + (low.astype(dtype) + half) * unit) * unit
+    tail = _quantile(p)
+    return jnp.where((high & 1) == 1, tail, -tail)
+
+
+def _quantile(p: jax.Array) -> jax.Array:
+    """Return Φ⁻¹(p) for p in [2⁻⁶⁵, ½], to the precision of its dtype.
+
+    In float32, a polynomial of degree 8 in log(−log p) approximates −Φ⁻¹ with an error below 2e-8.
+    """
+    if p.dtype == jnp.float64:
+        return jax.scipy.special.ndtri(p)
+    x = jnp.log(-jnp.log(p)) - _CENTRE
+    total = jnp.zeros_like(x)
+    for coefficient in _COEFFICIENTS:
+        total = total * x + coefficient
+    return -total
 
 
 def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
@@ -116,11 +144,8 @@ def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[
 
 
 def _draw_twice(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    def draw(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        high, low = jax.random.split(key)
-        return jax.random.bits(high, shape, jnp.uint32), jax.random.bits(low, shape, jnp.uint32)
-
     if keys.ndim == 0:
-        return draw(keys)
-    words = [draw(key) for key in keys]  # under vmap, some generators repeat their bits
+        high, low = jax.random.split(keys)
+        return jax.random.bits(high, shape, jnp.uint32), jax.random.bits(low, shape, jnp.uint32)
+    words = [_draw_twice(key, shape) for key in keys]  # under vmap, some generators repeat bits
     return jnp.stack([high for high, _ in words]), jnp.stack([low for _, low in words])

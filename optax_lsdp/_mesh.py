@@ -2,7 +2,7 @@
 
 Inside `shard_map` or `pmap`, a mesh axis is *manual*: each shard runs the function by itself. A
 value *varies* over a manual axis if shards along the axis may hold different values. JAX tracks
-which values vary, except under `check_vma=False` and in `pmap`.
+which values vary, except with check_vma=False and in `pmap`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ def are_shards_tracked() -> bool:
 
 
 def varying_axes(tree: PyTree) -> set[str]:
-    """Return the manual axes over which any leaf varies, as far as JAX tracks this.
-
-    Leaves are arrays, or shapes and dtypes that `jax.eval_shape` returns.
-    """
+    """Return the manual axes over which any array, or result of `jax.eval_shape`, varies."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
@@ -48,8 +45,8 @@ def _varying(leaf: PyTree) -> frozenset[str]:
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Mark every leaf as varying over `axes`, although its shards stay equal.
 
-    For a varying value, JAX computes one gradient per shard. For any other value, JAX adds up the
-    gradients of all shards, and this sum is not the gradient of one example.
+    JAX then computes one gradient per shard. Otherwise it would add up the gradients of all shards,
+    and the sum is not the gradient of one example.
     """
 
     def vary_leaf(leaf: jax.Array) -> jax.Array:
@@ -72,10 +69,7 @@ def axis_size(names: tuple[str, ...]) -> int:
 def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask: PyTree) -> None:
     """Raise if it is unknown whether a manual axis splits the parameters or the batch.
 
-    Args:
-        named: the axes over which all parameters are replicated, according to the caller.
-        params: the parameters.
-        batch_and_mask: all arrays with an axis of examples.
+    `named` are the axes over which all parameters are replicated, according to the caller.
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
@@ -113,7 +107,7 @@ def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P
 def all_under_vmap(condition: jax.Array) -> jax.Array:
     """Return a scalar condition; under `jax.vmap`, return whether it holds for all mapped values.
 
-    A `lax.cond` on the result runs one branch under `vmap`. Otherwise it would run both branches.
+    A `lax.cond` on the result runs one branch under `vmap`, and not both.
     """
     return condition
 
@@ -125,20 +119,12 @@ def _reduce_mapped(size: int, mapped: list[bool], condition: jax.Array) -> tuple
 
 
 class Shard(NamedTuple):
-    """How the surrounding `shard_map` splits one leaf.
+    """How the surrounding `shard_map` splits one leaf."""
 
-    Attributes:
-        spec: the leaf's PartitionSpec; empty outside `shard_map`.
-        named: the mesh axes that `spec` names, in the order of the mesh.
-        varying: the manual axes over which the leaf varies, or None if JAX does not track them
-            (check_vma=False, pmap).
-        is_split: whether several devices may hold parts of the leaf, inside `shard_map` or outside.
-    """
-
-    spec: jax.P
-    named: tuple[str, ...]
-    varying: frozenset[str] | None
-    is_split: bool
+    spec: jax.P  # empty outside `shard_map`
+    named: tuple[str, ...]  # the mesh axes that `spec` names, in the order of the mesh
+    varying: frozenset[str] | None  # the manual axes over which the leaf varies; None if untracked
+    is_split: bool  # whether several devices may hold parts of the leaf, in `shard_map` or `jit`
 
 
 def check_shard_specs(specs: PyTree) -> None:
@@ -163,12 +149,12 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
             f"got {len(chosen)} for {len(leaves)} leaves."
         )
     axes = manual_axes()
-    if not axes and specs is not None:
-        raise ValueError(
-            f"`shard_specs` must be None outside shard_map, got {specs}; leave it out, because "
-            "arrays that `jit` shards need no specs."
-        )
     if not axes:
+        if specs is not None:
+            raise ValueError(
+                f"`shard_specs` must be None outside shard_map, got {specs}; leave it out, because "
+                "arrays that `jit` shards need no specs."
+            )
         return [Shard(jax.P(), (), frozenset(), _may_be_split(leaf)) for leaf in leaves]
     tracked = are_shards_tracked()
     return [

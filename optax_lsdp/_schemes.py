@@ -1,10 +1,8 @@
 """The table of sampling schemes, and the table of neighbouring relations.
 
 A sampling scheme says how batches are drawn. A neighbouring relation says in which way two datasets
-differ. An attacker must not be able to distinguish two such datasets. Samplers, the accountant,
-plans, statements and the command line read these tables. To add a scheme, add its name to
-`Sampling`, a row to `SCHEMES`, its sampler to `optax_lsdp.sampling`, and its analysis to
-`optax_lsdp.accounting`.
+differ. An attacker must not be able to distinguish two such datasets. To add a scheme, add its name
+to `Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to `accounting`.
 """
 
 from collections.abc import Mapping
@@ -17,49 +15,28 @@ Neighbouring = Literal["add_remove", "replace_one", "zero_out"]
 
 @dataclass(frozen=True)
 class Relation:
-    """One neighbouring relation.
+    """One neighbouring relation."""
 
-    Attributes:
-        sensitivity: the largest distance of two neighbouring clipped sums, in clip norms.
-        change: what happens to one example, in a few words.
-        secret: what an attacker tries to find out about one example, for statements.
-    """
-
-    sensitivity: float
-    change: str
-    secret: str
+    sensitivity: float  # the largest distance of two neighbouring clipped sums, in clip norms
+    change: str  # what happens to one example, in a few words
+    secret: str  # what an attacker tries to find out about one example, for statements
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One sampling scheme.
+    """One sampling scheme."""
 
-    Attributes:
-        title: the scheme's name in prose.
-        sampler: the name of the class in `optax_lsdp.sampling` that draws such batches.
-        neighbouring: the relations for which the accountant has an analysis.
-        batches: how batches are drawn, for statements. `describe` fills in `{rate}`, the sampling
-            rate, and `{epoch}`, the number of batches in an epoch.
-        remark: a remark after the ε of this scheme, in a list of several schemes.
-        amplified: whether the analysis gains from the randomness of the batches.
-        tight: whether the accountant's ε is the true ε up to rounding. Otherwise it is only an
-            upper bound.
-        random_size: whether the size of a batch is random. Such batches are padded, and
-            `max_batch_size` can limit them.
-        whole_dataset: whether every batch is the whole dataset.
-        once_per_epoch: whether an epoch uses each example at most once. Such an epoch has ⌊n/b⌋
-            batches, and the accountant counts a part of an epoch as a whole epoch.
-    """
-
-    title: str
-    sampler: str
-    neighbouring: tuple[Neighbouring, ...]
-    batches: str
-    remark: str = ""
-    amplified: bool = False
-    tight: bool = False
-    random_size: bool = False
-    whole_dataset: bool = False
+    title: str  # the scheme's name in prose
+    sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
+    neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
+    batches: str  # how batches are drawn; `describe` fills in `{rate}` and `{epoch}`
+    remark: str = ""  # a remark after the ε of this scheme, in a list of several schemes
+    amplified: bool = False  # whether the analysis gains from the randomness of the batches
+    tight: bool = False  # whether the accountant's ε is the true ε up to rounding, or a bound
+    random_size: bool = False  # such batches are padded, and `max_batch_size` can limit them
+    whole_dataset: bool = False  # whether every batch is the whole dataset
+    # Whether an epoch uses each example at most once. Such an epoch has ⌊n/b⌋ batches, and the
+    # accountant counts a part of an epoch as a whole epoch.
     once_per_epoch: bool = False
 
     @property

@@ -63,6 +63,25 @@ def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTre
         yield path_name(path), leaf, its_other
 
 
+def check_structure(updates: PyTree, params: PyTree) -> None:
+    """Raise unless both trees have the same structure."""
+    got: object = jax.tree.structure(updates)
+    wanted = jax.tree.structure(params)
+    if got != wanted:
+        raise ValueError(f"`updates` must have the structure of `params`, got {got} for {wanted}.")
+
+
+def check_shapes(updates: PyTree, params: PyTree, remedy: str) -> None:
+    """Raise unless both trees have the same structure and each leaf has its parameter's shape."""
+    check_structure(updates, params)
+    for name, leaf, param in zip_leaves(updates, params):
+        if jnp.shape(leaf) != jnp.shape(param):
+            raise ValueError(
+                f"`updates` must have the shapes of `params`, got {jnp.shape(leaf)} for "
+                f"{jnp.shape(param)} at {name!r}; {remedy}."
+            )
+
+
 def dtype_name(leaf: object) -> str:
     """Return the name of an array's dtype or, if `leaf` is not an array, of its type."""
     return str(getattr(leaf, "dtype", type(leaf).__name__))

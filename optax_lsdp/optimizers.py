@@ -31,25 +31,24 @@ def privatize(
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
-    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass to `update` either
-    the marked sum of `clipped_grad` or stacked per-example gradients. With stacked gradients,
-    `update` also needs `params`, and `mask=` if the batch is padded. In a chain, `privatize` must
-    be the first transform. Momentum and weight decay belong in `optimizer`, after the noise.
+    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass to `update` the
+    marked sum of `clipped_grad`, or stacked per-example gradients with `params`, and with `mask=`
+    if the batch is padded. In a chain, `privatize` must be the first transform. Momentum and weight
+    decay belong in `optimizer`, after the noise.
 
     Do not wrap the result in `optax.MultiSteps` or `optax.apply_if_finite`: they cannot carry a
     marked sum. For large batches, use `microbatch_size` of `clipped_grad`, or add the marked sums
     of disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Do not use `privatize` k
     times under one `optax.partition`: each use would clip by itself, and the joint sensitivity
-    would be √k·C. Instead, use one `privatize(optax.partition(...), ...)`, with a prefix tree of
-    clip norms if the parts need different clip norms.
+    would be √k·C. Use one `privatize(optax.partition(...), ...)`, with a prefix tree of clip norms
+    if the parts need different ones.
 
     Args:
         optimizer: any Optax optimizer, such as `optax.adamw(1e-3)`.
         clip_norm: C; see `clip_per_example`. It must be the same as in `clipped_grad`.
         noise_multiplier: z > 0, the standard deviation of the noise on the clipped *sum*, in units
-            of the sum's `sensitivity`; a number or a schedule. This is the number that the
-            accountant computes. The accountant must know every value of a schedule;
-            `PrivacyPlan` accounts for every value of a `Piecewise`.
+            of the sum's `sensitivity`: the number that the accountant computes. For a schedule, the
+            accountant must know every value; `PrivacyPlan` accounts for those of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
         smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
@@ -60,20 +59,14 @@ def privatize(
             unless `smoothing` is a transform: then set the transform's own `shard_specs` too.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
 
-    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`.
-    This keeps the key out of the hyperparameters, which people log. If parameters are in half
-    precision, also pass `hyperparam_dtype=jnp.float32`. Otherwise the noise multiplier would be
-    rounded to half precision.
+    With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
+    which keeps the key out of the hyperparameters that people log. If parameters are in half
+    precision, also pass `hyperparam_dtype=jnp.float32`, which keeps the noise multiplier precise.
 
     >>> import numpy as np
-    >>> tx = privatize(
-    ...     optax.sgd(1.0),
-    ...     clip_norm=1.0,
-    ...     noise_multiplier=1e-6,
-    ...     expected_batch_size=2,
-    ...     key=jax.random.key(0),
-    ... )
     >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1e-6, expected_batch_size=2)
+    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
     >>> updates, _ = tx.update(stacked, tx.init(params), params)
     >>> print(np.asarray(updates).round(3))  # −(0.6, 1.3) / 2
     [-0.3  -0.65]
@@ -113,14 +106,11 @@ def dp_sgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-SGD: `privatize(optax.sgd(learning_rate, momentum), ...)`, without smoothing.
 
-    For the arguments, see `privatize` and `optax.sgd`.
+    For the arguments, see `privatize` and `optax.sgd`. Reference: Abadi et al. 2016, Deep Learning
+    with Differential Privacy.
 
-    References:
-        Abadi et al. 2016, Deep Learning with Differential Privacy.
-
-    >>> tx = dp_sgd(
-    ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
-    ... )
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
+    >>> tx = dp_sgd(0.1, expected_batch_size=256, **private)
     """
     return dp_lssgd(
         learning_rate,
@@ -145,15 +135,12 @@ def dp_lssgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSSGD: `privatize(optax.sgd(learning_rate, momentum), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize` and `optax.sgd`. Here σ is 1 by default.
+    For the arguments, see `privatize` and `optax.sgd`. Here σ is 1 by default. Reference: Wang et
+    al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in Privacy-Preserving
+    ERM.
 
-    References:
-        Wang et al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in
-        Privacy-Preserving ERM.
-
-    >>> tx = dp_lssgd(
-    ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
-    ... )
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
+    >>> tx = dp_lssgd(0.1, expected_batch_size=256, **private)
     """
     check_non_negative("learning_rate", learning_rate, schedule=True)
     return privatize(
@@ -178,9 +165,8 @@ def dp_adam(
 
     For the arguments, see `privatize`.
 
-    >>> tx = dp_adam(
-    ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
-    ... )
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
+    >>> tx = dp_adam(0.1, expected_batch_size=256, **private)
     """
     return dp_lsadam(
         learning_rate,
@@ -205,9 +191,8 @@ def dp_lsadam(
 
     For the arguments, see `privatize`. Here σ is 1 by default.
 
-    >>> tx = dp_lsadam(
-    ...     0.1, clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=256, key=jax.random.key(0)
-    ... )
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
+    >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
     """
     check_non_negative("learning_rate", learning_rate, schedule=True)
     return privatize(
@@ -280,10 +265,7 @@ def _with_clear_errors(
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Cast the updates to the dtypes of `params`, or return them unchanged if `params` is None.
-
-    Clipped sums are float32 or wider even if parameters are in half precision.
-    """
+    """Cast the updates, which are float32 or wider, to the dtypes of `params`, if there are any."""
     if params is None:
         return updates
     return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params)

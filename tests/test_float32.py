@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.noise import _quantile
+from optax_lsdp._keys import _quantile
 from tests.cases import FULL, slow
 
 EPSILON = np.finfo(np.float32).epsneg  # 2⁻²⁴: the relative error of one rounding

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import scipy.special
 
-from optax_lsdp import noise
+from optax_lsdp import _keys
 from optax_lsdp._keys import random_words
 
 draw = jax.jit(random_words, static_argnums=1)
@@ -29,7 +29,7 @@ def test_quantiles_are_as_precise_as_their_dtype(dtype):
     with jax.enable_x64(dtype == "float64"):
         p = np.concatenate([np.geomspace(2.0**-65, 0.3, 20_001), np.linspace(0.3, 0.5, 20_001)])
         p = p.astype(dtype)
-        got = np.asarray(jax.jit(noise._quantile)(p), np.float64)
+        got = np.asarray(jax.jit(_keys._quantile)(p), np.float64)
         expected = scipy.special.ndtri(p.astype(np.float64))
         error = np.abs(got - expected) / np.maximum(1, np.abs(expected))
         assert error.max() < 8 * float(jnp.finfo(dtype).eps)
@@ -41,6 +41,6 @@ def test_the_polynomial_of_the_quantile_is_the_chebyshev_fit():
     u = (x + 1) / 2 * (ends[1] - ends[0]) + ends[0]
     exact = -scipy.special.ndtri_exp(-np.exp(u))
     fit = np.polynomial.Chebyshev.fit(u, exact, 8, domain=ends)
-    centred = np.polyval(noise._COEFFICIENTS, u - noise._CENTRE)
+    centred = np.polyval(_keys._COEFFICIENTS, u - _keys._CENTRE)
     np.testing.assert_allclose(centred, fit(u), atol=2e-8)
     np.testing.assert_allclose(centred, exact, atol=4e-8)

@@ -13,9 +13,8 @@ import scipy.stats
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lsdp as lsdp
-from optax_lsdp import noise as noise_module
-from optax_lsdp._keys import fold_in_text
-from optax_lsdp.noise import _normal
+from optax_lsdp import _keys
+from optax_lsdp._keys import fold_in_text, standard_normal
 
 SIZE = 200_000
 TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
@@ -77,9 +76,9 @@ def test_tails_reach_beyond_eight_standard_deviations(monkeypatch):
 
         return words
 
-    monkeypatch.setattr(noise_module, "random_words", every_word(0))
+    monkeypatch.setattr(_keys, "random_words", every_word(0))
     assert draw(jnp.zeros(1))[0][0][0] > 9.1  # what README says
-    monkeypatch.setattr(noise_module, "random_words", every_word(1))
+    monkeypatch.setattr(_keys, "random_words", every_word(1))
     assert draw(jnp.zeros(1))[0][0][0] < -9.1
 
 
@@ -115,7 +114,7 @@ def test_noise_folds_a_label_into_its_key():
         AssertionError,
         np.testing.assert_array_equal,
         draw({"a": jnp.zeros(5)})[0][0],
-        np.asarray(_normal(unlabelled, (5,), jnp.dtype("float32"))),
+        np.asarray(standard_normal(unlabelled, (5,), jnp.dtype("float32"))),
     )
 
 

@@ -336,7 +336,7 @@ def test_an_update_reads_as_a_straight_path_through_the_package():
         sys.setprofile(None)
     files = [file for file, _ in called]
     changes = sum(one != other for one, other in itertools.pairwise(files))
-    assert changes <= 35
+    assert changes <= 26
 
 
 def test_one_privatize_around_a_partition_is_one_mechanism():

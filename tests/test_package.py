@@ -108,3 +108,15 @@ def test_the_wheel_works_with_its_declared_dependencies_alone(versions, built, t
     assert "Assumed" in run(command, "epsilon", *options, cwd=tmp_path)
     done = subprocess.run([command, "demo"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode and "optax-lsdp[demo]" in done.stderr
+
+
+@pytest.mark.parametrize("has_project", [True, False])
+def test_a_copy_that_is_not_installed_has_a_version(has_project, tmp_path):
+    (tmp_path / "optax_lsdp").mkdir()
+    for name in ("optax_lsdp/__init__.py", *(["pyproject.toml"] if has_project else [])):
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    script = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import optax_lsdp as lsdp; "
+    script += "print(lsdp.__file__, lsdp.__version__)"
+    said = run(sys.executable, "-I", "-S", "-c", script)  # without site-packages
+    version = PROJECT["version"] if has_project else "unknown"
+    assert said.split() == [str(tmp_path / "optax_lsdp" / "__init__.py"), version]

@@ -12,18 +12,6 @@ from optax_lsdp.accounting._mechanisms import DiscreteGaussian, SampledGaussian,
 from optax_lsdp.accounting._paper import PaperNoise, paper_noise
 from optax_lsdp.accounting._statement import show_epsilon, statement
 
-__all__ = [
-    "Composition",
-    "DiscreteGaussian",
-    "Ledger",
-    "PaperNoise",
-    "SampledGaussian",
-    "calibrate_batch_size",
-    "calibrate_noise_multiplier",
-    "calibrate_scale",
-    "calibrate_steps",
-    "paper_noise",
-    "show_epsilon",
-    "statement",
-    "steps_of_epochs",
-]
+__all__ = ["Composition", "DiscreteGaussian", "Ledger", "PaperNoise", "SampledGaussian"]
+__all__ += ["calibrate_batch_size", "calibrate_noise_multiplier", "calibrate_scale"]
+__all__ += ["calibrate_steps", "paper_noise", "show_epsilon", "statement", "steps_of_epochs"]

@@ -15,29 +15,9 @@ from scipy.special import ndtr, ndtri
 
 from optax_lsdp._checks import MOST_STEPS
 from optax_lsdp._schemes import RELATIONS, SCHEMES, Sampling
-from optax_lsdp.accounting._bounds import (
-    gaussian_delta,
-    gaussian_epsilon,
-    gaussian_lower_epsilon,
-    lower_epsilon,
-    upper_delta,
-    upper_epsilon,
-    upper_profile,
-)
-from optax_lsdp.accounting._dominating_pairs import (
-    Pair,
-    Step,
-    addition_pair,
-    binomial_lower_tail,
-    binomial_rounding,
-    binomial_upper_tail,
-    fixed_size_pair,
-    group_addition_pair,
-    group_members,
-    group_removal_pair,
-    removal_pair,
-    replacement_pair,
-)
+from optax_lsdp.accounting import _bounds as bounds
+from optax_lsdp.accounting import _dominating_pairs as dominating
+from optax_lsdp.accounting._dominating_pairs import Pair, Step
 from optax_lsdp.accounting._quadrature import Steps
 
 if TYPE_CHECKING:
@@ -57,22 +37,16 @@ T = TypeVar("T")
 
 
 class PhaseAnalysis(NamedTuple):
-    """Bounds on what one phase reveals.
+    """Bounds on what one phase reveals: a step, and how often it is composed."""
 
-    Attributes:
-        mu: μ if the whole phase is one Gaussian mechanism, else None. With μ, the phase counts as
-            one step.
-        upper: for each case, a step that dominates one step of the phase. Cases are, for example,
-            adding an example and removing an example. A single entry covers every case.
-        lower: pairs for lower bounds. For each pair, one step of the phase reveals at least as much
-            about two particular neighbouring datasets. Empty if no useful pair is known.
-        steps: how often the steps in `upper`, or the pairs in `lower`, are composed.
-    """
-
-    mu: float | None
+    mu: float | None  # μ if the whole phase is one Gaussian mechanism, which counts as one step
+    # For each case, such as adding or removing an example, a step that dominates one step of the
+    # phase. A single entry covers every case.
     upper: tuple[Step, ...]
+    # Pairs for lower bounds. For each, one step of the phase reveals at least as much about two
+    # particular neighbouring datasets. Empty if no useful pair is known.
     lower: tuple[Pair, ...]
-    steps: int
+    steps: int  # how often the steps in `upper`, or the pairs in `lower`, are composed
 
 
 def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
@@ -88,14 +62,13 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
         if phase.max_batch_size is not None and rate > phase.sampling_rate:
             # In truncated batches a higher rate can reveal less. This size selects a bound that
             # grows with the rate.
-            size = _LARGEST_DATASET + 1
-            worse = dataclasses.replace(worse, dataset_size=size)
+            worse = dataclasses.replace(worse, dataset_size=_LARGEST_DATASET + 1)
         return analyse(worse)._replace(lower=())
-    if is_gaussian(phase):
-        gaussian = _gaussian(math.sqrt(uses(phase)) * _shift(phase))
-        return gaussian._replace(lower=()) if phase.sampling == "shuffled" else gaussian
-    if _ignores_sampling(phase):
-        return _gaussian(unamplified_mu(phase))._replace(lower=())
+    if is_gaussian(phase) or _ignores_sampling(phase):
+        mu = unamplified_mu(phase)
+        pair = dominating.removal_pair(1.0, mu)
+        is_attained = is_gaussian(phase) and phase.sampling != "shuffled"
+        return PhaseAnalysis(mu, (((1.0, pair),),), (pair,) if is_attained else (), 1)
     return _AMPLIFIED[phase.sampling](phase)
 
 
@@ -113,16 +86,13 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 
 
 def unamplified_mu(phase: "SampledGaussian") -> float:
-    """Return μ without any gain from sampling. This μ bounds what the phase reveals."""
-    sensitivity = _largest_sensitivity(phase)
-    return math.sqrt(uses(phase)) * sensitivity * phase.group_size / phase.noise_multiplier
+    """Return μ without any gain from sampling. This μ bounds what the phase reveals.
 
-
-def uses(phase: "SampledGaussian") -> int:
-    """Return how many steps can use one example: all, or one per epoch, partial epochs included."""
-    if SCHEMES[phase.sampling].once_per_epoch:
-        return math.ceil(phase.steps / steps_per_epoch(phase))
-    return phase.steps
+    An example is used in every step, or once per epoch. A part of an epoch counts as an epoch.
+    """
+    once_per_epoch = SCHEMES[phase.sampling].once_per_epoch
+    uses = math.ceil(phase.steps / (steps_per_epoch(phase) if once_per_epoch else 1))
+    return math.sqrt(uses) * _shift(phase)
 
 
 def steps_per_epoch(phase: "SampledGaussian") -> int:
@@ -131,46 +101,35 @@ def steps_per_epoch(phase: "SampledGaussian") -> int:
 
 
 def _shift(phase: "SampledGaussian") -> float:
-    """Return the largest distance of neighbouring sums, in standard deviations of the noise."""
-    sensitivity = RELATIONS[phase.neighbouring].sensitivity
+    """Return the largest distance of neighbouring sums, in standard deviations of the noise.
+
+    Truncation can replace an example, so the sensitivity is then 2 clip norms.
+    """
+    truncated = phase.max_batch_size is not None
+    sensitivity = 2.0 if truncated else RELATIONS[phase.neighbouring].sensitivity
     return sensitivity * (phase.group_size / phase.noise_multiplier)
 
 
-def _largest_sensitivity(phase: "SampledGaussian") -> float:
-    """Return the sensitivity in clip norms: 2 with truncation, which can replace an example."""
-    if phase.max_batch_size is not None:
-        return 2.0
-    return RELATIONS[phase.neighbouring].sensitivity
-
-
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether the analysis ignores sampling.
-
-    It does so if a step reveals too much, if there are too many steps, or if q is almost 1.
-    """
+    """Return whether a step reveals too much, steps are too many, or q is almost 1."""
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True
     if phase.group_size == 1 or phase.sampling != "poisson":
-        shift = _largest_sensitivity(phase) * (phase.group_size / phase.noise_multiplier)
-        return shift > _LARGEST_SHIFT
+        return _shift(phase) > _LARGEST_SHIFT
     if phase.group_size > _LARGEST_DATASET or phase.noise_multiplier * _LARGEST_SHIFT < 1:
         return True
     shift = 1 / phase.noise_multiplier
-    last, missing = group_members(phase.sampling_rate, shift, phase.group_size)
+    last, missing = dominating.group_members(phase.sampling_rate, shift, phase.group_size)
     return last > _MOST_MEMBERS or missing > _MOST_MISSING
-
-
-def _gaussian(mu: float) -> PhaseAnalysis:
-    pair = removal_pair(1.0, mu)
-    return PhaseAnalysis(mu, (((1.0, pair),),), (pair,), 1)
 
 
 def _without_replacement(phase: "SampledGaussian") -> PhaseAnalysis:
     """Analyse fixed-size batches: an upper bound, and two pairs that some datasets attain."""
     rate, shift = phase.sampling_rate, _shift(phase)
-    attained = removal_pair(rate, shift), addition_pair(rate, shift)
-    return PhaseAnalysis(None, (((1.0, fixed_size_pair(rate, shift)),),), attained, phase.steps)
+    upper = ((1.0, dominating.fixed_size_pair(rate, shift)),)
+    attained = dominating.removal_pair(rate, shift), dominating.addition_pair(rate, shift)
+    return PhaseAnalysis(None, (upper,), attained, phase.steps)
 
 
 def _poisson(phase: "SampledGaussian") -> PhaseAnalysis:
@@ -187,13 +146,11 @@ def _poisson_pairs(
 ) -> tuple[Pair, ...]:
     shift = 1 / phase.noise_multiplier
     if phase.neighbouring == "replace_one":
-        return (replacement_pair(rate, shift),)
+        return (dominating.replacement_pair(rate, shift),)
     if phase.group_size > 1:
-        return tuple(
-            pair(rate, shift, phase.group_size, optimistic=optimistic)
-            for pair in (group_removal_pair, group_addition_pair)
-        )
-    return removal_pair(rate, shift), addition_pair(rate, shift)
+        both = dominating.group_removal_pair, dominating.group_addition_pair
+        return tuple(pair(rate, shift, phase.group_size, optimistic=optimistic) for pair in both)
+    return dominating.removal_pair(rate, shift), dominating.addition_pair(rate, shift)
 
 
 def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
@@ -214,10 +171,10 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     pair that dominates both cases: `fixed_size_pair` at rate q, with an example replaced. It also
     dominates `replacement_pair`, because the centres of `replacement_pair` are no further apart.
     """
-    rate, noise, size = phase.sampling_rate, phase.noise_multiplier, phase.dataset_size or 0
-    dominating = fixed_size_pair(rate, 2 / noise)
+    rate, shift, size = phase.sampling_rate, 2 / phase.noise_multiplier, phase.dataset_size or 0
+    in_any_case = dominating.fixed_size_pair(rate, shift)
     if size > _LARGEST_DATASET:
-        return PhaseAnalysis(None, (((1.0, dominating),),), (), phase.steps)
+        return PhaseAnalysis(None, (((1.0, in_any_case),),), (), phase.steps)
     pairs = _poisson_pairs(phase, rate)
     upper: list[Step] = []
     lower: list[Pair] = []
@@ -226,19 +183,20 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
             upper += [((1.0, pair),) for pair in pairs]
             lower += pairs
             continue
-        rounding = binomial_rounding(others)
-        truncated = max(binomial_upper_tail(most, others, rate), _LEAST_TRUNCATED)
-        ordinary = binomial_lower_tail(most, others, rate)
-        replaced = most * binomial_upper_tail(most + 1, others + 1, rate) / (others + 1)
+        rounding = dominating.binomial_rounding(others)
+        tail = dominating.binomial_upper_tail
+        truncated = max(tail(most, others, rate), _LEAST_TRUNCATED)
+        ordinary = dominating.binomial_lower_tail(most, others, rate)
+        replaced = most * tail(most + 1, others + 1, rate) / (others + 1)
         share = (replaced + _LEAST_TRUNCATED) / truncated * (1 + 3 * rounding)
-        worst = fixed_size_pair(min(rate, share), 2 / noise)
+        worst = dominating.fixed_size_pair(min(rate, share), shift)
         unknown = 2 * rounding * min(truncated, ordinary)
         if ordinary < truncated:
             is_truncated, is_ordinary = 1 - ordinary * (1 + rounding), ordinary * (1 - rounding)
         else:
             is_truncated, is_ordinary = truncated * (1 - rounding), 1 - truncated * (1 + rounding)
         upper += [
-            ((is_ordinary, pair), (is_truncated, worst), (unknown, dominating)) for pair in pairs
+            ((is_ordinary, pair), (is_truncated, worst), (unknown, in_any_case)) for pair in pairs
         ]
         if (least := (rate * is_ordinary + replaced) * (1 - 2 * rounding)) >= _LEAST_RATE:
             lower += _poisson_pairs(phase, least)
@@ -251,37 +209,27 @@ _AMPLIFIED: dict[Sampling, Callable[["SampledGaussian"], PhaseAnalysis]] = {
 }
 
 
+_Analyses = Sequence[PhaseAnalysis]  # one for each phase
+
+
 @dataclass(frozen=True)
 class PrivacyProfile:
     """The function δ(ε) of several phases together, bounded from above and from below.
 
-    All phases that are Gaussian mechanisms are combined into one Gaussian mechanism. If there are
-    no other phases, δ(ε) has a closed form.
-
-    Attributes:
-        mu: μ of all Gaussian phases together.
-        upper: for each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if
-            all phases are Gaussian mechanisms.
-        mu_lower, lower: the same for lower bounds. If `upper` is empty, so is `lower`.
-        group_size: the size of groups that only the bound for all mechanisms covers, otherwise 1.
-        mu_unamplified: μ without any gain from sampling. No answer exceeds the ε or δ of this μ.
+    All phases that are Gaussian mechanisms are combined into one Gaussian mechanism.
     """
 
-    mu: float
+    mu: float  # μ of all Gaussian phases together
+    # For each case, the steps to compose for upper bounds; see `PhaseAnalysis`. Empty if all phases
+    # are Gaussian mechanisms. Then δ(ε) has a closed form, and `lower` is empty, too.
     upper: tuple[Steps, ...]
-    mu_lower: float
+    mu_lower: float  # the same for lower bounds
     lower: tuple[Sequence[tuple[Pair, int]], ...]
-    group_size: int
-    mu_unamplified: float
+    group_size: int  # the size of groups that only the bound for all mechanisms covers, otherwise 1
+    mu_unamplified: float  # μ without any gain from sampling: no answer exceeds its ε or δ
 
     @classmethod
-    def of(
-        cls,
-        upper: Sequence[PhaseAnalysis],
-        lower: Sequence[PhaseAnalysis],
-        group_size: int,
-        mu_unamplified: float,
-    ) -> Self:
+    def of(cls, upper: _Analyses, lower: _Analyses, group_size: int, mu_unamplified: float) -> Self:
         """Return the profile of phases from their analyses."""
         mu = math.hypot(*(one.mu for one in upper if one.mu is not None))
         mu = min(mu * (1 + 1e-15), mu_unamplified)
@@ -299,29 +247,29 @@ class PrivacyProfile:
         """Return an upper bound on the smallest ε: the maximum over all cases."""
         delta = min(delta, _LARGEST_DELTA)
         if not self.upper and self.group_size == 1:
-            return gaussian_epsilon(delta, self.mu) if self.mu else 0.0
-        most = gaussian_epsilon(delta, self.mu_unamplified)
+            return bounds.gaussian_epsilon(delta, self.mu) if self.mu else 0.0
+        most = bounds.gaussian_epsilon(delta, self.mu_unamplified)
         if self.group_size > 1:
             return min(most, self._group_epsilon(delta, most))
-        return min(most, max(upper_epsilon(case, delta, most) for case in self.upper))
+        return min(most, max(bounds.upper_epsilon(case, delta, most) for case in self.upper))
 
     def delta(self, epsilon: float) -> float:
         """Return an upper bound on δ(ε): the maximum over all cases."""
         if not self.upper and self.group_size == 1:
-            return gaussian_delta(epsilon, self.mu) if self.mu else 0.0
-        most = gaussian_delta(epsilon, self.mu_unamplified)
+            return bounds.gaussian_delta(epsilon, self.mu) if self.mu else 0.0
+        most = bounds.gaussian_delta(epsilon, self.mu_unamplified)
         if self.group_size > 1:
             return min(most, math.exp(min(0.0, self._log_group_delta(epsilon))))
-        return min(most, max(upper_delta(case, epsilon) for case in self.upper))
+        return min(most, max(bounds.upper_delta(case, epsilon) for case in self.upper))
 
     def lower_epsilon(self, delta: float, upper: float) -> float:
         """Return a lower bound on the smallest ε. `upper` must be an upper bound on the same ε."""
         if not self.lower:
-            return gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
+            return bounds.gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
         highest = 0.0
         for case in self.lower:
             if highest < 0.9997 * upper:
-                highest = max(highest, lower_epsilon(case, delta, upper))
+                highest = max(highest, bounds.lower_epsilon(case, delta, upper))
         return highest
 
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
@@ -345,8 +293,9 @@ class PrivacyProfile:
         if self.group_size > 1:
             few = np.array([self.delta(one) for one in epsilons[::20]])
             return np.repeat(few, 20)[: len(epsilons)]
-        most = np.array([gaussian_delta(one, self.mu_unamplified) for one in epsilons])
-        return np.minimum(most, np.max([upper_profile(case, epsilons) for case in self.upper], 0))
+        most = [bounds.gaussian_delta(one, self.mu_unamplified) for one in epsilons]
+        cases = [bounds.upper_profile(case, epsilons) for case in self.upper]
+        return np.minimum(most, np.max(cases, axis=0))
 
     @property
     def _single(self) -> Self:
@@ -361,8 +310,7 @@ class PrivacyProfile:
     def _group_epsilon(self, delta: float, most: float) -> float:
         """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds none.
 
-        The search starts at k times the ε of one example. A smaller ε cannot suffice, because
-        δ(ε/k) must be at most δ.
+        An ε below k times the ε of one example cannot suffice, as δ(ε/k) must be at most δ.
         """
         low = high = self.group_size * self._single.epsilon(delta)
         previous = math.inf
@@ -382,8 +330,7 @@ def _log_powers(x: float, count: int) -> float:
     """Return log Σ e^(ix) over i < count, for x ≥ 0."""
     if x * count < 1e-12:
         return math.log(count) + x * count
-    whole, one = count * x, x
-    return whole - one + math.log(math.expm1(-whole) / math.expm1(-one))
+    return (count - 1) * x + math.log(math.expm1(-count * x) / math.expm1(-x))
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
@@ -397,4 +344,4 @@ def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
     """Split a Gaussian mechanism into equal mechanisms whose μ the lattice can handle."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
-    return removal_pair(1.0, mu / math.sqrt(count)), count
+    return dominating.removal_pair(1.0, mu / math.sqrt(count)), count

@@ -9,29 +9,18 @@ the true value, and lower bounds are never above the true value.
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from scipy.special import log_ndtr
 
+from optax_lsdp.accounting import _lattice as lattice
+from optax_lsdp.accounting import _quadrature as quadrature
 from optax_lsdp.accounting._dominating_pairs import Pair, Step, divergence
-from optax_lsdp.accounting._lattice import (
-    TiltedSum,
-    convolve,
-    optimistic_lattice,
-    pessimistic_lattice,
-)
-from optax_lsdp.accounting._quadrature import (
-    LatticeSettings,
-    Steps,
-    contour_delta,
-    quadrature,
-    settings_for_delta,
-    settings_for_epsilon,
-)
+from optax_lsdp.accounting._quadrature import LatticeSettings, Steps
 
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
-# `upper_profile` chooses settings for each of these δ.
-_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ that `upper_profile` tries
 _PRECISION = 1e-8  # relative precision of the root search for ε
 _FEW = 256  # frequencies; if there are more, the contour integral never gives a value
 _LARGEST_EPSILON = 1e300
@@ -41,26 +30,24 @@ _LARGEST = 2_000_000  # most lattice points for a lower bound
 def gaussian_delta(epsilon: float, mu: float) -> float:
     """Return δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ) of a Gaussian mechanism, rounded up.
 
-    The two terms are computed as logarithms and their difference by expm1, so that a small δ is not
-    lost to cancellation. A bound on the rounding error is added.
-
-    References:
-        Balle and Wang 2018, Improving the Gaussian Mechanism for Differential Privacy.
+    See Balle and Wang 2018, Improving the Gaussian Mechanism for Differential Privacy.
 
     >>> round(gaussian_delta(0.0, 1.0), 4)  # 2Φ(½) − 1, the total variation distance
     0.3829
     """
-    inside = float(log_ndtr(mu / 2 - epsilon / mu))
-    outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    share = -math.expm1(min(outside - inside, 0.0))
-    return min(1.0, math.exp(inside) * share + _gaussian_rounding(epsilon, mu))
+    return min(1.0, sum(_delta_and_rounding(epsilon, mu)))
 
 
-def _gaussian_rounding(epsilon: float, mu: float) -> float:
-    """Return the bound on the rounding error that `gaussian_delta` adds."""
+def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
+    """Return δ(ε) of a Gaussian mechanism, and a bound on the rounding error.
+
+    Logarithms of the two terms, and expm1 for their difference, save a small δ from cancellation.
+    """
     inside = float(log_ndtr(mu / 2 - epsilon / mu))
     outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
-    return math.exp(inside) * _ROUNDING * (1 + abs(epsilon) + abs(inside) + abs(outside))
+    first = math.exp(inside)
+    rounding = first * _ROUNDING * (1 + abs(epsilon) + abs(inside) + abs(outside))
+    return first * -math.expm1(min(outside - inside, 0.0)), rounding
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
@@ -81,16 +68,15 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 def gaussian_lower_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
-    The search goes down from `gaussian_epsilon` to a point at which δ(ε) exceeds δ by more than
-    the rounding error of δ(ε).
+    The search goes down from `gaussian_epsilon` until δ(ε) exceeds δ by more than its rounding.
     """
     upper = gaussian_epsilon(delta, mu)
     if upper == math.inf:
         return 0.0
 
     def exceeds_delta(distance: float) -> bool:
-        epsilon = upper - distance
-        return 2 * _gaussian_rounding(epsilon, mu) + delta < gaussian_delta(epsilon, mu)
+        found, rounding = _delta_and_rounding(upper - distance, mu)
+        return rounding + delta < found
 
     distance = _bisect(1e-12 * upper, math.inf, lambda at: at >= upper or exceeds_delta(at))
     return max(0.0, upper - distance)
@@ -105,10 +91,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
     too_much = 1.0
     while gaussian_delta(epsilon, too_much) <= delta:
         too_much *= 2
-    inverse = _bisect(
-        1 / too_much, math.inf, lambda inverse: gaussian_delta(epsilon, 1 / inverse) <= delta
-    )
-    return 1 / inverse
+    return 1 / _bisect(1 / too_much, math.inf, lambda z: gaussian_delta(epsilon, 1 / z) <= delta)
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
@@ -135,9 +118,8 @@ def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
     if _union_bound(steps) <= delta:
         return 0.0
-    counts = _row(steps)
-    epsilon = float(upper_epsilons([step for step, _ in steps], counts, delta, limit)[0])
-    more = 1e-5
+    kinds, counts = _matrix(steps)
+    epsilon, more = float(upper_epsilons(kinds, counts, delta, limit)[0]), 1e-5
     while epsilon < limit and (found := upper_delta(steps, epsilon)) > delta:
         epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
     if epsilon >= limit:
@@ -178,10 +160,10 @@ def upper_epsilons(
         start, stride = settings.epsilon, 2 / settings.tilt
         return _solve(upper, delta, len(counts), start, stride, limit=limit)
 
-    settings = settings_for_epsilon(last, delta)
+    settings = quadrature.settings_for_epsilon(last, delta)
     epsilons = solve(settings)
     if 0 < epsilons[-1] < 0.8 * settings.epsilon:  # the tail is heavy: the mesh was too coarse
-        epsilons = solve(settings_for_epsilon(last, delta, float(epsilons[-1])))
+        epsilons = solve(quadrature.settings_for_epsilon(last, delta, float(epsilons[-1])))
     return epsilons
 
 
@@ -189,18 +171,18 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
     """Return an upper bound on δ(ε): the smallest bound from several settings."""
     if (single := _single(steps)) is not None:
         return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
-    counts = _row(steps)
-    delta, settings = min(1.0, _union_bound(steps)), settings_for_delta(steps, epsilon, -30.0)
+    delta = min(1.0, _union_bound(steps))
+    settings = quadrature.settings_for_delta(steps, epsilon, -30.0)
     for turn in range(4):
-        tilted = _compose([step for step, _ in steps], counts, settings)
+        tilted = _compose(*_matrix(steps), settings)
         found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
         if is_worse and delta < 1:  # the settings suit an irrelevant tail
-            settings = settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
+            settings = quadrature.settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
         elif tilted.infinite[0] > 1e-3 * delta:  # too much of a heavy tail was cut
-            settings = settings_for_delta(steps, epsilon, math.log(delta) - 7)
+            settings = quadrature.settings_for_delta(steps, epsilon, math.log(delta) - 7)
         elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # Chernoff's bound was off
-            settings = settings_for_epsilon(steps, delta, epsilon or None)
+            settings = quadrature.settings_for_epsilon(steps, delta, epsilon or None)
         else:
             break
     if len(tilted.frequencies) <= _FEW:
@@ -212,42 +194,37 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
     """Return an upper bound on δ at each ε: the smallest bound from a few settings."""
     if (most := min(1.0, _union_bound(steps))) <= _LEVELS[-1]:
         return np.full(len(epsilons), most)
-    counts = _row(steps)
-    kinds = [step for step, _ in steps]
-    tilted = (_compose(kinds, counts, settings_for_epsilon(steps, delta)) for delta in _LEVELS)
-    return np.minimum(most, np.min([one.upper_delta(epsilons) for one in tilted], axis=0))
+    settings = (quadrature.settings_for_epsilon(steps, delta) for delta in _LEVELS)
+    bounds = [_compose(*_matrix(steps), one).upper_delta(epsilons) for one in settings]
+    return np.minimum(most, np.min(bounds, axis=0))
 
 
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, so the
-    composition of the pairs dominates the composition of the lattices. The mesh is refined until a
-    finer mesh gains nothing.
+    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, and so does the
+    composition. The mesh is refined until a finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
+    find = partial(_solve, delta=delta, rows=1, is_upper=False)
     if (single := _single(steps)) is not None:
         return float(
-            _solve(
-                lambda at: np.subtract(*divergence(single, at)), delta, 1, 1.0, 0.5, is_upper=False
-            )[0]
+            find(lambda at: np.subtract(*divergence(single, at)), start=1.0, stride=0.5)[0]
         )
-    settings = settings_for_epsilon(steps, delta, upper or None)
-    counts = _row(steps)
+    settings = quadrature.settings_for_epsilon(steps, delta, upper or None)
     highest = 0.0
     for finer in (1, 4, 16, 64):
         mesh = settings.mesh / finer
         if highest >= 0.9997 * upper or settings.window / mesh > _LARGEST:
             break
         lattices = [
-            optimistic_lattice(pair, mesh, finer * settings.per_octave, settings.tail)
+            lattice.optimistic_lattice(pair, mesh, finer * settings.per_octave, settings.tail)
             for pair, _ in pairs
         ]
-        tilted = convolve(lattices, counts, settings._replace(mesh=mesh))
+        tilted = lattice.convolve(lattices, _matrix(steps)[1], settings._replace(mesh=mesh))
         if len(tilted.frequencies) > _LARGEST // 100:
             break
-        stride = 1 / settings.tilt
-        found = float(_solve(tilted.lower_delta, delta, 1, upper, stride, is_upper=False)[0])
+        found = float(find(tilted.lower_delta, start=upper, stride=1 / settings.tilt)[0])
         if 0 < found <= 1.0003 * highest:
             return max(found, highest)
         highest = max(found, highest)
@@ -259,17 +236,17 @@ def _single(steps: Steps) -> Step | None:
     return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
 
 
-def _row(steps: Steps) -> np.ndarray:
-    """Return how often each step is taken, as a matrix with one row."""
-    return np.array([[count for _, count in steps]], float)
+def _matrix(steps: Steps) -> tuple[list[Step], np.ndarray]:
+    """Return the different steps, and how often each is taken, as a matrix with one row."""
+    return [step for step, _ in steps], np.array([[count for _, count in steps]], float)
 
 
-def _compose(steps: Sequence[Step], counts: np.ndarray, settings: LatticeSettings) -> TiltedSum:
-    lattices = [
-        pessimistic_lattice(step, settings.mesh, settings.per_octave, settings.tail)
-        for step in steps
-    ]
-    return convolve(lattices, counts, settings)
+def _compose(
+    steps: Sequence[Step], counts: np.ndarray, settings: LatticeSettings
+) -> lattice.TiltedSum:
+    mesh, per_octave, tail = settings.mesh, settings.per_octave, settings.tail
+    lattices = [lattice.pessimistic_lattice(step, mesh, per_octave, tail) for step in steps]
+    return lattice.convolve(lattices, counts, settings)
 
 
 def _solve(
@@ -284,13 +261,12 @@ def _solve(
 ) -> np.ndarray:
     """Return, for each row, the ε at which a decreasing bound on δ(ε) equals δ.
 
-    The search goes up from `start`, then down in growing strides, and then narrows the bracket. If
-    `delta_bound` is an upper bound on δ(ε), return the upper end of the bracket. If it is a lower
-    bound, return the lower end.
+    The search goes up from `start`, then down in growing strides, and then narrows the bracket. For
+    an upper bound on δ(ε), return the bracket's upper end, and for a lower bound its lower end.
 
-    If ε is far above `limit`, the result is ∞. If an upper bound is at most δ at ε = 0, the result
-    is 0. If the search finds no ε at which a lower bound exceeds δ, the result is 0 too. A lower
-    bound at ε = 0 decides nothing: it drops to 0 below the ε that its settings suit.
+    Return ∞ if ε is far above `limit`. Return 0 if an upper bound is at most δ at ε = 0, or if the
+    search finds no ε at which a lower bound exceeds δ. A lower bound at ε = 0 decides nothing: it
+    drops to 0 below the ε that its settings suit.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -328,10 +304,11 @@ def _solve(
 
 def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delta: float) -> None:
     """Raise an ArithmeticError if the contour integral contradicts the lattice."""
-    quadratures = settings.quadratures
-    if len(quadratures) < len(steps):
-        quadratures = [(quadrature(step, settings.tail), count) for step, count in steps]
-    contour = contour_delta(quadratures, epsilon, settings.tilt, 20 - settings.log_delta)
+    nodes = settings.quadratures
+    if len(nodes) < len(steps):
+        nodes = [(quadrature.quadrature(step, settings.tail), count) for step, count in steps]
+    decay = 20 - settings.log_delta
+    contour = quadrature.contour_delta(nodes, epsilon, settings.tilt, decay)
     if contour is None or lattice_delta == 1:
         return
     expected = 10 * (settings.tilt + 1) * settings.cost + math.log(2)

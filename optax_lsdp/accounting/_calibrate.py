@@ -7,7 +7,7 @@ from typing import TypedDict, Unpack
 
 from scipy.optimize import brentq
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole, refusal
 from optax_lsdp._schemes import RELATIONS, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import is_gaussian
 from optax_lsdp.accounting._bounds import gaussian_mu, upper_delta
@@ -46,8 +46,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier z with which training is (ε, δ)-differentially private.
 
-    Training with z never exceeds the budget (ε, δ). With 0.01 % less noise it would. The other
-    arguments are those of `SampledGaussian`. Raise a ValueError if no noise suffices.
+    With 0.01 % less noise, training would exceed the budget (ε, δ). The other arguments are those
+    of `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -99,8 +99,7 @@ def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, del
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
     Use this function for noise that follows a schedule. `family` maps s to the sum of all phases,
-    whose noise multipliers are proportional to s. At the returned scale, training never exceeds the
-    budget (ε, δ). Raise a ValueError if no scale suffices.
+    whose noise multipliers are proportional to s. Raise a ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
@@ -133,25 +132,20 @@ def _smallest_scale(
     def excess(log_scale: float) -> float:
         return math.log(max(spent(math.exp(log_scale)), 1e-320) / delta)
 
-    low = high = guess
-    if excess(high) > 0:
-        for stride in strides:
-            low, high = high, high + stride
-            if excess(high) <= 0:
-                break
-            if high > math.log(_MOST_NOISE):
-                raise ValueError(
-                    f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
-                    f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
-                )
-    else:
-        for stride in strides:
-            low, high = low - stride, low
-            if excess(low) > 0:
-                break
-            if low < math.log(_LEAST_NOISE):
-                return _LEAST_NOISE
-    scale = math.exp(brentq(excess, low, high, xtol=_CLOSE))
+    is_too_small = excess(guess) > 0
+    near = far = guess
+    for stride in strides:
+        near, far = far, far + (stride if is_too_small else -stride)
+        if (excess(far) > 0) != is_too_small:
+            break
+        if far < math.log(_LEAST_NOISE) and not is_too_small:
+            return _LEAST_NOISE
+        if far > math.log(_MOST_NOISE) and is_too_small:
+            raise ValueError(
+                f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
+                f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
+            )
+    scale = math.exp(brentq(excess, min(near, far), max(near, far), xtol=_CLOSE))
     more = _CLOSE / 2
     while family(scale).epsilon(delta) > epsilon:
         scale, more = scale * (1 + more), 1.5 * more
@@ -180,15 +174,12 @@ def calibrate_steps(
         return SampledGaussian(noise_multiplier, sampling_rate, steps, **options).epsilon(delta)
 
     if (least := spent(1)) > epsilon:
-        raise ValueError(
-            f"`epsilon` must be at least {least:.6g} for a single step at delta={delta!r}, "
-            f"got {epsilon!r}; raise the noise multiplier or lower the sampling rate."
-        )
+        demand = f"at least {least:.6g} for a single step at delta={delta!r}"
+        remedy = "raise the noise multiplier or lower the sampling rate"
+        raise refusal("epsilon", demand, epsilon, remedy)
     if spent(_MANY_STEPS) <= epsilon and spent(MOST_STEPS) <= epsilon:
-        raise ValueError(
-            f"`epsilon` must be below the ε of {MOST_STEPS:.0e} steps, got {epsilon!r}; lower "
-            "`epsilon` or the noise multiplier, or raise the sampling rate."
-        )
+        remedy = "lower `epsilon` or the noise multiplier, or raise the sampling rate"
+        raise refusal("epsilon", f"below the ε of {MOST_STEPS:.0e} steps", epsilon, remedy)
     return largest(spent, epsilon, MOST_STEPS)
 
 
@@ -203,8 +194,7 @@ def calibrate_batch_size(
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Raise a ValueError if even batches of
-    one example exceed the budget.
+    `options` are arguments of `SampledGaussian`. Raise if even one example per batch is too many.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
@@ -227,26 +217,23 @@ def calibrate_batch_size(
 
     most = largest(spent, epsilon, dataset_size)
     if most == 0:
-        raise ValueError(
-            f"`epsilon` must be at least {spent(1):.6g} for batches of one example at "
-            f"delta={delta!r}, got {epsilon!r}; raise the noise multiplier or take fewer steps."
-        )
+        demand = f"at least {spent(1):.6g} for batches of one example at delta={delta!r}"
+        remedy = "raise the noise multiplier or take fewer steps"
+        raise refusal("epsilon", demand, epsilon, remedy)
     return most
 
 
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    `spent` must not decrease. It grows like a power of n, so a secant in logarithms lands close to
-    the answer.
+    `spent` must not decrease. It grows like a power of n: a secant in logarithms converges fast.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)
     while at_high <= epsilon:
         if high == most:
             return most
-        low, at_low = high, at_high
-        high = min(2 * high, most)
+        low, at_low, high = high, at_high, min(2 * high, most)
         at_high = spent(high)
     turn = 0
     while high - low > 1:
@@ -256,10 +243,10 @@ def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
             near = low * (high / low) ** share + (-1) ** turn * 1e-6 * low
             middle = min(max(round(near), low + 1), high - 1)
         turn += 1
-        value = spent(middle)
-        low, at_low, high, at_high = (
-            (middle, value, high, at_high) if value <= epsilon else (low, at_low, middle, value)
-        )
+        if (value := spent(middle)) <= epsilon:
+            low, at_low = middle, value
+        else:
+            high, at_high = middle, value
     return low
 
 

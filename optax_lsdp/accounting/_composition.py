@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optax_lsdp._checks import check_delta, check_non_negative, check_whole
+from optax_lsdp._checks import check_delta, check_non_negative, check_whole, refusal
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting._analysis import (
     PrivacyProfile,
@@ -33,8 +33,7 @@ _MOST_KINDS = 64  # different sampled steps; if there are more, similar steps ar
 class Mechanism:
     """The privacy of training steps. `a + b` is a's steps, followed by b's on the same data.
 
-    Guarantees also hold if each step depends on the results of earlier steps. Every answer errs
-    towards less privacy.
+    Each step may depend on the results of earlier steps. Every answer errs towards less privacy.
     """
 
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
@@ -42,7 +41,6 @@ class Mechanism:
         @property
         def phases(self) -> tuple[SampledGaussian, ...]:
             """The phases in the order in which they are taken."""
-            ...
 
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
@@ -55,8 +53,7 @@ class Mechanism:
         Full batches are accounted for exactly. Poisson batches with "add_remove" or "zero_out" have
         a tight analysis, unless a batch is likely to contain so many members of the group that they
         move the sum by more than 20 standard deviations of the noise. In all other cases ε comes
-        from a general bound. The general bound holds for every mechanism and may be far above the
-        true ε.
+        from a bound that holds for every mechanism. It may be far above the true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))
@@ -64,18 +61,14 @@ class Mechanism:
     def to_dp_event(self) -> "dp_accounting.DpEvent":
         """Return the steps as a `DpEvent` of the package dp-accounting, which must be installed.
 
-        A `DpEvent` does not contain the neighbouring relation. Pass the relation to the accountant
-        of dp-accounting.
+        Pass the neighbouring relation to dp-accounting's accountant: a `DpEvent` has none.
         """
         try:
             import dp_accounting as dp
         except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(
-                "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
-            ) from error
-        events = [
-            dp.SelfComposedDpEvent(_step_event(phase, dp), phase.steps) for phase in self.phases
-        ]
+            message = "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
+            raise ModuleNotFoundError(message) from error
+        events = [dp.SelfComposedDpEvent(_step_event(one, dp), one.steps) for one in self.phases]
         return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
     def epsilon(self, delta: float) -> float:
@@ -91,11 +84,10 @@ class Mechanism:
     def epsilon_bounds(self, delta: float) -> tuple[float, float]:
         """Return certified lower and upper bounds on the smallest ε.
 
-        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches the
-        lower bound is 0, because no useful datasets are known. For groups that only the general
-        bound covers (see `group`), it is the lower bound for one example. The lower bound may be
-        far below the true ε, or 0, if privacy losses are rare and large: at noise multipliers below
-        1 with sampling rates near 1/steps.
+        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches it is
+        0, because no useful datasets are known. For groups without their own analysis (see
+        `group`), it is the lower bound for one example. It may be far below the true ε, or 0, if
+        losses are rare and large: at noise multipliers below 1 with sampling rates near 1/steps.
         """
         check_delta("delta", delta)
         profile = privacy_profile(self.parts)
@@ -109,14 +101,13 @@ class Mechanism:
         return lower, upper
 
     def trade_off(self, alpha: float | np.ndarray) -> float | np.ndarray:
-        """Return a lower bound on the false-negative rate of tests between neighbouring datasets.
+        """Return f(α): no test between neighbouring datasets has a lower false-negative rate.
 
-        This bound is the function f of f-differential privacy. `alpha` is the false-positive rate
-        of the test, a number or an array of numbers.
+        `alpha` holds one or more false-positive rates. f is the f of f-differential privacy.
         """
         rates = np.asarray(alpha, float)
         if not np.all((rates >= 0) & (rates <= 1)):
-            raise ValueError(f"`alpha` must be between 0 and 1, got {alpha!r}.")
+            raise refusal("alpha", "between 0 and 1", alpha)
         missed = privacy_profile(self.parts).trade_off(rates.ravel()).reshape(rates.shape)
         return float(missed) if rates.ndim == 0 else missed
 
@@ -164,8 +155,7 @@ class Composition(Mechanism):
 def merge(phases: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
     """Return the phases, with equal phases merged into one phase that has all their steps.
 
-    Phases that end within a shuffled epoch are not merged, because parts of two different epochs
-    may use an example twice.
+    Phases that end within a shuffled epoch stay apart: parts of two epochs may share an example.
     """
     counts: dict[SampledGaussian, int] = {}
     apart = []
@@ -194,10 +184,7 @@ def privacy_profile(phases: "tuple[SampledGaussian, ...]") -> PrivacyProfile:
 def simplify(
     phases: "tuple[SampledGaussian, ...]", *, more_private: bool = False
 ) -> "tuple[SampledGaussian, ...]":
-    """Return few different phases that are at most as private as `phases`.
-
-    With `more_private`, the returned phases are at least as private instead.
-    """
+    """Return few phases that are at most as private, or with `more_private` at least as private."""
     if len(phases) <= _MOST_KINDS:
         return phases
     return merge(simplify_in_order(phases, more_private=more_private))
@@ -206,25 +193,22 @@ def simplify(
 def simplify_in_order(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Round the noise and the rates of the phases until few different phases remain.
+    """Round noise down and rates up until few different phases remain.
 
-    Noise is rounded down and rates are rounded up. With `more_private`, noise is rounded up and
-    rates are rounded down.
+    With `more_private`, round noise up and rates down.
     """
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
         ratio *= 1.5
         if ratio > 1:
             break
-        grid = math.log1p(ratio)
-        rounded = [
-            phase if phase.mu is not None else _rounded(phase, grid, more_private)
-            for phase in phases
-        ]
+        rounded = [_rounded(phase, math.log1p(ratio), more_private) for phase in phases]
     return rounded
 
 
 def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "SampledGaussian":
+    if phase.mu is not None:
+        return phase
     down, up = (math.ceil, math.floor) if more_private else (math.floor, math.ceil)
     smaller, larger = (max, min) if more_private else (min, max)
     noise = math.exp(grid * down(math.log(phase.noise_multiplier) / grid))
@@ -246,10 +230,8 @@ def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEv
             "no such event; use 'poisson', 'without_replacement' or 'full'."
         )
     if phase.group_size != 1:
-        raise ValueError(
-            f"`group_size` must be 1 for to_dp_event, got {phase.group_size!r}, because a DpEvent "
-            "describes single examples; call to_dp_event before `group`."
-        )
+        demand = "1 for to_dp_event, because a DpEvent describes single examples"
+        raise refusal("group_size", demand, phase.group_size, "call to_dp_event before `group`")
     event = dp.GaussianDpEvent(phase.noise_multiplier)
     if phase.max_batch_size is not None:
         return dp.dp_event.TruncatedSubsampledGaussianDpEvent(
@@ -262,10 +244,8 @@ def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEv
         return dp.PoissonSampledDpEvent(phase.sampling_rate, event)
     if phase.sampling == "without_replacement":
         if phase.dataset_size is None:
-            raise ValueError(
-                "`dataset_size` must be a number for to_dp_event with "
-                "sampling='without_replacement', got None; pass `dataset_size` to SampledGaussian."
-            )
+            demand = "a number for to_dp_event with sampling='without_replacement'"
+            raise refusal("dataset_size", demand, None, "pass `dataset_size` to SampledGaussian")
         size = math.ceil(phase.sampling_rate * phase.dataset_size * (1 - 1e-12))
         return dp.SampledWithoutReplacementDpEvent(phase.dataset_size, size, event)
     return event

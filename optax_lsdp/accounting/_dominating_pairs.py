@@ -1,9 +1,8 @@
 """Dominating pairs: two Gaussian mixtures P and Q that reveal at least as much as a training step.
 
 A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q is no smaller than
-the divergence between the step's outputs on any two neighbouring datasets. If each step is replaced
-by its pair, the composition of the pairs dominates the composition of the steps. `_analysis`
-chooses the pairs of each sampling scheme.
+the divergence between the step's outputs on any two neighbouring datasets. The composition of pairs
+dominates the composition of their steps. `_analysis` chooses the pairs of each sampling scheme.
 
 The noise has variance 1, and N(m) stands for N(m, 1). q is the sampling rate. The shift μ is the
 largest contribution of one example, divided by the standard deviation of the noise.
@@ -25,28 +24,16 @@ _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double
 
 
 class Pair(NamedTuple):
-    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x.
+    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x."""
 
-    The weights of P are stored as differences d from the weights of Q. If P and Q are almost equal,
-    this avoids cancellation.
-
-    Attributes:
-        centres: the means mᵢ.
-        base: the weights b of Q.
-        change: the differences d.
-        point: the inverse of `loss`: maps a loss to x, or to ±∞ if no x has that loss.
-        folded: whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both
-            directions at ε < 0. Sampling without replacement has such a pair.
-        missing: the mass of P that no Gaussian models. The accountant gives this mass an infinite
-            loss.
-    """
-
-    centres: np.ndarray
-    base: np.ndarray
-    change: np.ndarray
-    point: Callable[[np.ndarray], np.ndarray]
+    centres: np.ndarray  # the means mᵢ
+    base: np.ndarray  # the weights b of Q
+    change: np.ndarray  # the differences d: they avoid cancellation if P is close to Q
+    point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if there is none
+    # Whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both directions
+    # at ε < 0. Sampling without replacement has such a pair.
     folded: bool = False
-    missing: float = 0.0
+    missing: float = 0.0  # the mass of P that no Gaussian models: its loss counts as infinite
 
     @property
     def weights(self) -> np.ndarray:
@@ -97,12 +84,7 @@ def removal_pair(rate: float, shift: float) -> Pair:
         with np.errstate(divide="ignore"):
             return (np.log(np.maximum(excess, 0.0) / rate) + shift**2 / 2) / shift
 
-    return Pair(
-        centres=np.array([0.0, shift]),
-        base=np.array([1.0, 0.0]),
-        change=np.array([-rate, rate]),
-        point=point,
-    )
+    return Pair(np.array([0.0, shift]), np.array([1.0, 0.0]), np.array([-rate, rate]), point)
 
 
 def addition_pair(rate: float, shift: float) -> Pair:
@@ -113,12 +95,11 @@ def addition_pair(rate: float, shift: float) -> Pair:
 def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
-    Let the two values of the example contribute u and v, of norm at most μ. The pair covers the
-    worst case, u = −v of norm μ. For α = e^ε ≥ 1, the divergence is the divergence of the single
-    Gaussian qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the distances from u
-    to the mixture's centres 0 and v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix
-    Mechanisms). The two distances are at most μ and 2μ, and u = −v attains both. For α < 1,
-    exchange u and v.
+    Let the two values of the example contribute u and v, of norm at most μ. The worst case is
+    u = −v of norm μ. For α = e^ε ≥ 1, the divergence is that of the single Gaussian qN(u) from the
+    mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the distances from u to the mixture's centres
+    0 and v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix Mechanisms). They are at
+    most μ and 2μ, and u = −v attains both. For α < 1, exchange u and v.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -126,28 +107,20 @@ def replacement_pair(rate: float, shift: float) -> Pair:
         half = losses / 2
         with np.errstate(divide="ignore"):
             log_sinh = log_odds + np.log(-np.expm1(-np.abs(losses)) / 2) + np.abs(half)
-        grown = np.where(
-            log_sinh < 300, np.arcsinh(np.exp(np.minimum(log_sinh, 300))), log_sinh + math.log(2)
-        )
+        near = np.arcsinh(np.exp(np.minimum(log_sinh, 300)))
+        grown = np.where(log_sinh < 300, near, log_sinh + math.log(2))
         return (half + np.copysign(grown, losses)) / shift
 
-    return Pair(
-        centres=np.array([-shift, 0.0, shift]),
-        base=np.array([rate, 1 - rate, 0.0]),
-        change=np.array([-rate, 0.0, rate]),
-        point=point,
-    )
+    base, change = np.array([rate, 1 - rate, 0.0]), np.array([-rate, 0.0, rate])
+    return Pair(np.array([-shift, 0.0, shift]), base, change, point)
 
 
 def fixed_size_pair(rate: float, shift: float) -> Pair:
     """Return the folded `removal_pair`, for replacing one example of a fixed-size batch.
 
-    Here μ is the largest distance between the old and the new contribution.
-
-    References:
-        Zhu, Dong and Wang 2022, Optimal Accounting of Differential Privacy via Characteristic
-        Function; Lebeda et al. 2024, Avoiding Pitfalls for Privacy Accounting of Subsampled
-        Mechanisms.
+    Here μ is the largest distance between the old and the new contribution. See Zhu, Dong and Wang
+    2022, Optimal Accounting of Differential Privacy via Characteristic Function; Lebeda et al.
+    2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms.
     """
     return removal_pair(rate, shift)._replace(folded=True)
 
@@ -173,11 +146,8 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 
     Batches with more members than `group_members` returns count as an infinite loss, and weights
     are rounded up. An optimistic pair, for lower bounds on ε, counts such batches as no loss and
-    rounds weights down.
-
-    References:
-        Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
-        Gaussians Mechanisms.
+    rounds weights down. See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling
+    via Mixture of Gaussians Mechanisms.
     """
     return _group_pair(rate, shift, size, 1 - 1e-9 if optimistic else 1 + 1e-9, optimistic)
 
@@ -185,9 +155,8 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks the mass of batches with more members than
-    `group_members` returns. Both make the divergence of P from Q larger. An optimistic pair gives
-    the missing mass to N(0).
+    The weights of Q are rounded down, and Q lacks batches with more members than `group_members`
+    returns. Both raise the divergence of P from Q. An optimistic pair gives their mass to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 
@@ -263,12 +232,7 @@ def binomial_rounding(trials: int) -> float:
 
 def _swapped(pair: Pair) -> Pair:
     """Return the pair (Q, P), mirrored at x = 0 so that its loss grows with x."""
-    return Pair(
-        centres=-pair.centres,
-        base=pair.weights,
-        change=-pair.change,
-        point=lambda losses: -pair.point(-losses),
-    )
+    return Pair(-pair.centres, pair.weights, -pair.change, lambda losses: -pair.point(-losses))
 
 
 def _mean(exponents: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:

@@ -6,8 +6,7 @@ p·e^(θℓ − K(θ)), where K(θ) makes their sum 1, convolves the tilted mass
 Without the tilt, the FFT's rounding errors would swamp the tail that determines δ. With θ near the
 Chernoff optimum, this tail becomes the bulk of the distribution.
 
-Every error is bounded and added on the safe side: towards larger δ in upper bounds, and towards
-smaller δ in lower bounds.
+Every error is bounded. Upper bounds on δ add the bound, and lower bounds subtract it.
 """
 
 import math
@@ -28,19 +27,12 @@ _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summ
 
 
 class Lattice(NamedTuple):
-    """The mass of P at each loss `positions`·h, and at an infinite loss.
+    """The mass of P at each loss `positions`·h, and at an infinite loss."""
 
-    Attributes:
-        positions: whole numbers.
-        masses: the mass of P at each position.
-        infinite: the mass of P at an infinite loss.
-        slack: a bound on how far a true loss can exceed its position because of rounding.
-    """
-
-    positions: np.ndarray
-    masses: np.ndarray
-    infinite: float
-    slack: float
+    positions: np.ndarray  # whole numbers
+    masses: np.ndarray  # the mass of P at each position
+    infinite: float  # the mass of P at an infinite loss
+    slack: float  # a bound on how far a true loss can exceed its position because of rounding
 
 
 def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
@@ -48,18 +40,14 @@ def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -
 
     `_connect_dots` explains why. The step's pairs contribute in proportion to their probabilities.
     """
-    parts = []
-    for weight, pair in step:
-        if not weight:
-            continue
-        lattice = _connect_dots(pair, mesh, per_octave, tail / weight)
-        if pair.folded:
-            lattice = _fold(lattice, mesh)
-        parts.append(
-            (lattice.positions, weight * lattice.masses, weight * lattice.infinite, lattice.slack)
-        )
-    index, masses, infinite, slack = zip(*parts, strict=True)
-    return Lattice(np.concatenate(index), np.concatenate(masses), sum(infinite), max(slack))
+    held = [(weight, pair) for weight, pair in step if weight]
+    parts = [_connect_dots(pair, mesh, per_octave, tail / weight) for weight, pair in held]
+    return Lattice(
+        np.concatenate([part.positions for part in parts]),
+        np.concatenate([weight * x.masses for (weight, _), x in zip(held, parts, strict=True)]),
+        sum(weight * x.infinite for (weight, _), x in zip(held, parts, strict=True)),
+        max(part.slack for part in parts),
+    )
 
 
 def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
@@ -94,14 +82,12 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
     spread[:-1] += total - upper
     spread[1:] += upper
     infinite = float(ndtr(pair.centres - points[-1]) @ pair.weights) * (1 + 1e-12)
-    return Lattice(index, spread, infinite + pair.missing, 3 * off)
+    lattice = Lattice(index, spread, infinite + pair.missing, 3 * off)
+    return _fold(lattice, mesh) if pair.folded else lattice
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses and their mirror image, which has P and Q exchanged.
-
-    All other mass moves to 0.
-    """
+    """Return the positive losses, and their mirror image for (Q, P). All other mass moves to 0."""
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -188,86 +174,51 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(high - low, 0.0), errors
 
 
-class _Sums(NamedTuple):
-    """Sums over all frequencies; see `TiltedSum`.
-
-    Attributes:
-        value: δ(ε)/weight.
-        error: a bound on the error of `value`.
-        weight: e^(log_scale − θs₀), where s₀ is the smallest loss above ε on the lattice.
-        wrapped: e^(−θNh).
-        growth: the logarithm of a factor that covers rounding errors.
-    """
-
-    value: np.ndarray
-    error: np.ndarray
-    weight: np.ndarray
-    wrapped: float
-    growth: np.ndarray
-
-
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    There is one sum for each row of `counts` in `convolve`. Arrays have one row for each sum and,
-    if they depend on the frequency, one column for each frequency. φⱼ is the j-th Fourier
-    coefficient of the tilted masses of one kind of step, which is taken T times. Π and Σ run over
-    the kinds of steps.
-
-    Attributes:
-        mesh: h, the spacing of the lattice.
-        tilt: θ.
-        size: N, the length of the FFT. Losses that differ by N·h are not distinguished.
-        log_scale: Σ T·K(θ). The mass of P at loss s is the tilted mass times e^(log_scale − θs).
-        frequencies: the whole numbers j of the coefficients that are kept.
-        gaps: the coefficients of δ(ε) at lattice points: Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, where
-            r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
-        ends: the coefficients of its correction between lattice points: Π φⱼ^T/((1 − r′)N).
-        noise: a bound on the error of a sum over all frequencies.
-        growth: a bound on the logarithm of the factor by which rounding may have changed masses.
-        infinite: the mass of P at an infinite loss.
-        slack: a bound on how far the true sum of losses can exceed the sum on the lattice.
-        extra_tilt, log_moment: t and log E[e^(tS)] of the tilted sum S, to bound its upper tail.
+    Arrays have one row for each row of `counts` in `convolve` and, if they depend on the frequency,
+    one column for each frequency. φⱼ is the j-th Fourier coefficient of the tilted masses of one
+    kind of step, which is taken T times. Π and Σ run over the kinds of steps. With h, θ and t, the
+    mesh, the tilt and the extra tilt of the settings, let r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
     """
 
-    mesh: float
-    tilt: float
-    size: int
-    log_scale: np.ndarray
-    frequencies: np.ndarray
-    gaps: np.ndarray
-    ends: np.ndarray
-    noise: np.ndarray
-    growth: np.ndarray
-    infinite: np.ndarray
-    slack: np.ndarray
-    extra_tilt: float
-    log_moment: np.ndarray
+    settings: LatticeSettings
+    size: int  # N, the length of the FFT: losses that differ by N·h are not distinguished
+    log_scale: np.ndarray  # Σ T·K(θ): P(s) is the tilted mass times e^(log_scale − θs)
+    frequencies: np.ndarray  # the whole numbers j of the coefficients that are kept
+    gaps: np.ndarray  # Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, for δ(ε) at lattice points
+    ends: np.ndarray  # Π φⱼ^T/((1 − r′)N), for its correction between lattice points
+    noise: np.ndarray  # a bound on the error of a sum over all frequencies
+    growth: np.ndarray  # a bound on log(the factor by which rounding may have changed masses)
+    infinite: np.ndarray  # the mass of P at an infinite loss
+    slack: np.ndarray  # a bound on how far the true sum of losses can exceed the lattice's sum
+    log_moment: np.ndarray  # log E[e^(tS)] of the tilted sum S, to bound its upper tail
 
     def upper_delta(self, epsilon: np.ndarray) -> np.ndarray:
         """Return upper bounds on δ(ε) of the steps, for one ε per row."""
-        value, error, weight, wrapped, growth = self._sums(epsilon - self.slack)
+        value, weight, wrapped, growth = self._sums(epsilon - self.slack)
         with np.errstate(over="ignore", invalid="ignore"):
-            bound = np.exp(growth) * weight * (value + error + wrapped) + self.infinite
+            bound = np.exp(growth) * weight * (value + self.noise + wrapped) + self.infinite
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
         """Return lower bounds on δ(ε) of the losses on the lattice, for one ε per row."""
-        value, error, weight, wrapped, growth = self._sums(epsilon)
-        window = self.size * self.mesh
-        beyond = np.exp(np.minimum(0.0, self.log_moment - self.extra_tilt * (epsilon + window)))
+        value, weight, wrapped, growth = self._sums(epsilon)
+        above = epsilon + self.size * self.settings.mesh
+        beyond = np.exp(np.minimum(0.0, self.log_moment - self.settings.extra_tilt * above))
+        below = wrapped / (1 - wrapped)
         with np.errstate(over="ignore", invalid="ignore"):
-            bound = np.exp(-growth) * weight * (value - error - beyond) - wrapped / (1 - wrapped)
+            bound = np.exp(-growth) * weight * (value - self.noise - beyond) - below
         return np.where(weight < math.inf, np.maximum(bound, 0.0), 0.0)
 
-    def _sums(self, epsilon: np.ndarray) -> _Sums:
-        """Sum over all frequencies.
+    def _sums(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
+        """Return δ(ε)/weight, the weight, e^(−θNh), and the logarithm of a factor for rounding.
 
         δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh. They are read
         as losses s in the window (ε, ε + Nh]. If s₀ is the smallest of these losses, the weight
         e^(log_scale − θs₀) is factored out. The remaining factors e^(−θs) and e^(−(θ + 1)s) are
-        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′). By Parseval's theorem no
-        inverse FFT is needed.
+        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
 
         Losses above the window are read too low. Their true contribution to δ is at most
         weight·e^(−θNh), so upper bounds add this term. The contribution that is read is at most
@@ -275,21 +226,21 @@ class TiltedSum(NamedTuple):
         the limit. Losses below the window are read too high. They contribute at most
         Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), so lower bounds subtract this term.
         """
-        epsilon = np.minimum(epsilon, 1e15 * self.mesh)  # beyond this limit, δ only decreases
-        first = np.floor(epsilon / self.mesh).astype(np.int64) + 1
-        start = first * self.mesh
-        window = self.size * self.mesh
-        wrapped = math.exp(-self.tilt * window)
+        mesh, tilt = self.settings.mesh, self.settings.tilt
+        epsilon = np.minimum(epsilon, 1e15 * mesh)  # beyond this limit, δ only decreases
+        first = np.floor(epsilon / mesh).astype(np.int64) + 1
+        start, window = first * mesh, self.size * mesh
+        wrapped = math.exp(-tilt * window)
         turns = self.frequencies * (first % self.size)[:, None] % self.size / self.size
         phases = np.exp(2j * math.pi * turns)
         gap = np.sum((phases * self.gaps).real, axis=1)
         end = np.sum((phases * self.ends).real, axis=1)
         rest = -np.expm1(epsilon - start) + wrapped * np.expm1(epsilon - start - window)
         value = (1 - wrapped) * gap + rest * end
-        exponent = self.log_scale - self.tilt * start
+        exponent = self.log_scale - tilt * start
         weight = np.exp(np.where(exponent < 600, exponent, math.inf))
-        size = np.abs(self.log_scale) + np.abs(self.tilt * start)
-        return _Sums(value, self.noise, weight, wrapped, self.growth + 4 * _EPS * (size + 8))
+        size = np.abs(self.log_scale) + np.abs(tilt * start)
+        return value, weight, wrapped, self.growth + 4 * _EPS * (size + 8)
 
 
 def convolve(
@@ -304,8 +255,7 @@ def convolve(
     η = 8·log₂N·ε, where ε is the machine precision. The error of φ^T is at most
     T·η·(|φ| + η)^(T − 1), plus a relative error of ε·(T|log φ| + 16) from computing the power. A
     tilted mass is exact up to a factor e^(ε·c), where c is the size of its exponents. T such
-    factors multiply. The Fourier coefficients that are dropped add at most e^(−42) to the mean of
-    all coefficients.
+    factors multiply. Dropped Fourier coefficients add at most e^(−42) to the mean of all.
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)
@@ -319,11 +269,8 @@ def convolve(
         rfft(np.bincount(lattice.positions % size, masses, size))
         for lattice, (masses, _) in zip(lattices, parts, strict=True)
     ]
-    fewest = counts.min(axis=0)
-    decay = sum(
-        fewer * np.log(np.abs(spectrum) + eta)
-        for fewer, spectrum in zip(fewest, spectra, strict=True)
-    )
+    pairs = zip(counts.min(axis=0), spectra, strict=True)
+    decay = sum(fewest * np.log(np.abs(spectrum) + eta) for fewest, spectrum in pairs)
     kept = np.flatnonzero(decay > -_NEGLIGIBLE)
     spectrum = np.array([one[kept] for one in spectra])
     log_spectrum = np.log(np.where(spectrum == 0, 1e-300, spectrum))
@@ -337,8 +284,7 @@ def convolve(
     errors = errors * (counts @ (eta / bounds) + _EPS * (counts @ np.abs(log_spectrum) + 16))
     powers = np.exp(counts @ log_spectrum) * sides
     return TiltedSum(
-        mesh=mesh,
-        tilt=tilt,
+        settings=settings,
         size=size,
         log_scale=counts @ logs,
         frequencies=kept,
@@ -348,7 +294,6 @@ def convolve(
         growth=growth,
         infinite=counts @ np.array([lattice.infinite for lattice in lattices]),
         slack=counts @ np.array([lattice.slack for lattice in lattices]),
-        extra_tilt=settings.extra_tilt,
         log_moment=counts @ (moved - logs) + growth,
     )
 

@@ -8,17 +8,12 @@ from typing import Self
 
 import numpy as np
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json
+from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, read_json, refusal
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_per_epoch
 from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
 from optax_lsdp.accounting._calibrate import largest
-from optax_lsdp.accounting._composition import (
-    Composition,
-    Mechanism,
-    simplify,
-    simplify_in_order,
-)
+from optax_lsdp.accounting._composition import Composition, Mechanism, simplify, simplify_in_order
 from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _VERSION = 1
@@ -29,10 +24,10 @@ _RATIO = 5e-4  # relative distance of the numbers of steps at which a curve is c
 class Ledger(Mechanism):
     """A record of the steps that a run has taken. Steps are appended and never changed.
 
-    A ledger has the methods of a `SampledGaussian`, such as `epsilon`, and none of them changes the
-    ledger. Steps that equal the last step are merged into one phase, so a ledger of 10⁵ equal steps
-    is as small as a ledger of one step. Shuffled batches are merged only if they are appended with
-    `continues=True`. Otherwise each part of an epoch counts as a whole epoch.
+    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. Steps that equal the last
+    step are merged into one phase, so 10⁵ equal steps take no more room than one. Shuffled batches
+    are merged only if they are appended with `continues=True`. Otherwise each part of an epoch
+    counts as a whole epoch.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -54,9 +49,7 @@ class Ledger(Mechanism):
     def append(self, phase: SampledGaussian, *, continues: bool = False) -> None:
         """Record that the steps of `phase` were taken after all steps so far.
 
-        Args:
-            phase: one or more equal steps.
-            continues: whether shuffled batches continue the epochs of the last phase.
+        With `continues`, shuffled batches continue the epochs of the last phase.
         """
         if not isinstance(phase, SampledGaussian):
             raise TypeError(
@@ -89,8 +82,7 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return an upper bound on ε after each step.
 
-        ε is computed only after some of the steps. Every other step gets the ε of the next step at
-        which ε is computed.
+        ε is computed after some of the steps. A step in between gets the next computed ε.
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
@@ -101,10 +93,7 @@ class Ledger(Mechanism):
         return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps like the last one the budget (ε, δ) allows.
-
-        Raise a ValueError if the ledger has no steps.
-        """
+        """Return how many more steps like the last one the budget (ε, δ) allows."""
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:
@@ -130,28 +119,29 @@ class Ledger(Mechanism):
             found = read_json(text)
             version, phases = found["optax_lsdp_ledger"], found["phases"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"`text` must be what to_json returned, got {str(text)[:40]!r} ({error}); "
-                "pass the return value of to_json unchanged."
-            ) from error
+            why = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise _refusal("be what to_json returned", f"{str(text)[:40]!r} ({why})") from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
                 f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
                 "read it with the version of optax_lsdp that wrote it, or with a newer version."
             )
-        if set(found) != {"optax_lsdp_ledger", "phases"}:
-            raise ValueError(
-                "`text` must have only the keys 'optax_lsdp_ledger' and 'phases', got "
-                f"{str(sorted(found))[:200]}; pass the return value of to_json unchanged."
-            )
+        if set(found) != {"optax_lsdp_ledger", "phases"} or not isinstance(phases, list):
+            keys = "have only the keys 'optax_lsdp_ledger' and 'phases', a list"
+            raise _refusal(keys, str(sorted(found))[:200])
         known = {field.name for field in fields(SampledGaussian)}
-        for phase in phases if isinstance(phases, list) else [str(phases)]:
+        ledger = cls()
+        for number, phase in enumerate(phases, 1):
+            where = f"phase {number} of {len(phases)}"
             if not isinstance(phase, dict) or set(phase) != known:
-                raise ValueError(
-                    f"`text` must have phases with the keys {sorted(known)}, got "
-                    f"{str(phase)[:200]}; pass the return value of to_json unchanged."
-                )
-        return cls(SampledGaussian(**phase) for phase in phases)
+                keys = f"have phases with the keys {sorted(known)}"
+                raise _refusal(keys, f"{str(phase)[:200]} as {where}")
+            try:
+                ledger.append(SampledGaussian(**phase))
+            except (TypeError, ValueError) as error:
+                why = f"an error in {where}: {str(error).rstrip('.')}"
+                raise _refusal("have valid phases", why) from error
+        return ledger
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Ledger) and self.phases == other.phases
@@ -160,11 +150,15 @@ class Ledger(Mechanism):
         return f"Ledger({list(self.phases)!r})"
 
 
+def _refusal(demand: str, got: str) -> ValueError:
+    remedy = "pass the return value of Ledger.to_json unchanged"
+    return ValueError(f"`text` must {demand}, got {got}; {remedy}.")
+
+
 def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
-    ε is computed at `_knots`, in blocks within which the number of steps less than doubles. The
-    Fourier coefficients of a block are computed once and raised to one power per knot.
+    ε is computed at `_knots`. The knots of a block share Fourier coefficients; see `_blocks`.
     """
     total = sum(phase.steps for phase in phases)
     phases = [phase for phase in simplify_in_order(phases) if phase.steps]
@@ -172,18 +166,16 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
     if not total:
         return np.zeros(0)
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
-        raise ValueError(
-            "`group_size` must be 1 to compute ε after every step of these phases, got "
-            f"{kinds[0].group_size!r}; call `epsilon` on a ledger that ends at the step that you "
-            "are interested in."
-        )
+        demand = "1 to compute ε after every step of these phases"
+        remedy = "call `epsilon` on a ledger that ends at the step that you are interested in"
+        raise refusal("group_size", demand, kinds[0].group_size, remedy)
     knots = _knots(total)
     counts = _counts(phases, kinds, knots)
     analyses = [analyse(kind) for kind in kinds]
     if all(one.mu is not None for one in analyses):
         squares = counts @ np.array([one.mu**2 for one in analyses if one.mu is not None])
         mus = np.sqrt(squares) * (1 + 1e-15)
-        at_knots = np.array([gaussian_epsilon(delta, float(mu)) for mu in mus])
+        at_knots = np.array([gaussian_epsilon(delta, mu) for mu in mus.tolist()])
     else:
         at_knots = np.zeros(len(knots))
         for case in range(max(len(one.upper) for one in analyses)):
@@ -206,12 +198,10 @@ def _knots(total: int) -> np.ndarray:
 
 def _blocks(knots: np.ndarray) -> list[slice]:
     """Cut the knots into blocks within which the number of steps less than doubles."""
-    cuts, start = [], 0
-    while start < len(knots):
-        end = int(np.searchsorted(knots, 2 * knots[start]))
-        cuts.append(slice(start, end))
-        start = end
-    return cuts
+    blocks: list[slice] = []
+    while (start := blocks[-1].stop if blocks else 0) < len(knots):
+        blocks.append(slice(start, int(np.searchsorted(knots, 2 * knots[start]))))
+    return blocks
 
 
 def _counts(

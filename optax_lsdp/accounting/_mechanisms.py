@@ -1,9 +1,7 @@
 """The mechanisms whose privacy the accountant can compute.
 
-`SampledGaussian` is Gaussian noise on clipped sums over sampled batches. `DiscreteGaussian` is
-discrete Gaussian noise on full batches. To add a mechanism whose steps have a dominating pair,
-derive it from `Mechanism` and add the pair to `_analysis`. A mechanism without a dominating pair
-needs its own `epsilon` and `delta`, as `DiscreteGaussian` has.
+To add a mechanism whose steps have a dominating pair, derive it from `Mechanism` and add the pair
+to `_analysis`. Any other mechanism needs its own `epsilon` and `delta`, as `DiscreteGaussian` has.
 """
 
 import math
@@ -14,16 +12,7 @@ from typing import Literal, Self, cast
 
 from scipy.optimize import minimize_scalar
 
-from optax_lsdp._checks import (
-    MOST_STEPS,
-    check_choice,
-    check_delta,
-    check_non_negative,
-    check_positive,
-    check_rate,
-    check_whole,
-    is_number,
-)
+import optax_lsdp._checks as checks
 from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import analyse
 from optax_lsdp.accounting._composition import Mechanism
@@ -48,15 +37,13 @@ class SampledGaussian(Mechanism):
             "without_replacement": every batch is a uniform subset of q·n examples;
             "full": every batch is the whole dataset, q = 1, and its size is public;
             "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch, in any order. No tight
-            analysis is known. The reported ε holds for every order, as if the attacker knew which
-            batch contains each example.
+            analysis is known. ε holds for every order, even one that the attacker knows.
         neighbouring: the neighbouring relation. An attacker must not be able to distinguish two
             datasets that differ in this way:
             "add_remove": one dataset has one more example;
             "zero_out": one example is replaced by a blank that contributes nothing;
             "replace_one": one example has a different value.
-            The default is "add_remove" with the schemes "poisson" and "full". Other schemes have no
-            default.
+            The default is "add_remove" with "poisson" and "full". Other schemes have no default.
         max_batch_size: larger Poisson batches are truncated to a random subset of this size.
         dataset_size: n, required with `max_batch_size`.
         group_size: how many examples one person contributes; see `group`.
@@ -88,31 +75,27 @@ class SampledGaussian(Mechanism):
     group_size: int = 1
 
     def __post_init__(self) -> None:
-        is_zero = is_number(self.noise_multiplier) and self.noise_multiplier == 0
+        is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
         why = "without noise ε is infinite" if is_zero else ""
-        check_positive("noise_multiplier", self.noise_multiplier, why)
-        check_rate("sampling_rate", self.sampling_rate)
-        check_whole("steps", self.steps, least=0)
-        check_whole("group_size", self.group_size)
-        check_choice("sampling", self.sampling, SCHEMES)
+        checks.check_positive("noise_multiplier", self.noise_multiplier, why)
+        checks.check_rate("sampling_rate", self.sampling_rate)
+        checks.check_whole("steps", self.steps, least=0)
+        checks.check_whole("group_size", self.group_size)
+        checks.check_choice("sampling", self.sampling, SCHEMES)
         scheme = SCHEMES[self.sampling]
         if self.neighbouring is None and scheme.default_neighbouring is not None:
             object.__setattr__(self, "neighbouring", scheme.default_neighbouring)
         if self.neighbouring not in scheme.neighbouring:
             choices = " or ".join(map(repr, scheme.neighbouring))
             why = "there is no default" if self.neighbouring is None else "no other is analysed"
-            raise ValueError(
-                f"`neighbouring` must be {choices} with sampling={self.sampling!r}, "
-                f"got {self.neighbouring!r}, but {why}; pass {choices}."
-            )
+            demand, remedy = f"{choices} with sampling={self.sampling!r}", f"pass {choices}: {why}"
+            raise checks.refusal("neighbouring", demand, self.neighbouring, remedy)
         if scheme.whole_dataset and self.sampling_rate != 1:
-            raise ValueError(
-                f"`sampling_rate` must be 1 for full batches, got {self.sampling_rate!r}."
-            )
+            raise checks.refusal("sampling_rate", "1 for full batches", self.sampling_rate)
         if self.dataset_size is not None:
-            check_whole("dataset_size", self.dataset_size)
+            checks.check_whole("dataset_size", self.dataset_size)
         if self.max_batch_size is not None:
-            check_whole("max_batch_size", self.max_batch_size)
+            checks.check_whole("max_batch_size", self.max_batch_size)
             if not scheme.random_size or self.dataset_size is None:
                 raise ValueError(
                     "`max_batch_size` must come with sampling='poisson' and a `dataset_size`, "
@@ -136,7 +119,7 @@ class SampledGaussian(Mechanism):
 
     def group(self, size: int) -> Self:
         """Return this phase for groups of `size` examples; see `Mechanism.group`."""
-        check_whole("size", size)
+        checks.check_whole("size", size)
         return replace(self, group_size=self.group_size * size)
 
 
@@ -147,19 +130,15 @@ class DiscreteGaussian:
     In any dimension, each step satisfies ρ-zero-concentrated differential privacy with
     ρ = 1/(2z²), just as with continuous noise. T steps together have ρ = T/(2z²). With
     "replace_one", ρ is four times as large. For any ρ, ε = min over α > 1 of
-    αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound. This ε is somewhat larger than
-    the ε of continuous noise, which has an exact analysis.
+    αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound (Canonne, Kamath, Steinke 2020,
+    The Discrete Gaussian for Differential Privacy). This ε is somewhat larger than the ε of
+    continuous noise, which has an exact analysis.
 
     Args:
-        noise_multiplier: z. It is the scale of the noise divided by the largest norm that one
-            example can contribute.
+        noise_multiplier: z, the scale of the noise over the norm that one example can contribute.
         steps: T, the number of noisy sums that are released.
         sampling: must be "full". The accountant has no analysis of discrete noise with sampling.
-        neighbouring: the neighbouring relation; see `SampledGaussian`. The dataset's size is
-            public.
-
-    References:
-        Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy.
+        neighbouring: the relation; see `SampledGaussian`. The dataset's size is public.
 
     >>> round(DiscreteGaussian(noise_multiplier=10.0, steps=25).epsilon(1e-5), 3)
     2.166
@@ -171,14 +150,13 @@ class DiscreteGaussian:
     neighbouring: Neighbouring = "add_remove"
 
     def __post_init__(self) -> None:
-        check_positive("noise_multiplier", self.noise_multiplier)
-        check_whole("steps", self.steps)
+        checks.check_positive("noise_multiplier", self.noise_multiplier)
+        checks.check_whole("steps", self.steps)
         if self.sampling != "full":
-            raise ValueError(
-                f'`sampling` must be "full", got {self.sampling!r}, because discrete noise on '
-                "sampled batches has no analysis; use `add_gaussian_noise` and `SampledGaussian`."
-            )
-        check_choice("neighbouring", self.neighbouring, SCHEMES["full"].neighbouring)
+            demand = "'full', because discrete noise on sampled batches has no analysis"
+            remedy = "use `add_gaussian_noise` and `SampledGaussian`"
+            raise checks.refusal("sampling", demand, self.sampling, remedy)
+        checks.check_choice("neighbouring", self.neighbouring, SCHEMES["full"].neighbouring)
 
     @property
     def rho(self) -> float:
@@ -188,7 +166,7 @@ class DiscreteGaussian:
 
     def epsilon(self, delta: float) -> float:
         """Return an ε for which (ε, δ)-differential privacy is certified."""
-        check_delta("delta", delta)
+        checks.check_delta("delta", delta)
 
         def bound(log_excess: float) -> float:
             excess = math.exp(log_excess)  # α − 1
@@ -199,7 +177,7 @@ class DiscreteGaussian:
 
     def delta(self, epsilon: float) -> float:
         """Return a δ for which (ε, δ)-differential privacy is certified."""
-        check_non_negative("epsilon", epsilon)
+        checks.check_non_negative("epsilon", epsilon)
 
         def log_bound(log_excess: float) -> float:
             excess = math.exp(log_excess)
@@ -219,32 +197,31 @@ def _smallest(bound: Callable[[float], float]) -> float:
 def steps_of_epochs(
     epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
 ) -> int:
-    """Return how many steps `epochs` epochs take, rounded up.
+    """Return how many steps `epochs` passes over the data take, rounded up.
 
-    Args:
-        epochs: the number of passes over the data, not necessarily whole.
-        dataset_size: n.
-        batch_size: b, the expected or fixed size of a batch.
-        sampling: the sampling scheme; see `SampledGaussian`. An epoch has n/b steps. With
-            shuffled batches, an epoch has ⌊n/b⌋ steps and leaves out the remaining examples.
+    With n examples and batches of fixed or expected size b, an epoch has n/b steps. With shuffled
+    batches, an epoch has ⌊n/b⌋ steps and leaves out the remaining examples.
 
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
     14063
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256, sampling="shuffled")
     14040
     """
-    check_positive("epochs", epochs)
-    check_whole("dataset_size", dataset_size)
-    check_whole("batch_size", batch_size)
-    check_choice("sampling", sampling, SCHEMES)
-    if batch_size > dataset_size:
-        raise ValueError(
-            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size}."
-        )
+    checks.check_positive("epochs", epochs)
+    check_batch_size(batch_size, dataset_size)
+    checks.check_choice("sampling", sampling, SCHEMES)
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
-    if steps > MOST_STEPS:
+    if steps > checks.MOST_STEPS:
         raise ValueError(
-            f"`epochs` must take at most {MOST_STEPS:.0e} steps, got {epochs!r}, that is, "
+            f"`epochs` must take at most {checks.MOST_STEPS:.0e} steps, got {epochs!r}, that is, "
             f"{steps:.2g} steps; lower `epochs` or raise `batch_size`."
         )
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
+
+
+def check_batch_size(batch_size: int, dataset_size: int) -> None:
+    """Raise unless both are positive integers and the batch is at most as large as the dataset."""
+    checks.check_whole("dataset_size", dataset_size)
+    checks.check_whole("batch_size", batch_size)
+    if batch_size > dataset_size:
+        raise checks.refusal("batch_size", f"at most `dataset_size`, {dataset_size}", batch_size)

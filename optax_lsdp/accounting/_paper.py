@@ -7,12 +7,15 @@ S = 5b²Tα/(μn²ε), its conditions are α ≤ log(n/(b(1 + S))) and S ≥ 1.5
 """
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-from optax_lsdp.accounting._mechanisms import SampledGaussian
+from optax_lsdp.accounting._mechanisms import SampledGaussian, check_batch_size
 
 _SPLITS = np.linspace(0, 1, 4001)[1:-1]  # values of μ to try
 
@@ -21,8 +24,7 @@ class PaperNoise(NamedTuple):
     """The noise of Theorem 1, its conditions, and the true ε.
 
     Attributes:
-        noise_stddev: ν, the standard deviation of the noise on each coordinate of the *mean*
-            gradient.
+        noise_stddev: ν, the standard deviation of the noise on each entry of the *mean* gradient.
         noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
         alpha: α, the order of the Rényi divergence.
         mu: μ in (0, 1), the theorem's parameter that splits the budget.
@@ -30,8 +32,7 @@ class PaperNoise(NamedTuple):
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
         poisson_epsilon: the true ε with Poisson batches and the relation "add_remove".
-        fixed_size_epsilon: an upper bound on the true ε with fixed-size batches without replacement
-            and the relation "replace_one".
+        fixed_size_epsilon: an upper bound on ε with "without_replacement" and "replace_one".
     """
 
     noise_stddev: float
@@ -58,17 +59,10 @@ def paper_noise(
 ) -> PaperNoise:
     """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
-    Args:
-        epsilon: the ε that the theorem should guarantee.
-        delta: the δ that the theorem should guarantee.
-        dataset_size: n.
-        batch_size: b.
-        steps: T.
-        lipschitz: G, the largest norm of one example's gradient; the clip norm.
-        mu: μ in (0, 1). The default is the μ with the least noise among those that satisfy the
-            conditions.
-        number_alone: return the noise even if the conditions fail. The theorem then guarantees
-            nothing. The result still contains the true ε.
+    n, b and T are `dataset_size`, `batch_size` and `steps`. G, the largest norm of one example's
+    gradient, is `lipschitz`; it is the clip norm. The default of `mu` is the μ in (0, 1) with the
+    least noise that satisfies the conditions. With `number_alone`, return the noise even if the
+    conditions fail. The theorem then guarantees nothing. The result still contains the true ε.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,
@@ -85,36 +79,20 @@ def paper_noise(
     check_positive("epsilon", epsilon)
     check_delta("delta", delta)
     check_positive("lipschitz", lipschitz)
-    for name, value in (
-        ("dataset_size", dataset_size),
-        ("batch_size", batch_size),
-        ("steps", steps),
-    ):
-        check_whole(name, value)
-    if batch_size > dataset_size:
-        raise ValueError(
-            f"`batch_size` must be at most `dataset_size`, {dataset_size}, got {batch_size!r}."
-        )
+    check_whole("steps", steps)
+    check_batch_size(batch_size, dataset_size)
     if mu is not None:
         check_delta("mu", mu)
     splits = _SPLITS if mu is None else np.array([mu])
-    setting = _TheoremSetting(delta, dataset_size, batch_size, steps)
-    terms = setting.terms(epsilon, splits)
-    if terms.holds.any():
-        best = int(np.argmin(np.where(terms.holds, terms.noise, math.inf)))
-    elif number_alone:
-        best = int(np.argmin(terms.noise))
-    else:
-        raise ValueError(_refusal(setting, epsilon, splits))
+    terms_at = partial(_terms, delta=delta, size=dataset_size, batch=batch_size, steps=steps)
+    terms = terms_at(epsilon, splits)
+    if not (terms.holds.any() or number_alone):
+        raise ValueError(_refusal(terms_at, epsilon, splits))
+    allowed = terms.holds if terms.holds.any() else True
+    best = int(np.argmin(np.where(allowed, terms.noise, math.inf)))
     multiplier = float(terms.noise[best]) * batch_size
     poisson = SampledGaussian(multiplier, batch_size / dataset_size, steps)
-    fixed_size = SampledGaussian(
-        multiplier,
-        batch_size / dataset_size,
-        steps,
-        sampling="without_replacement",
-        neighbouring="replace_one",
-    )
+    fixed_size = replace(poisson, sampling="without_replacement", neighbouring="replace_one")
     return PaperNoise(
         noise_stddev=float(terms.noise[best]) * lipschitz,
         noise_multiplier=multiplier,
@@ -136,40 +114,36 @@ class _Terms(NamedTuple):
     holds: np.ndarray
 
 
-class _TheoremSetting(NamedTuple):
-    delta: float
-    size: int
-    batch: int
-    steps: int
-
-    def terms(self, epsilon: float, mu: np.ndarray) -> _Terms:
-        """Return every term of the theorem at each μ, for G = 1."""
-        with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
-            alpha = -math.log(self.delta) / ((1 - mu) * epsilon) + 1
-            share = self.steps * alpha / (mu * self.size**2 * epsilon)
-            spread = 5 * self.batch**2 * share
-            largest = np.log(self.size / (self.batch * (1 + spread)))
-        return _Terms(
-            np.sqrt(20 * share), alpha, largest, spread, (alpha <= largest) & (spread >= 1.5)
-        )
+def _terms(
+    epsilon: float, mu: np.ndarray, delta: float, size: int, batch: int, steps: int
+) -> _Terms:
+    """Return every term of the theorem at each μ, for G = 1."""
+    with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
+        alpha = -math.log(delta) / ((1 - mu) * epsilon) + 1
+        share = steps * alpha / (mu * size**2 * epsilon)
+        spread = 5 * batch**2 * share
+        largest = np.log(size / (batch * (1 + spread)))
+    holds = (alpha <= largest) & (spread >= 1.5)
+    return _Terms(np.sqrt(20 * share), alpha, largest, spread, holds)
 
 
-def _refusal(setting: _TheoremSetting, epsilon: float, splits: np.ndarray) -> str:
+def _refusal(
+    terms_at: Callable[[float, np.ndarray], _Terms], epsilon: float, splits: np.ndarray
+) -> str:
     """Return a message: by how much the conditions fail, and the smallest ε at which they hold."""
-    terms = setting.terms(epsilon, splits)
-    short = np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)
-    best = int(np.argmin(short))
-    rising = np.geomspace(epsilon, 1e4 * epsilon, 2000)
-    holding = [one for one in rising if setting.terms(one, splits).holds.any()]
-    if holding:
-        low, high = holding[0] * rising[0] / rising[1], holding[0]
+
+    def holds(epsilon: float) -> bool:
+        return bool(terms_at(epsilon, splits).holds.any())
+
+    terms = terms_at(epsilon, splits)
+    best = int(np.argmin(np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)))
+    rising, remedy = np.geomspace(epsilon, 1e4 * epsilon, 2000), ""
+    if (high := next(filter(holds, rising), None)) is not None:
+        low = high * rising[0] / rising[1]
         while high - low > 1e-4 * high:
             middle = (low + high) / 2
-            held = setting.terms(middle, splits).holds.any()
-            low, high = (low, middle) if held else (middle, high)
+            low, high = (low, middle) if holds(middle) else (middle, high)
         remedy = f"raise `epsilon` to {high:.2f}, where both first hold, or "
-    else:
-        remedy = ""
     return (
         f"`epsilon` must satisfy both conditions of Theorem 1, got {epsilon!r}: at the best μ, "
         f"{splits[best]:.3f}, α = {terms.alpha[best]:.2f} must be at most "

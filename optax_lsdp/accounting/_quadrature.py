@@ -1,9 +1,8 @@
 """The privacy loss at quadrature nodes: close to exact, but without a bound on its error.
 
-The privacy guarantee does not depend on this module. The quadrature serves two purposes. First, it
-chooses the settings of the lattice: the tilt, the mesh and the window. Bad settings make a bound
-loose, never wrong. Second, a contour integral over the quadrature gives an independent value of
-δ(ε), which is compared with the lattice's value.
+The privacy guarantee does not depend on this module. First, the quadrature chooses the settings of
+the lattice: the tilt, the mesh and the window. Bad settings make a bound loose, never wrong.
+Second, a contour integral gives an independent value of δ(ε) to compare with the lattice's value.
 """
 
 import math
@@ -28,10 +27,7 @@ _BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral: in one step of t
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes, and the mass of P at each node.
-
-    If the masses sum to less than 1, the rest of the mass has loss zero.
-    """
+    """Losses at quadrature nodes, and the mass of P at each. The rest of the mass has loss zero."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -42,32 +38,18 @@ Quadratures = Sequence[tuple[Quadrature, int]]
 
 
 class LatticeSettings(NamedTuple):
-    """How to compose steps on a lattice, and which result to expect.
+    """How to compose steps on a lattice, and which result to expect."""
 
-    Attributes:
-        tilt: θ.
-        mesh: h, the spacing of the lattice.
-        window: the width of the interval in which losses are distinguished.
-        extra_tilt: a tilt that is added to θ to bound the mass above the window.
-        per_octave: the number of cells between a loss and twice that loss.
-        quadratures: quadratures of the steps, and how often each step is taken.
-        tail: the mass that is cut off each tail of a step's P.
-        epsilon: the ε, or the scale of losses, for which the settings are chosen.
-        log_delta: log δ at that ε.
-        cost: how much the mesh may add to ε. If the mesh had to be coarser than intended, this is
-            more than intended.
-    """
-
-    tilt: float
-    mesh: float
-    window: float
-    extra_tilt: float
-    per_octave: int
-    quadratures: Quadratures
-    tail: float
-    epsilon: float
-    log_delta: float
-    cost: float
+    tilt: float  # θ
+    mesh: float  # h, the spacing of the lattice
+    window: float  # the width of the interval in which losses are distinguished
+    extra_tilt: float  # a tilt that is added to θ to bound the mass above the window
+    per_octave: int  # the number of cells between a loss and twice that loss
+    quadratures: Quadratures  # quadratures of the steps, and how often each step is taken
+    tail: float  # the mass that is cut off each tail of a step's P
+    epsilon: float  # the ε, or the scale of losses, for which the settings are chosen
+    log_delta: float  # log δ at that ε
+    cost: float  # how much the mesh may add to ε: more than intended if the mesh is coarser
 
 
 def quadrature(step: Step, tail: float) -> Quadrature:
@@ -132,8 +114,7 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, consecutive steps in the list share the quadrature of the
-    widest among them.
+    If there are too many different steps, neighbours in the list share the widest's quadrature.
     """
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
@@ -141,13 +122,10 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     found = []
     for start in range(0, len(steps), chunk):
         alike = steps[start : start + chunk]
-        widest = max((step for step, _ in alike), key=_width)
+        spans = [max(float(np.ptp(pair.centres)) for _, pair in step) for step, _ in alike]
+        widest = alike[int(np.argmax(spans))][0]
         found.append((quadrature(widest, tail), sum(count for _, count in alike)))
     return found, tail
-
-
-def _width(step: Step) -> float:
-    return max(float(np.ptp(pair.centres)) for _, pair in step)
 
 
 class _Cumulants(NamedTuple):
@@ -156,20 +134,26 @@ class _Cumulants(NamedTuple):
     variance: float
 
 
+def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
+    """Return the masses times e^(θℓ − top), the largest exponent top, and e^(−top) · rest."""
+    losses, masses = nodes
+    top = max(0.0, tilt * float(losses.max()))
+    rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
+    return masses * np.exp(tilt * losses - top), top, rest
+
+
 def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
     """Return log E_P[e^(θS)] of the sum S of all losses, and S's tilted mean and variance."""
     sums = []
-    for (losses, masses), count in quadratures:
-        top = max(0.0, tilt * float(losses.max()))
-        rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
-        tilted = masses * np.exp(tilt * losses - top)
+    for nodes, count in quadratures:
+        losses, masses = nodes
+        tilted, top, rest = _tilt(nodes, tilt)
         total = float(tilted.sum()) + rest
         mean = float(tilted @ losses) / total
         variance = float(tilted @ (losses - mean) ** 2 + rest * mean**2) / total
+        log = math.log(total) + top
         if top < 1:
             log = math.log1p(float(masses @ np.expm1(tilt * losses)))
-        else:
-            log = math.log(total) + top
         sums.append((count * log, count * mean, count * variance))
     return _Cumulants(*(math.fsum(column) for column in zip(*sums, strict=True)))
 
@@ -177,8 +161,7 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
     """Return the Chernoff bound on log δ at the ε for which θ is the best tilt, and this ε.
 
-    The bound is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), the conversion from Rényi divergence, where K
-    is log E_P[e^(θS)].
+    With K = log E_P[e^(θS)], it is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
     """
     known = _cumulants(quadratures, tilt)
     epsilon = known.mean + math.log(tilt / (tilt + 1))
@@ -187,11 +170,12 @@ def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
 
 def _gentle_tilt(quadratures: Quadratures) -> float:
     """Return a tilt that moves the mean of the sum by about a standard deviation."""
-    known = _cumulants(quadratures, 0.0)
-    return _root(
-        lambda tilt: 0.5 + tilt * known.mean - _cumulants(quadratures, tilt).log,
-        1e-3 / math.sqrt(known.variance),
-    )
+    _, mean, variance = _cumulants(quadratures, 0.0)
+
+    def excess(tilt: float) -> float:
+        return 0.5 + tilt * mean - _cumulants(quadratures, tilt).log
+
+    return _root(excess, 1e-3 / math.sqrt(variance))
 
 
 def _root(decreasing: Callable[[float], float], low: float) -> float:
@@ -207,11 +191,7 @@ def _root(decreasing: Callable[[float], float], low: float) -> float:
 
 
 def _settings(
-    quadratures: Quadratures,
-    tilt: float,
-    tail: float,
-    log_delta: float,
-    epsilon: float | None = None,
+    quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float | None
 ) -> LatticeSettings:
     """Return settings whose mesh, if possible, raises ε by no more than the intended share.
 
@@ -260,8 +240,7 @@ def _window(
     """Return an extra tilt and the window's width.
 
     Over the width of the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted
-    sum has a mass of at most e^(−20). As on the lattice, mass that is cut off counts with the
-    largest loss.
+    sum has a mass of at most e^(−20). Mass that is cut off counts with the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -287,12 +266,11 @@ def contour_delta(
     spacing, the aliasing error is only of the order e^(−decay). The value is sure if the sums with
     twice the spacing, and along a second line, agree with it.
     """
-    spacing = math.pi * tilt / decay
-    values = [
-        value
+    sums = [
+        _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)
         for line in (tilt, 0.9 * tilt)
-        for value in _trapezoids(quadratures, epsilon, line, spacing)
     ]
+    values = [value for pair in sums for value in pair]
     lowest, highest = min(values), max(values)
     is_sure = lowest > 0 and highest < 1 and highest - lowest <= _AGREEMENT * lowest
     return values[0] if is_sure else None  # NaN is not sure either
@@ -318,8 +296,7 @@ def _trapezoids(
             break
         terms = np.concatenate([terms, block])
         if np.abs(block[-1]) < 1e-9 * _AGREEMENT * abs(terms[0]):
-            cancelled = abs(terms.real.sum()) < 1e-4 * np.abs(terms).max()
-            if cancelled:
+            if abs(terms.real.sum()) < 1e-4 * np.abs(terms).max():  # cancellation
                 break
             terms[0] /= 2
             every, second = terms.real.sum(), terms.real[::2].sum()
@@ -330,8 +307,7 @@ def _trapezoids(
 def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndarray:
     """Return log E_P[e^(sL)] at s = line + i·heights, or NaN if the nodes are too coarse."""
     losses, masses = nodes
-    top = max(0.0, line * float(losses.max()))
-    tilted = masses * np.exp(line * losses - top)
+    tilted, top, rest = _tilt(nodes, line)
     held = tilted > 1e-14 * tilted.max()
     widest = float(np.max(np.diff(np.sort(losses[held])), initial=0.0))
     if heights[-1] * widest > 2:
@@ -339,5 +315,4 @@ def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndar
     waves = 1j * np.multiply.outer(heights, losses)
     if top < 1:
         return np.log1p(np.expm1(waves + line * losses) @ masses)
-    rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
     return np.log(np.exp(waves) @ tilted + rest) + top

@@ -14,11 +14,8 @@ _LARGE = 8.0  # above this ε, the statement says that ε promises little
 def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
     """Return in plain words what a mechanism guarantees at δ, and every assumption.
 
-    Args:
-        mechanism: a `SampledGaussian`, a sum of several, or a `Ledger`. The phases may have
-            different noise. If they sample in different ways, a ValueError is raised.
-        delta: δ.
-        reserved: the part of δ that is reserved for events that `mechanism` does not describe.
+    The phases of a mechanism may differ in their noise, but not in how they sample. `reserved` is
+    the part of δ that is reserved for events that `mechanism` does not describe.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> print(statement(SampledGaussian(1.1, 256 / 60_000, 14_100), 1e-5).splitlines()[0])
@@ -61,13 +58,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     ]
     is_tight = scheme.tight and phase.max_batch_size is None
     at_most = "" if is_tight else " at most (an upper bound; the exact value is not known)"
-    lines = [
-        f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}.",
-        "",
-        *textwrap.wrap(meaning, 88),
-        "",
-        "Assumed:",
-    ]
+    title = f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}."
+    lines = [title, "", *textwrap.wrap(meaning, 88), "", "Assumed:"]
     for one in assumed:
         lines += textwrap.wrap(one, 88, initial_indent="- ", subsequent_indent="  ")
     return "\n".join(lines)

@@ -3,8 +3,6 @@
 Each `_check_…` function returns a text that says what is wrong, or "" if its claim holds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -19,7 +17,7 @@ from scipy.stats import norm
 
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
-from optax_lsdp.auditing._clipping import Engine
+from optax_lsdp.auditing._clipping import ENGINES, Engine, clipped_sum, loss_across_shards
 from optax_lsdp.auditing._report import ClaimsReport, check_claims, expect_refusal
 from optax_lsdp.auditing._training import fixed_surroundings, too_similar
 from optax_lsdp.clipping import clip_per_example, clipped_grad
@@ -30,17 +28,9 @@ from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.sampling import FixedSizeSampler, PoissonSampler, Sampler, ShuffledSampler
 
 _SIZE, _BATCH, _STEPS, _DELTA = 400, 40, 24, 1e-5
-_poisson_plan = partial(
-    PrivacyPlan, dataset_size=_SIZE, expected_batch_size=_BATCH, noise_multiplier=1.0, delta=_DELTA
-)
-_full_plan = partial(
-    PrivacyPlan,
-    dataset_size=_SIZE,
-    expected_batch_size=_SIZE,
-    steps=_STEPS,
-    delta=_DELTA,
-    sampling="full",
-)
+_plan = partial(PrivacyPlan, dataset_size=_SIZE, steps=_STEPS, delta=_DELTA)
+poisson_plan = partial(_plan, expected_batch_size=_BATCH, noise_multiplier=1.0)
+_full_plan = partial(_plan, expected_batch_size=_SIZE, sampling="full")
 _LOSS_WIDTH = 5e-4  # the width of the bins for privacy losses
 _MULTIPLE_OF = 64  # the length of padded batches is a multiple of this number
 _CLIP_NORM, _RESOLUTION = 0.5, 2**10  # of quantized sums
@@ -70,7 +60,6 @@ def audit_likely_mistakes(key: jax.Array) -> ClaimsReport:
         "fixed-size": FixedSizeSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE_OF),
         "shuffled": ShuffledSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE_OF),
     }
-    engines: tuple[Engine, ...] = ("bookkeeping", "vmap")
     checks: dict[str, Callable[[], str]] = {
         f"padding of {name} batches repeats no example": partial(_check_padding, sampler)
         for name, sampler in samplers.items()
@@ -80,41 +69,37 @@ def audit_likely_mistakes(key: jax.Array) -> ClaimsReport:
         "later changes to a dict of clip norms have no effect": _check_changed_clip_norms,
         "leaves with similar paths have different noise": partial(_check_similar_paths, key),
     }
-    checks |= {
-        f"collectives over an axis of vmap are refused, engine {engine!r}": partial(
-            _check_collectives_of_vmap, engine
-        )
-        for engine in engines
-    }
+    for engine in ENGINES:
+        claim = f"collectives over an axis of vmap are refused, engine {engine!r}"
+        checks[claim] = partial(_check_collectives_of_vmap, engine)
     return check_claims(checks)
 
 
 def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
     """Compare each example's contribution to a quantized sum with its clipped gradient."""
-    shapes = {"a": (6,), "b": (4,), "c": (3,), "d": (2,)}
-    keys = jax.random.split(key, len(shapes))
-    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    sizes = {"a": 6, "b": 4, "c": 3, "d": 2}
+    params = {name: jnp.zeros(size) for name, size in sizes.items()}
     factors = jnp.asarray(_FACTORS, jnp.float32)
     batch = {
-        name: factors[:, None] * jax.random.normal(one, shape)
-        for one, (name, shape) in zip(keys, shapes.items(), strict=True)
+        name: factors[:, None] * jax.random.normal(one, (size,))
+        for one, (name, size) in zip(jax.random.split(key, 4), sizes.items(), strict=True)
     }
 
     def loss(params: optax.Params, example: PyTree) -> jax.Array:  # its gradient is the example
-        return jnp.sum(jnp.stack([jnp.vdot(params[name], example[name]) for name in shapes]))
+        return jnp.sum(jnp.stack([jnp.vdot(params[name], example[name]) for name in sizes]))
 
     gradient = jax.jit(quantized_grad(loss, clip_norm=_CLIP_NORM, resolution=_RESOLUTION))
     indices = np.arange(len(_FACTORS))
 
     def quanta(mask: np.ndarray) -> np.ndarray:
         marked = gradient(params, batch, jnp.asarray(mask))
-        return np.concatenate([np.asarray(marked[name].value, np.int64) for name in shapes])
+        return np.concatenate([np.asarray(marked[name].value, np.int64) for name in sizes])
 
     most = gradient(params, batch, jnp.asarray(indices < 0))["a"].sensitivity
     alone = [quanta(indices == i) for i in indices]
     too_long = inexact = ""
     for i, found in enumerate(alone):
-        exact = np.concatenate([np.asarray(batch[name][i], np.float64) for name in shapes])
+        exact = np.concatenate([np.asarray(batch[name][i], np.float64) for name in sizes])
         wanted = np.zeros_like(exact)
         if np.isfinite(exact).all():
             wanted = exact / max(np.linalg.norm(exact), _CLIP_NORM) * _RESOLUTION
@@ -123,13 +108,12 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
         if np.abs(found - wanted).max() > 1:  # ½ for rounding to quanta, the rest for float32
             inexact = f"example {i} adds {found} instead of {wanted} quanta"
     is_sum = np.array_equal(quanta(indices >= 0), np.sum(alone, axis=0))
-    return ClaimsReport(
-        {
-            "no example adds more than the sensitivity": too_long,
-            "each example adds its clipped gradient": inexact,
-            "a batch is the sum of its examples": "" if is_sum else "the two sums differ",
-        }
-    )
+    claims = {
+        "no example adds more than the sensitivity": too_long,
+        "each example adds its clipped gradient": inexact,
+        "a batch is the sum of its examples": "" if is_sum else "the two sums differ",
+    }
+    return ClaimsReport(claims)
 
 
 def _check_full_batches() -> str:
@@ -145,8 +129,8 @@ def _check_full_batches() -> str:
 
 def _check_poisson_batches() -> str:
     """Compose the privacy losses of all steps numerically, with each loss rounded down."""
-    plan = _poisson_plan(steps=_STEPS)
-    rate, noise = plan.expected_batch_size / plan.dataset_size, plan.noise_multiplier
+    plan = poisson_plan()
+    rate, noise = _BATCH / _SIZE, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
     middle = (edges[1:] + edges[:-1]) / 2
     without = np.diff(norm.cdf(edges, scale=noise))
@@ -164,7 +148,7 @@ def _check_poisson_batches() -> str:
 
 def _check_steps_beyond(key: jax.Array) -> str:
     """Take one step more than planned, with and without `jit`."""
-    plan = _poisson_plan(steps=2)
+    plan = poisson_plan(steps=2)
     params, batch, mask = jnp.ones(3), jnp.ones((2, 3)), jnp.ones(2, bool)
     optimizer = plan.optimizer(optax.sgd(1.0, momentum=0.9), key)
     update = jax.jit(optimizer.update)
@@ -177,8 +161,8 @@ def _check_steps_beyond(key: jax.Array) -> str:
     moves, after = update(total, state, params)
     if np.any(moves):
         return "inside jit, a further step changes the parameters"
-    arrays = [jax.device_get(_leaves(tree, keys=False)) for tree in (state, after)]
-    if any(np.any(one != other) for one, other in zip(*arrays, strict=True)):
+    arrays = zip(_leaves(state, keys=False), _leaves(after, keys=False), strict=True)
+    if any(np.any(one != other) for one, other in jax.device_get(list(arrays))):
         return "inside jit, a further step changes the optimizer state"
     return expect_refusal(
         lambda: optimizer.update(total, state, params), "outside jit, a further step is accepted"
@@ -193,7 +177,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 def _check_budget() -> str:
     """Ask how many steps remain after repeated steps, and compute the ε of all these steps."""
-    plan = _poisson_plan(steps=_STEPS, epsilon=1.1 * _poisson_plan(steps=_STEPS).epsilon)
+    plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:
         return f"{plan.remaining_steps(Ledger())} of {plan.steps} steps remain at the start"
@@ -209,7 +193,7 @@ def _check_budget() -> str:
 
 
 def _check_missing_mask() -> str:
-    plan, params, batch = _poisson_plan(steps=_STEPS), jnp.zeros(3), jnp.ones((50, 3))
+    plan, params, batch = poisson_plan(), jnp.zeros(3), jnp.ones((50, 3))
     gradient = plan.clipped_grad(jnp.vdot)
     optimizer = plan.optimizer(optax.sgd(1.0), jax.random.key(0))
     state = jax.eval_shape(optimizer.init, params)
@@ -222,7 +206,7 @@ def _check_missing_mask() -> str:
 
 
 def _check_batches_in_jit(key: jax.Array) -> str:
-    sampler = _poisson_plan(steps=_STEPS).sampler(key)
+    sampler = poisson_plan().sampler(key)
     compiled = jax.jit(sampler.batch)
     for step in (0, 1, 1000, 2**31 - 2):
         pairs = zip(sampler.batch(step), compiled(jnp.asarray(step, jnp.int32)), strict=True)
@@ -233,10 +217,9 @@ def _check_batches_in_jit(key: jax.Array) -> str:
 
 def _check_keys(key: jax.Array) -> str:
     """Compare all keys that two plans derive from one key."""
-    plans = {"one plan": _poisson_plan(steps=_STEPS), "another plan": _poisson_plan(steps=2)}
     found = {"the key itself": _bits(key)}
     derived_from = {}
-    for name, plan in plans.items():
+    for name, plan in (("one plan", poisson_plan()), ("another plan", poisson_plan(steps=2))):
         state = jax.jit(plan.optimizer(optax.sgd(1.0), key).init)(np.zeros(1, np.float32))
         found[f"the noise of {name}"] = _bits(_leaves(state, keys=True)[0])
         found[f"the sampler of {name}"] = _bits(cast(PoissonSampler, plan.sampler(key)).key)
@@ -252,11 +235,12 @@ def _check_keys(key: jax.Array) -> str:
 
 def _check_fresh_keys() -> str:
     """Compare two fresh keys that one process draws at the same time."""
-    found = []
-    for _ in range(2):
-        with fixed_surroundings():
-            found.append(int.from_bytes(_bits(fresh_key())))
-    return too_similar(*found)
+
+    @fixed_surroundings()
+    def draw() -> int:
+        return int.from_bytes(_bits(fresh_key()))
+
+    return too_similar(draw(), draw())
 
 
 def _bits(key: jax.Array) -> bytes:
@@ -288,16 +272,11 @@ def _check_changed_clip_norms() -> str:
     def loss(params: optax.Params, example: jax.Array) -> jax.Array:
         return jnp.vdot(params["w"], example)
 
-    clip_norm = {"w": 1.0}
-    gradient, clip = clipped_grad(loss, clip_norm=clip_norm), clip_per_example(clip_norm)
+    clip_norm, zeros = {"w": 1.0}, {"w": np.zeros(2, np.float32)}
+    release = clipped_sum(clipped_grad(loss, clip_norm=clip_norm), zeros, clip_norm)
     clip_norm["w"] = 1000.0
-
-    @jax.jit
-    def clip_and_sum(params: optax.Params, batch: jax.Array) -> optax.Updates:
-        return clip.update(gradient(params, batch), clip.init(params), params)[0]
-
-    zeros, batch = {"w": np.zeros(2, np.float32)}, np.asarray([[3.0, 4.0]], np.float32)
-    length = float(np.linalg.norm(clip_and_sum(zeros, batch)["w"]))
+    released = release(jnp.asarray([[3.0, 4.0]]), jnp.ones(1, bool))
+    length = float(np.linalg.norm(released["w"]))
     return "" if length < 1.00001 else f"an example adds {length:.6g} clip norms"
 
 
@@ -324,14 +303,10 @@ def _check_similar_paths(key: jax.Array) -> str:
 
 
 def _check_collectives_of_vmap(engine: Engine) -> str:
-    def loss(
-        collective: Callable[[jax.Array, str], jax.Array], w: jax.Array, x: jax.Array
-    ) -> jax.Array:
-        return jnp.vdot(w, collective(x, "shards"))
-
     batches, w = jnp.ones((4, 3, 2)), jnp.ones(2)
     for collective in (jax.lax.pmean, jax.lax.psum, jax.lax.pmax):
-        gradient = clipped_grad(partial(loss, collective), clip_norm=1.0, engine=engine)
+        loss = partial(loss_across_shards, partial(collective, axis_name="shards"))
+        gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
         mapped = jax.vmap(gradient, (None, 0), axis_name="shards")
         call = partial(jax.eval_shape, mapped, w, batches)
         if wrong := expect_refusal(call, f"{collective.__name__} is accepted"):

@@ -2,14 +2,12 @@
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
 comparison measures in two ways what each example contributes to a clipped sum: as the sum of a
-batch whose mask keeps only this example, and as the difference between the sums of a batch with and
-without this example. For "hard models", see `_hard_models.py`.
+batch whose mask keeps only this example, and as the difference that it makes to a full batch.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Literal, NamedTuple
 
 import jax
@@ -18,27 +16,19 @@ import numpy as np
 import optax
 
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.auditing._hard_models import (
-    ALL_MODELS,
-    ODD_SCALES,
-    PLAIN_SCALES,
-    Model,
-    hard_batch,
-    hard_loss,
-    hard_params,
-)
+from optax_lsdp.auditing import _hard_models as hard
 from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.auditing._sensitivity import Release, SensitivityReport, audit_sensitivity
 from optax_lsdp.clipping import clip_per_example, clipped_grad
 
 Engine = Literal["bookkeeping", "vmap"]
+ENGINES: tuple[Engine, ...] = ("bookkeeping", "vmap")
+Case = tuple[PyTree, list[PyTree]]  # a batch, and the oracle's gradient of each example
 Vectors = dict[str, np.ndarray]  # one flat float64 vector for each group
-_CLIP_NORM, _BATCH_SIZE = 0.5, 16
-_SEARCHES, _ASCENT_STEPS = 12, 20
-_ASCENTS = {"bookkeeping": 2, "vmap": 0}  # gradients through "vmap" take long to compile
+CLIP_NORM = 0.5
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-_UNCERTAIN = ("cancelling",)  # fast norms are so uncertain that the engine computes them again
-EXACT = tuple(name for name in ALL_MODELS if name not in _UNCERTAIN)
+UNCERTAIN = ("cancelling",)  # Gram matrices round norms so much that they are computed again
+EXACT = tuple(name for name in hard.ALL_MODELS if name not in UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32
 _PRECISIONS = {"half": 3e-2, "cancelling": 3e-2}  # models with larger errors
@@ -49,51 +39,32 @@ _CONSERVATIVE = 0.01  # factors may be too small by this share: engines may over
 
 
 class Group(NamedTuple):
-    """Leaves that are clipped together.
-
-    Attributes:
-        clip_norm: the clip norm of the group.
-        select: a function that returns the group's part of a tree.
-        precision: the relative error that gradients may have.
-    """
+    """Leaves that are clipped together."""
 
     clip_norm: float
-    select: Callable[[PyTree], PyTree]
-    precision: float = _PRECISION
+    select: Callable[[PyTree], PyTree]  # returns the group's part of a tree
+    precision: float = _PRECISION  # the relative error that gradients may have
 
 
-class Case(NamedTuple):
-    """A batch, and the oracle's gradient of each example."""
-
-    batch: PyTree
-    gradients: list[PyTree]
-
-
-class HardCases(NamedTuple):
-    """A loss made of hard models, its parameters, and batches with the oracle's gradients."""
-
-    loss: Model
-    params: optax.Params
-    cases: list[Case]
+ALL_LEAVES = {"all leaves": Group(CLIP_NORM, lambda tree: tree)}
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
     """Search for neighbours whose clipped sums, for a dense layer, differ by too much."""
     keys = jax.random.split(key, 3)
     params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
-    batch = jax.random.normal(keys[1], (_BATCH_SIZE, 12))
 
     def loss(params: optax.Params, example: jax.Array) -> jax.Array:
         return jnp.sum(jnp.tanh(example @ params["kernel"] + params["bias"]) ** 2)
 
-    gradient = clipped_grad(loss, clip_norm=_CLIP_NORM, engine=engine)
+    gradient = clipped_grad(loss, clip_norm=CLIP_NORM, engine=engine)
     return audit_sensitivity(
-        clipped_sum(gradient, params, _CLIP_NORM),
-        batch,
-        declared=_CLIP_NORM,
-        searches=_SEARCHES,
-        ascents=_ASCENTS[engine],
-        ascent_steps=_ASCENT_STEPS,
+        clipped_sum(gradient, params, CLIP_NORM),
+        jax.random.normal(keys[1], (16, 12)),
+        declared=CLIP_NORM,
+        searches=12,
+        ascents=2 if engine == "bookkeeping" else 0,  # gradients of "vmap" take long to compile
+        ascent_steps=20,
         key=keys[2],
     )
 
@@ -102,33 +73,25 @@ def audit_hard_models(
     engine: Engine, key: jax.Array, models: Sequence[str] = EXACT
 ) -> ClaimsReport:
     """Compare the clipped sums of hard models with the oracle, with one clip norm per model."""
-    loss, params, cases = hard_cases(key, models, PLAIN_SCALES, ODD_SCALES)
-    groups = one_group_per_model(models)
-    clip_norms = {name: group.clip_norm for name, group in groups.items()}
-    microbatch_size = _MICROBATCH if engine == "vmap" else None
-    gradient = clipped_grad(
-        loss, clip_norm=clip_norms, engine=engine, microbatch_size=microbatch_size
-    )
+    loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
+    groups, clip_norms = one_group_per_model(models)
+    size = _MICROBATCH if engine == "vmap" else None
+    gradient = clipped_grad(loss, clip_norm=clip_norms, engine=engine, microbatch_size=size)
     return compare_with_oracle(clipped_sum(gradient, params, clip_norms), cases, groups)
-
-
-def audit_cancelling_rows(key: jax.Array) -> ClaimsReport:
-    """Compare clipping with the oracle where rows cancel, so Gram matrices round norms most."""
-    return audit_hard_models("bookkeeping", key, _UNCERTAIN)
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
     """Compare automatic clipping in microbatches with the oracle; all leaves share a clip norm."""
-    loss, params, cases = hard_cases(key, models, PLAIN_SCALES, ODD_SCALES)
+    loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     gradient = clipped_grad(
         loss,
-        clip_norm=_CLIP_NORM,
+        clip_norm=CLIP_NORM,
         engine="bookkeeping",
         clip_style="automatic",
         microbatch_size=_MICROBATCH,
     )
-    release = clipped_sum(gradient, params, _CLIP_NORM)
-    return compare_with_oracle(release, cases, all_leaves(_CLIP_NORM), automatic=True)
+    release = clipped_sum(gradient, params, CLIP_NORM)
+    return compare_with_oracle(release, cases, ALL_LEAVES, automatic=True)
 
 
 def clipped_sum(
@@ -144,47 +107,50 @@ def clipped_sum(
     return partial(release, params)
 
 
-def one_group_per_model(models: Sequence[str]) -> dict[str, Group]:
-    """Return one group for each hard model. All groups have different clip norms."""
-
-    def group(index: int, name: str) -> Group:
-        precision = _PRECISIONS.get(name, _PRECISION)
-        return Group(_CLIP_NORM + 0.1 * index, lambda tree: tree[name], precision)
-
-    return {name: group(index, name) for index, name in enumerate(models)}
+def loss_across_shards(
+    collective: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.Array
+) -> jax.Array:
+    """Return a loss that must be refused, because it uses examples of other shards."""
+    return jnp.vdot(w, collective(x))
 
 
-def all_leaves(clip_norm: float) -> dict[str, Group]:
-    """Return one group with all leaves."""
-    return {"all leaves": Group(clip_norm, lambda tree: tree)}
+def one_group_per_model(models: Sequence[str]) -> tuple[dict[str, Group], dict[str, float]]:
+    """Return one group for each hard model, and the groups' clip norms, which all differ."""
+    clip_norms = {name: CLIP_NORM + 0.1 * index for index, name in enumerate(models)}
+    groups = {
+        name: Group(clip_norm, itemgetter(name), _PRECISIONS.get(name, _PRECISION))
+        for name, clip_norm in clip_norms.items()
+    }
+    return groups, clip_norms
 
 
-def hard_cases(key: jax.Array, models: Sequence[str], *scales: Sequence[float]) -> HardCases:
-    """Return hard models, one batch for each list of scales, and the oracle's gradients."""
+def hard_cases(
+    key: jax.Array, models: Sequence[str], *scales: Sequence[float]
+) -> tuple[hard.Model, optax.Params, list[Case]]:
+    """Return the loss of hard models, their parameters, and a case for each list of scales."""
     first, *others = jax.random.split(key, 1 + len(scales))
-    drawn = hard_params(first)
+    drawn = hard.hard_params(first)
     params = {name: drawn[name] for name in models}
-    batches = [hard_batch(one, scale) for one, scale in zip(others, scales, strict=True)]
-    loss = hard_loss(tuple(models))
-    return HardCases(loss, params, [oracle_case(loss, params, batch) for batch in batches])
+    batches = [hard.hard_batch(one, scale) for one, scale in zip(others, scales, strict=True)]
+    loss = hard.hard_loss(tuple(models))
+    return loss, params, [oracle_case(loss, params, batch) for batch in batches]
 
 
-def oracle_case(loss: Model, params: optax.Params, batch: PyTree) -> Case:
+def oracle_case(loss: hard.Model, params: optax.Params, batch: PyTree) -> Case:
     """Return a batch with the gradient of each example, computed one by one in float64."""
 
     def widen(x: jax.Array) -> np.ndarray:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return np.asarray(x).astype(np.float64) if is_float else np.asarray(x)
+        return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
 
     params, wide = jax.tree.map(widen, (params, batch))
     count = len(jax.tree.leaves(batch)[0])
     examples = [jax.tree.map(lambda x, i=i: x[i], wide) for i in range(count)]
     with jax.enable_x64(True):
-        return Case(batch, [jax.device_get(_gradient(loss, params, one)) for one in examples])
+        return batch, [jax.device_get(_gradient(loss, params, one)) for one in examples]
 
 
 @partial(jax.jit, static_argnums=0)  # repeated audits of one loss compile it once
-def _gradient(loss: Model, params: optax.Params, example: PyTree) -> optax.Updates:
+def _gradient(loss: hard.Model, params: optax.Params, example: PyTree) -> optax.Updates:
     return jax.grad(loss)(params, example)
 
 
@@ -203,19 +169,12 @@ class _Claim:
 
 @np.errstate(all="ignore")  # `_Claim` handles numbers that are not finite
 def compare_with_oracle(
-    release: Release,
-    cases: Iterable[Case],
-    groups: Mapping[str, Group],
-    *,
-    automatic: bool = False,
+    release: Release, cases: Iterable[Case], groups: Mapping[str, Group], *, automatic: bool = False
 ) -> ClaimsReport:
     """Compare each example's contribution to a clipped sum with the oracle's clipped gradient.
 
-    Args:
-        release: `release(batch, mask)` returns the clipped sum, a tree like a gradient.
-        cases: batches with the oracle's gradients.
-        groups: the groups of leaves that are clipped together, by name.
-        automatic: whether to expect C·g/(‖g‖ + 0.01) instead of min(1, C/‖g‖)·g.
+    `release(batch, mask)` returns the clipped sum. The clipped gradient is min(1, C/‖g‖)·g or, if
+    `automatic`, C·g/(‖g‖ + 0.01).
     """
     bound, right, difference, total, masked = (_Claim() for _ in range(5))
     largest, clipped, compared = 0.0, 0, 0
@@ -287,9 +246,9 @@ def _clip(gradient: Vectors, groups: Mapping[str, Group], automatic: bool) -> Ve
     if not all(np.isfinite(x).all() for x in gradient.values()):
         return {name: np.zeros_like(x) for name, x in gradient.items()}
 
-    def factor(norm: float, clip_norm: float) -> float:
+    def clip(x: np.ndarray, clip_norm: float) -> np.ndarray:
         if automatic:
-            return clip_norm / (norm + _STABILITY)
-        return min(1.0, clip_norm / max(norm, 1e-300))
+            return clip_norm / (_length(x) + _STABILITY) * x
+        return min(1.0, clip_norm / max(_length(x), 1e-300)) * x
 
-    return {n: factor(_length(x), groups[n].clip_norm) * x for n, x in gradient.items()}
+    return {name: clip(x, groups[name].clip_norm) for name, x in gradient.items()}

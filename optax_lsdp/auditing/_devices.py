@@ -1,10 +1,7 @@
 """Audit noise and clipping of arrays that are split over eight devices.
 
-If there are fewer devices, `reports_from_child` runs audits in a child process that simulates
-eight CPU devices.
+If there are fewer devices, `reports_from_child` runs audits on eight simulated CPU devices.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -14,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import IO, cast
 
 import jax
@@ -22,40 +20,29 @@ import numpy as np
 import optax
 
 from optax_lsdp._types import PyTree
-from optax_lsdp.auditing._clipping import (
-    ONE_GROUP,
-    Engine,
-    all_leaves,
-    clipped_sum,
-    compare_with_oracle,
-    hard_cases,
-    one_group_per_model,
-    oracle_case,
-)
+from optax_lsdp.auditing import _clipping as clipping
 from optax_lsdp.auditing._hard_models import ODD_SCALES, PLAIN_SCALES
-from optax_lsdp.auditing._report import (
-    AuditReport,
-    ClaimsReport,
-    StatisticsReport,
-    expect_refusal,
-)
+from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport, expect_refusal
 from optax_lsdp.auditing._statistics import audit_noise
 from optax_lsdp.clipping import Clipped, clipped_grad
 from optax_lsdp.noise import add_gaussian_noise
 
 DEVICES = 8
-_SCALE, _CLIP_NORM, _STEPS = 1.0, 0.5, 24
-_SPLIT, _WHOLE = jax.P("shards"), jax.P()
-_ENGINES: tuple[Engine, ...] = ("bookkeeping", "vmap")
+_SCALE = 1.0
+_SPLIT, _WHOLE, _COLUMNS = jax.P("shards"), jax.P(), jax.P(None, "shards")
 _CHILD = (
     "from optax_lsdp.auditing._devices import serve_parent; "
     "from optax_lsdp.auditing._library import run_audit; serve_parent(run_audit)"
 )
 
 
-def _mesh() -> jax.sharding.Mesh:
-    automatic = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((DEVICES,), ("shards",), automatic, devices=jax.devices()[:DEVICES])
+def _shard_map(
+    function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
+    """Return a compiled function that runs on each device, with its shards of the arguments."""
+    automatic, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:DEVICES]
+    mesh = jax.make_mesh((DEVICES,), ("shards",), automatic, devices=devices)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
 
 def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
@@ -63,7 +50,7 @@ def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
     leaves = {
         "kernel": ((8 * DEVICES, 6), _SPLIT),
         "small": ((DEVICES, 2), _SPLIT),
-        "columns": ((5, 2 * DEVICES), jax.P(None, "shards")),
+        "columns": ((5, 2 * DEVICES), _COLUMNS),
         "bias": ((12,), _WHOLE),
     }
     zeros = {name: jnp.zeros(shape) for name, (shape, _) in leaves.items()}
@@ -73,26 +60,23 @@ def audit_sharded_noise(key: jax.Array) -> StatisticsReport:
     def update(zeros: optax.Updates, step: jax.Array) -> optax.Updates:
         return noise.update(zeros, noise.init(zeros)._replace(step=step))[0]
 
-    shards = jax.shard_map(update, mesh=_mesh(), in_specs=(specs, _WHOLE), out_specs=specs)
-    release = jax.jit(lambda step: shards(zeros, step))
-    return audit_noise(
-        lambda step: release(jnp.asarray(step, jnp.int32)), scale=_SCALE, steps=_STEPS
-    )
+    shards = _shard_map(update, (specs, _WHOLE), specs)
+    return audit_noise(lambda step: shards(zeros, jnp.int32(step)), scale=_SCALE, steps=24)
 
 
 def audit_sharded_clipping(key: jax.Array) -> ClaimsReport:
     """Compare the clipped sum of a batch that is split over devices with the oracle."""
-    loss, params, cases = hard_cases(key, ONE_GROUP, [*PLAIN_SCALES, *ODD_SCALES])
-    groups = one_group_per_model(ONE_GROUP)
-    clip_norms = {name: group.clip_norm for name, group in groups.items()}
+    scales = [*PLAIN_SCALES, *ODD_SCALES]
+    loss, params, cases = clipping.hard_cases(key, clipping.ONE_GROUP, scales)
+    groups, clip_norms = clipping.one_group_per_model(clipping.ONE_GROUP)
     of_shard = clipped_grad(loss, clip_norm=clip_norms)
 
     def gradient(params: optax.Params, batch: PyTree, mask: jax.Array) -> optax.Updates:
         return jax.lax.psum(of_shard(params, batch, mask), "shards")
 
-    in_specs = (_WHOLE, _SPLIT, _SPLIT)
-    whole = jax.shard_map(gradient, mesh=_mesh(), in_specs=in_specs, out_specs=_WHOLE)
-    return compare_with_oracle(clipped_sum(whole, params, clip_norms), cases, groups)
+    whole = _shard_map(gradient, (_WHOLE, _SPLIT, _SPLIT), _WHOLE)
+    release = clipping.clipped_sum(whole, params, clip_norms)
+    return clipping.compare_with_oracle(release, cases, groups)
 
 
 def audit_split_parameters(key: jax.Array) -> ClaimsReport:
@@ -111,39 +95,38 @@ def audit_split_parameters(key: jax.Array) -> ClaimsReport:
         hidden = jax.lax.psum(jnp.tanh(x @ params["columns"]) @ params["rows"], "shards")
         return jnp.sum(jnp.sin(hidden))
 
-    gradient = clipped_grad(part, clip_norm=_CLIP_NORM)
+    gradient = clipped_grad(part, clip_norm=clipping.CLIP_NORM)
 
     def unmarked(params: optax.Params, batch: jax.Array, mask: jax.Array) -> optax.Updates:
         marked = gradient(params, batch, mask)
         return jax.tree.map(lambda x: x.value, marked, is_leaf=lambda x: isinstance(x, Clipped))
 
-    specs = {"columns": jax.P(None, "shards"), "rows": _SPLIT}
-    in_specs = (specs, _WHOLE, _WHOLE)
-    shards = jax.shard_map(unmarked, mesh=_mesh(), in_specs=in_specs, out_specs=specs)
-    release = partial(jax.jit(shards), params)
-    cases = [oracle_case(whole, params, batch)]
-    return compare_with_oracle(release, cases, all_leaves(_CLIP_NORM))
+    specs = {"columns": _COLUMNS, "rows": _SPLIT}
+    release = partial(_shard_map(unmarked, (specs, _WHOLE, _WHOLE), specs), params)
+    cases = [clipping.oracle_case(whole, params, batch)]
+    return clipping.compare_with_oracle(release, cases, clipping.ALL_LEAVES)
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:
     """Check that the library refuses losses that use other shards, and noise that shards share."""
     batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
-    claims = {}
-    for name, collective in _COLLECTIVES.items():
-        for engine in _ENGINES:
-            loss = partial(_loss_across_shards, collective)
-            gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
-            claim = f"{name} in a loss is refused, engine {engine!r}"
-            claims[claim] = _expect_refusal_of_shards(gradient, params, batch)
     noise = add_gaussian_noise(_SCALE, key=key)
 
     def shared_noise(params: optax.Params, updates: optax.Updates) -> optax.Updates:
         return noise.update(updates, noise.init(params))[0]
 
-    claims["the same noise on all shards is refused"] = _expect_refusal_of_shards(
-        shared_noise, params, batch
-    )
-    return ClaimsReport(claims)
+    functions: dict[str, Callable[..., optax.Updates]] = {}
+    for (name, collective), engine in product(_COLLECTIVES.items(), clipping.ENGINES):
+        loss = partial(clipping.loss_across_shards, collective)
+        gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
+        functions[f"{name} in a loss is refused, engine {engine!r}"] = gradient
+    functions["the same noise on all shards is refused"] = shared_noise
+
+    def check(function: Callable[..., optax.Updates]) -> str:
+        shards = _shard_map(function, (_WHOLE, _SPLIT), _SPLIT)
+        return expect_refusal(lambda: jax.eval_shape(shards, params, batch), "it is accepted")
+
+    return ClaimsReport({claim: check(function) for claim, function in functions.items()})
 
 
 _COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -154,21 +137,6 @@ _COLLECTIVES: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def _loss_across_shards(
-    collective: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.Array
-) -> jax.Array:
-    return jnp.vdot(w, collective(x))
-
-
-def _expect_refusal_of_shards(
-    function: Callable[..., optax.Updates], params: optax.Params, batch: jax.Array
-) -> str:
-    """Return "" if the library refuses a function of the parameters and a shard of the batch."""
-    in_specs = (_WHOLE, _SPLIT)
-    shards = jax.shard_map(function, mesh=_mesh(), in_specs=in_specs, out_specs=_SPLIT)
-    return expect_refusal(lambda: jax.eval_shape(shards, params, batch), "it is accepted")
-
-
 @contextmanager
 def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterator[AuditReport]]:
     """Start a process that runs the audits one after another, and yield their reports in order.
@@ -176,15 +144,11 @@ def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterato
     The process has `DEVICES` simulated CPU devices. It ends with the context.
     """
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
-    flags = f"--xla_force_host_platform_device_count={DEVICES}"
-    changes = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
+    path = os.pathsep.join(filter(None, sys.path))
     with subprocess.Popen(
         [sys.executable, "-c", _CHILD, json.dumps([words, list(names)])],
-        env=os.environ | changes,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
     ) as process:

@@ -2,12 +2,8 @@
 
 A canary is an example that an attacker designs to leave a trace in the model. The attacker computes
 a score from the trained model and guesses "in" if the score exceeds a threshold. If the guesses are
-better than (ε, δ)-differential privacy allows, the true ε must be larger. `audit_epsilon` and
-`audit_scores` use many trainings with one canary; `audit_one_run` uses one training with many
-canaries.
+better than (ε, δ)-differential privacy allows, the true ε must be larger.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable
@@ -22,7 +18,7 @@ from jax.typing import ArrayLike
 from scipy.special import ndtri
 from scipy.stats import beta, binom
 
-from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp._checks import check_delta, check_positive, check_whole, refusal
 from optax_lsdp.accounting import SampledGaussian, show_epsilon
 from optax_lsdp.auditing._report import format_report
 
@@ -37,9 +33,8 @@ class EpsilonReport:
 
     Attributes:
         claimed: the claimed ε. None makes no claim, so the audit passes.
-        epsilon: a lower bound on ε. The probability that it is wrong is at most `failure`.
-        gaussian_epsilon: the same bound, assuming Gaussian noise on full batches; None if it was
-            not computed.
+        epsilon: a lower bound on ε.
+        gaussian_epsilon: a second bound, if any, which assumes Gaussian noise on full batches.
         delta: δ.
         trials: the number of trainings, or of canaries in a single training.
         failure: an upper bound on the probability that a lower bound is wrong.
@@ -61,15 +56,14 @@ class EpsilonReport:
         return self.passed
 
     def __str__(self) -> str:
-        rows = {"lower bound on ε": show_epsilon(self.epsilon, is_lower_bound=True)}
+        show = partial(show_epsilon, is_lower_bound=True)
+        rows = {"lower bound on ε": show(self.epsilon)}
         if self.gaussian_epsilon is not None:
-            bound = show_epsilon(self.gaussian_epsilon, is_lower_bound=True)
-            rows["assuming Gaussian noise"] = bound
+            rows["assuming Gaussian noise"] = show(self.gaussian_epsilon)
         if self.claimed is not None:
             rows["claimed ε"] = f"{self.claimed:g}"
-        rows["δ"] = f"{self.delta:g}"
-        rows["trials"] = f"{self.trials:,}"
-        rows["a bound is wrong"] = f"with probability at most {self.failure:g}"
+        wrong = f"with probability at most {self.failure:g}"
+        rows |= {"δ": f"{self.delta:g}", "trials": f"{self.trials:,}", "a bound is wrong": wrong}
         return format_report(self.passed, rows)
 
 
@@ -86,18 +80,16 @@ def audit_epsilon(
     """Train many times with and without a canary, and bound ε by how well the scores separate.
 
     Args:
-        train: `train(key, is_in)` trains with the randomness of `key` and returns a score. If the
-            traced bool `is_in` is true, the canary is in the training data: use `is_in` as the
-            canary's mask. The score must reveal the canary; an example is the inner product of the
-            update with the canary's gradient. The audit calls `train` under `vmap` and `jit`. If
-            your function does not support them, pass its scores to `audit_scores`.
+        train: `train(key, is_in)` trains with the randomness of `key` and returns a score. Use
+            `is_in`, a traced bool, as the canary's mask. The score must reveal the canary, as does
+            the inner product of the update with the canary's gradient. The audit calls `train`
+            under `vmap` and `jit`. For other functions, pass the scores to `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
         trials: the number of trainings with the canary, and also of trainings without it. The
             audit chooses the best threshold on one half, and computes the bound on the other half.
         failure: an upper bound on the probability that a bound is wrong.
-        gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
-            and needs far fewer trials.
+        gaussian: whether to add a bound for Gaussian noise on full batches; it needs few trials.
         key: the key from which each training gets its key.
 
     >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
@@ -107,14 +99,12 @@ def audit_epsilon(
     (True, True)
     """
     check_whole("trials", trials, 4)
-
     chunks = -(-trials // _CHUNK)
     size = -(-trials // chunks)  # equal chunks need one compilation; the last scores are dropped
 
     def scores(is_in: bool) -> np.ndarray:
         keys = jax.random.split(jax.random.fold_in(key, is_in), (chunks, size))
-        parts = [np.asarray(_scores(train, part, jnp.asarray(is_in))) for part in keys]
-        return np.concatenate(parts)[:trials]
+        return np.concatenate([_scores(train, part, jnp.asarray(is_in)) for part in keys])[:trials]
 
     inside, outside = scores(True), scores(False)
     if inside.shape != (trials,):
@@ -140,14 +130,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε by the scores of independent trainings with and without a canary.
 
-    Args:
-        inside: (n,) scores of trainings with the canary. Larger or smaller scores may reveal it;
-            NaN counts as larger than any number.
-        outside: (n,) scores of trainings without the canary.
-        delta: see `audit_epsilon`.
-        claimed: see `audit_epsilon`.
-        failure: see `audit_epsilon`.
-        gaussian: see `audit_epsilon`.
+    `inside` are the scores of n trainings with the canary, and `outside` of n trainings without it.
+    Larger or smaller scores may reveal the canary; NaN counts as larger than any number. The other
+    arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed
@@ -160,10 +145,9 @@ def audit_scores(
     both = [np.asarray(scores, np.float64) for scores in (inside, outside)]
     trials = len(both[0])
     if trials < 4 or any(scores.shape != (trials,) for scores in both):
-        shapes = [scores.shape for scores in both]
         raise ValueError(
             "`inside` and `outside` must hold the same number of scores, 4 or more, got shapes "
-            f"{shapes}."
+            f"{[scores.shape for scores in both]}."
         )
     both = _finite_scores(both)
     half = trials // 2
@@ -191,8 +175,7 @@ def _finite_scores(both: list[np.ndarray]) -> list[np.ndarray]:
 
     A training that breaks reveals information too.
     """
-    finite = np.concatenate(both)
-    finite = finite[np.isfinite(finite)]
+    finite = np.concatenate([part[np.isfinite(part)] for part in both])
     least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
     return [np.nan_to_num(part, nan=most, posinf=most, neginf=least) for part in both]
 
@@ -211,14 +194,12 @@ def audit_one_run(
 
     Args:
         train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
-            true. It returns one score for each canary. Scores should be larger for canaries that
-            were used.
-        canaries: the number of canaries. Each canary must be one example, and each person may have
-            at most one canary.
+            true. It returns a score for each canary, larger for canaries that were used.
+        canaries: the number of canaries. A canary is one example, and a person has at most one.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
-        guesses: the number of guesses. The audit guesses "in" for the largest scores and "out" for
-            the smallest, half of the guesses each. The default is a fifth of `canaries`.
+        guesses: the number of guesses: half "in", for the largest scores, and half "out", for the
+            smallest. The default is a fifth of `canaries`.
         failure: an upper bound on the probability that the bound is wrong.
         key: the key that chooses the random half.
 
@@ -234,7 +215,7 @@ def audit_one_run(
     guesses = max(2, canaries // 5) if guesses is None else guesses
     check_whole("guesses", guesses, 2)
     if guesses > canaries:
-        raise ValueError(f"`guesses` must be at most `canaries`, {canaries}, got {guesses}.")
+        raise refusal("guesses", f"at most `canaries`, {canaries}", guesses)
     is_in = np.asarray(jax.random.bernoulli(key, 0.5, (canaries,)))
     scores = np.asarray(train(jnp.asarray(is_in)), np.float64)
     scores = np.where(np.isnan(scores), np.inf, scores)  # as in `audit_scores`
@@ -248,12 +229,7 @@ def audit_one_run(
 
 
 class Rates(NamedTuple):
-    """Confidence bounds on the rates of a membership test.
-
-    Attributes:
-        true_positive: a lower bound on the probability of "in" for trainings with the canary.
-        false_positive: an upper bound on the probability of "in" for trainings without it.
-    """
+    """A lower bound on a test's true-positive rate, and an upper bound on its false positives."""
 
     true_positive: float
     false_positive: float
@@ -291,26 +267,21 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
     """Return a lower bound on ε, assuming Gaussian noise.
 
     If one Gaussian has the sensitivity μ, in standard deviations, every threshold obeys
-    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and this bound gives ε at δ. The
-    best threshold for `epsilon_of_rates` makes false positives rare, so many trials are needed to
-    estimate their rate. This bound also works where both rates are near ½, so it needs fewer
-    trials.
+    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and this bound gives ε at δ. It also
+    works where both rates are near ½. There the rates are known after few trials, unlike the rare
+    false positives that `epsilon_of_rates` needs.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
-    if not mu > 0:
-        return 0.0
-    if mu == math.inf:
-        return math.inf
+    if not 0 < mu < math.inf:
+        return math.inf if mu == math.inf else 0.0
     return SampledGaussian(1 / mu, sampling_rate=1.0, steps=1, sampling="full").epsilon(delta)
 
 
 def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, right: int) -> float:
     """Bound from above the probability of `right` or more right guesses in an (ε, δ)-private run.
 
-    Each canary is in the run with probability ½, independently of the other canaries.
-
-    References:
-        Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run, Theorem 5.2.
+    Each canary is in the run with probability ½, independently of the others. See Theorem 5.2 of
+    Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run.
     """
     if not right:
         return 1.0
@@ -327,9 +298,9 @@ def one_run_epsilon(delta: float, canaries: int, guesses: int, right: int, failu
     def is_refuted(epsilon: float) -> bool:
         return one_run_p_value(epsilon, delta, canaries, guesses, right) <= failure
 
-    low, high = 0.0, 1.0
     if not is_refuted(0.0):
         return 0.0
+    low, high = 0.0, 1.0
     while is_refuted(high) and high < 100:
         low, high = high, 2 * high
     while high - low > 1e-6:

@@ -1,10 +1,7 @@
-"""Define the hard models: small models whose use of parameters is hard to clip correctly.
+"""The hard models: small models whose use of parameters is hard to clip correctly.
 
-`hard_loss` adds up the losses of several models. With one clip norm for each model, a single
-compiled function clips every model separately.
+`hard_loss` adds up the losses of several models, so that one function is compiled for all.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
@@ -115,33 +112,24 @@ class _HardModel(NamedTuple):
 
     loss: Model
     shapes: Mapping[str, tuple[int, ...]]
-    dtype: jax.typing.DTypeLike = jnp.float32
 
 
-_SQUARE, _ROW = (_WIDTH, _WIDTH), (_WIDTH,)
+_SQUARE, _ROW, _WIDE = (_WIDTH, _WIDTH), (_WIDTH,), (_WIDTH, 2 * _WIDTH)
+_STACKED = {"stack": (_LAYERS, *_SQUARE), "biases": (_LAYERS, *_ROW), "shared": _SQUARE}
+_SEVEN = {f"{kind}_{name}": _ROW for kind in ("scale", "shift") for name in "abc"}
+_SEVEN["unused"] = (3,)
 ALL_MODELS = {
     "dense": _HardModel(_dense, {"kernel": _SQUARE, "bias": _ROW}),
     "tied": _HardModel(_tied, {"kernel": _SQUARE}),
-    "scanned": _HardModel(
-        _scanned,
-        {"stack": (_LAYERS, *_SQUARE), "biases": (_LAYERS, *_ROW), "shared": _SQUARE},
-    ),
+    "scanned": _HardModel(_scanned, _STACKED),
     "carried": _HardModel(_carried, {"kernel": _SQUARE, "scale": _ROW}),
-    "sliced": _HardModel(
-        _sliced, {"disjoint": (_WIDTH, 2 * _WIDTH), "overlapping": (_WIDTH, _WIDTH + 8)}
-    ),
-    "concatenated": _HardModel(_concatenated, {"query": _SQUARE, "key": _SQUARE, "value": _SQUARE}),
+    "sliced": _HardModel(_sliced, {"disjoint": _WIDE, "overlapping": (_WIDTH, _WIDTH + 8)}),
+    "concatenated": _HardModel(_concatenated, dict.fromkeys(("query", "key", "value"), _SQUARE)),
     "convolved": _HardModel(_convolved, {"each": (3, 2, 1, 8), "wide": (3, 3, 8, 12)}),
     "gathered": _HardModel(_gathered, {"table": (_VOCABULARY, _WIDTH)}),
-    "small": _HardModel(
-        _small,
-        {f"{kind}_{name}": _ROW for kind in ("scale", "shift") for name in "abc"}
-        | {"unused": (3,)},
-    ),
+    "small": _HardModel(_small, _SEVEN),
     "cancelling": _HardModel(_cancelling, {"kernel": _SQUARE}),
-    "half": _HardModel(
-        _half, {"kernel": (_WIDTH, 2 * _WIDTH), "bias": (2 * _WIDTH,)}, jnp.bfloat16
-    ),
+    "half": _HardModel(_half, {"kernel": _WIDE, "bias": (2 * _WIDTH,)}),
 }
 
 
@@ -158,21 +146,22 @@ def hard_loss(names: tuple[str, ...]) -> Model:
 
 def hard_params(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """Return random parameters of all models, by the name of the model."""
-    rng = _generator(key)
+    rng = generator(key)
 
     def draw(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
         values = (rng.normal(size=shape) / np.sqrt(_WIDTH)).astype(np.float32)
         return jnp.asarray(values.astype(dtype))
 
-    return {
-        name: {leaf: draw(shape, model.dtype) for leaf, shape in model.shapes.items()}
-        for name, model in ALL_MODELS.items()
-    }
+    params = {}
+    for name, (_, shapes) in ALL_MODELS.items():
+        dtype = jnp.bfloat16 if name == "half" else jnp.float32
+        params[name] = {leaf: draw(shape, dtype) for leaf, shape in shapes.items()}
+    return params
 
 
 def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
     """Return one random example for each of `scales`, which multiply the losses."""
-    rng, size = _generator(key), len(scales)
+    rng, size = generator(key), len(scales)
     long = _CANCELLING * rng.normal(size=(size, 2, _WIDTH))
     long = np.concatenate([long, rng.normal(size=long.shape) / _WIDTH - long], axis=1)
     drawn = {
@@ -189,5 +178,6 @@ def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
     return {**batch, "tokens": jnp.asarray(tokens.astype(np.int32))}
 
 
-def _generator(key: jax.Array) -> np.random.Generator:
+def generator(key: jax.Array) -> np.random.Generator:
+    """Return a NumPy generator that is seeded by a key."""
     return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())

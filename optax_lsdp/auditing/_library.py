@@ -3,8 +3,6 @@
 To add an audit, write a function of a key that returns a report, and add it to the table.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,21 +16,9 @@ import numpy as np
 import optax
 
 from optax_lsdp.accounting import SampledGaussian
-from optax_lsdp.auditing._claims import audit_likely_mistakes, audit_plan, audit_quantized_sums
-from optax_lsdp.auditing._clipping import (
-    audit_cancelling_rows,
-    audit_clipping_by_search,
-    audit_hard_models,
-    audit_microbatches,
-)
-from optax_lsdp.auditing._devices import (
-    DEVICES,
-    audit_collectives,
-    audit_sharded_clipping,
-    audit_sharded_noise,
-    audit_split_parameters,
-    reports_from_child,
-)
+from optax_lsdp.auditing import _claims as claims
+from optax_lsdp.auditing import _clipping as clipping
+from optax_lsdp.auditing import _devices as devices
 from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
@@ -44,7 +30,6 @@ from optax_lsdp.optimizers import privatize
 from optax_lsdp.planning import PrivacyPlan
 
 _CLIP_NORM, _NOISE_MULTIPLIER, _DELTA = 0.5, 2.0, 1e-5
-_DATASET_SIZE, _SAMPLING_RATE = 1000, 0.05
 _SMALL = {"kernel": (24, 40), "bias": (40,), "a": (5,), "b": (5,), "c": (2, 3), "d": (7,), "e": ()}
 _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
 _OF_PLAN = {"kernel": (20, 30), "bias": (30,), "scale": (30,), "shift": (7,)}
@@ -52,18 +37,12 @@ _QUANTIZED = {"a": (240,), "b": (40,), "c": (40,), "d": (3, 5)}
 LONGEST_PERIOD = 4096
 _DENSE = 32  # audit all steps below 32, and all multiples of 32 up to the longest period
 _LAST = 2**31 - 2  # the last step for which the library draws noise
-FAR_STEPS = tuple(
-    sorted(
-        {
-            *range(_DENSE),
-            *range(0, LONGEST_PERIOD + 1, _DENSE),
-            *(2**power + more for power in range(5, 31) for more in (0, 1)),
-            *(10**power + more for power in range(2, 10) for more in (0, 1)),
-            *range(_LAST - 7, _LAST + 1),
-        }
-    )
+_POWERS = {*(2**power for power in range(5, 31)), *(10**power for power in range(2, 10))}
+FAR_STEPS = sorted(
+    {*range(_DENSE), *range(0, LONGEST_PERIOD + 1, _DENSE), *range(_LAST - 7, _LAST + 1)}
+    | _POWERS
+    | {power + 1 for power in _POWERS}
 )
-_SAMPLED_STEPS = sorted({*range(300), *FAR_STEPS})
 _Shapes = dict[str, tuple[int, ...]]
 
 
@@ -108,9 +87,7 @@ def _noise_of_steps(
 
 def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
     """Test whether a plan's optimizer adds the noise that the plan states."""
-    plan = PrivacyPlan(
-        dataset_size=400, expected_batch_size=40, steps=24, noise_multiplier=1.0, delta=_DELTA
-    )
+    plan = claims.poisson_plan()
     optimizer, gradient = plan.optimizer(optax.sgd(1.0), key), plan.clipped_grad(_sum_of_leaves)
     noises = _noise_of_steps(optimizer, gradient, _zeros(_OF_PLAN), plan.steps)
     scale = plan.noise_multiplier * plan.clip_norm / plan.expected_batch_size
@@ -127,9 +104,7 @@ def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
     def quanta(x: jax.Array) -> np.ndarray:  # integers, which `audit_noise` allows to repeat
         return np.rint(np.asarray(x) * resolution / _CLIP_NORM).astype(int)
 
-    noises = [
-        jax.tree.map(quanta, drawn) for drawn in _noise_of_steps(noise, gradient, params, steps)
-    ]
+    noises = jax.tree.map(quanta, _noise_of_steps(noise, gradient, params, steps))
     scale = _NOISE_MULTIPLIER * marked.sensitivity
     return audit_noise(noises.__getitem__, scale=scale, steps=steps)
 
@@ -138,28 +113,25 @@ def _audit_sampler(
     sampling: Literal["poisson", "without_replacement"], key: jax.Array
 ) -> StatisticsReport:
     """Test the sampler of a plan."""
+    size, batch_size = 1000, 50
     plan = PrivacyPlan(
-        dataset_size=_DATASET_SIZE,
-        expected_batch_size=round(_SAMPLING_RATE * _DATASET_SIZE),
+        dataset_size=size,
+        expected_batch_size=batch_size,
         steps=1000,
         noise_multiplier=100.0,
         delta=_DELTA,
         sampling=sampling,
         neighbouring="add_remove" if sampling == "poisson" else "replace_one",
     )
+    rate, steps = batch_size / size, sorted({*range(300), *FAR_STEPS})
     return audit_sampler(
-        plan.sampler(key),
-        dataset_size=_DATASET_SIZE,
-        sampling_rate=_SAMPLING_RATE,
-        sampling=sampling,
-        steps=_SAMPLED_STEPS,
+        plan.sampler(key), dataset_size=size, sampling_rate=rate, sampling=sampling, steps=steps
     )
 
 
 def _audit_step_with_canary(key: jax.Array) -> EpsilonReport:
     """Attack one step of DP-LSSGD with the worst canary."""
-    step = SampledGaussian(_NOISE_MULTIPLIER, sampling_rate=1.0, steps=1, sampling="full")
-    claimed = step.epsilon(_DELTA)
+    claimed = SampledGaussian(_NOISE_MULTIPLIER, 1.0, 1, sampling="full").epsilon(_DELTA)
     return audit_epsilon(
         _step_with_canary, delta=_DELTA, claimed=claimed, trials=40_000, gaussian=True, key=key
     )
@@ -182,46 +154,37 @@ def _step_with_canary(key: jax.Array, is_in: jax.Array) -> jax.Array:
 
 
 class Audit(NamedTuple):
-    """An audit of the library.
-
-    Attributes:
-        run: a function of a key that returns a report.
-        in_child: whether the audit runs in the child process, which has eight devices. Audits that
-            need eight devices must run there. Some other audits run there to share the work
-            between two processes.
-        needs_orbax: whether the audit calls `fit`, which needs Orbax and tqdm.
-    """
+    """An audit of the library: a function of a key that returns a report."""
 
     run: Callable[[jax.Array], AuditReport]
-    in_child: bool = False
-    needs_orbax: bool = False
+    in_child: bool = False  # it needs eight devices, or shares the work between two processes
+    needs_orbax: bool = False  # it calls `fit`, which needs Orbax and tqdm
 
 
+_by_search, _hard_models = clipping.audit_clipping_by_search, clipping.audit_hard_models
 AUDITS = {
     "Poisson sampler": Audit(partial(_audit_sampler, "poisson")),
     "fixed-size sampler": Audit(partial(_audit_sampler, "without_replacement")),
-    "clipping by search, engine 'bookkeeping'": Audit(
-        partial(audit_clipping_by_search, "bookkeeping")
-    ),
-    "clipping by search, engine 'vmap'": Audit(partial(audit_clipping_by_search, "vmap")),
-    "clipping of hard models, engine 'bookkeeping'": Audit(
-        partial(audit_hard_models, "bookkeeping")
-    ),
+    "clipping by search, engine 'bookkeeping'": Audit(partial(_by_search, "bookkeeping")),
+    "clipping by search, engine 'vmap'": Audit(partial(_by_search, "vmap")),
+    "clipping of hard models, engine 'bookkeeping'": Audit(partial(_hard_models, "bookkeeping")),
     "noise": Audit(partial(_audit_gaussian_noise, _SMALL, FAR_STEPS)),
     "noise of large leaves": Audit(partial(_audit_gaussian_noise, _LARGE, 6)),
     "a step of DP-LSSGD with and without a canary": Audit(_audit_step_with_canary),
-    "a plan": Audit(audit_plan),
+    "a plan": Audit(claims.audit_plan),
     "noise of a plan's optimizer": Audit(_audit_plan_noise),
-    "likely mistakes": Audit(audit_likely_mistakes),
-    "quantized sums": Audit(audit_quantized_sums),
+    "likely mistakes": Audit(claims.audit_likely_mistakes),
+    "quantized sums": Audit(claims.audit_quantized_sums),
     "discrete noise": Audit(_audit_discrete_noise),
-    "clipping of hard models, engine 'vmap'": Audit(partial(audit_hard_models, "vmap"), True),
-    "clipping of cancelling rows": Audit(audit_cancelling_rows, True),
-    "clipping in microbatches": Audit(audit_microbatches, True),
-    "noise on several devices": Audit(audit_sharded_noise, True),
-    "clipping on several devices": Audit(audit_sharded_clipping, True),
-    "parameters split over devices": Audit(audit_split_parameters, True),
-    "collectives on several devices": Audit(audit_collectives, True),
+    "clipping of hard models, engine 'vmap'": Audit(partial(_hard_models, "vmap"), True),
+    "clipping of cancelling rows": Audit(
+        partial(_hard_models, "bookkeeping", models=clipping.UNCERTAIN), True
+    ),
+    "clipping in microbatches": Audit(clipping.audit_microbatches, True),
+    "noise on several devices": Audit(devices.audit_sharded_noise, True),
+    "clipping on several devices": Audit(devices.audit_sharded_clipping, True),
+    "parameters split over devices": Audit(devices.audit_split_parameters, True),
+    "collectives on several devices": Audit(devices.audit_collectives, True),
     "a step of fit on neighbouring data": Audit(audit_one_step_of_fit, True, needs_orbax=True),
     "resumed runs": Audit(audit_resumed_runs, True, needs_orbax=True),
 }
@@ -236,9 +199,7 @@ def audit_library(
     a child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is
     not installed, the audits of `fit` are skipped, and a warning names them.
 
-    Args:
-        key: a key of JAX's default generator, Threefry, for the randomness of all audits.
-        started: a function that is called with the name of each audit before it starts.
+    `key` must be a Threefry key, JAX's default. `started` is called with each audit's name.
 
     >>> name, report = next(audit_library(jax.random.key(0)))
     >>> name, bool(report)
@@ -253,10 +214,11 @@ def audit_library(
             "'optax-lsdp[training]'.",
             stacklevel=2,
         )
-    has_devices = jax.device_count() >= DEVICES
+    has_devices = jax.device_count() >= devices.DEVICES
     in_child = [] if has_devices else [name for name in names if AUDITS[name].in_child]
     nothing: Iterator[AuditReport] = iter(())
-    with reports_from_child(in_child, key) if in_child else nullcontext(nothing) as reports:
+    child = devices.reports_from_child(in_child, key) if in_child else nullcontext(nothing)
+    with child as reports:
         for name in names:
             started(name)
             yield name, next(reports) if name in in_child else run_audit(name, key)

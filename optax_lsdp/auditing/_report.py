@@ -1,10 +1,4 @@
-"""Define the reports that audits return: what was measured, and the verdict.
-
-Every report implements the protocol `AuditReport`. A report is true in a condition if the audit
-passed, and prints as a table whose first row is the verdict.
-"""
-
-from __future__ import annotations
+"""The reports that audits return. They print as a table whose first row is the verdict."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +11,6 @@ class AuditReport(Protocol):
     @property
     def passed(self) -> bool:
         """Whether the audit found no evidence against the claim."""
-
-    def __bool__(self) -> bool:
-        """Return `passed`."""
 
 
 def format_report(passed: bool, rows: Mapping[str, str]) -> str:
@@ -50,11 +41,7 @@ class StatisticsReport:
     @property
     def passed(self) -> bool:
         """Whether every p-value reaches the threshold, `failure` / number of tests (Bonferroni)."""
-        return min(self.p_values.values()) >= self._threshold
-
-    @property
-    def _threshold(self) -> float:
-        return self.failure / len(self.p_values)
+        return min(self.p_values.values()) >= self.failure / len(self.p_values)
 
     def __bool__(self) -> bool:
         return self.passed
@@ -62,22 +49,17 @@ class StatisticsReport:
     def __str__(self) -> str:
         rows = {self.quantity: f"{self.seen:.6g}, expected {self.expected:.6g}"}
         rows |= {name: f"p = {value:.2g}" for name, value in self.p_values.items()}
-        rows["rejects if"] = f"any p is below {self._threshold:.2g}"
+        rows["rejects if"] = f"any p is below {self.failure / len(self.p_values):.2g}"
         rows["rejects by mistake"] = f"with probability at most {self.failure:g}"
         return format_report(self.passed, rows)
 
 
 @dataclass(frozen=True)
 class ClaimsReport:
-    """The result of checks that need no statistics: each claim holds or does not.
+    """The result of checks that need no statistics: each claim holds or does not."""
 
-    Attributes:
-        claims: for each claim, a text that says what is wrong, or "" if the claim holds.
-        measured: what else the audit measured, as text.
-    """
-
-    claims: Mapping[str, str]
-    measured: Mapping[str, str] = field(default_factory=dict)
+    claims: Mapping[str, str]  # what is wrong with each claim, or "" if the claim holds
+    measured: Mapping[str, str] = field(default_factory=dict)  # what else the audit measured
 
     @property
     def passed(self) -> bool:
@@ -93,26 +75,23 @@ class ClaimsReport:
 
 
 def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Run one check for each claim, and return a report.
+    """Run one check for each claim. A check returns what is wrong, or "" if the claim holds.
 
-    A check returns a text that says what is wrong, or "" if the claim holds. If a check raises, the
-    error is what is wrong.
+    If a check raises, the error is what is wrong.
     """
-
-    def run(check: Callable[[], str]) -> str:
+    claims = {}
+    for claim, check in checks.items():
         try:
-            return check()
+            claims[claim] = check()
         except Exception as error:
-            return f"{type(error).__name__}: {error}"
-
-    return ClaimsReport({claim: run(check) for claim, check in checks.items()})
+            claims[claim] = f"{type(error).__name__}: {error}"
+    return ClaimsReport(claims)
 
 
 def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
-    """Return "" if this library refuses a call, and a text that says what is wrong otherwise.
+    """Return "" if this library refuses a call, and `otherwise` if the call succeeds.
 
-    The text is `otherwise` if the call succeeds. If the call raises an error that is not of this
-    library, the text is that error. This library's messages start with an argument in backquotes.
+    This library's messages start with an argument in backquotes. Any other error is returned.
     """
     try:
         call()

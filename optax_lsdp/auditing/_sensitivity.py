@@ -1,15 +1,11 @@
 """Search for two neighbouring batches on which a release differs by more than its sensitivity.
 
-A release is a function of a batch and a mask, such as a clipped sum. Noise will be added to its
-result. The audit builds batches from the caller's examples and changes one example in each batch.
-Gradient ascent then increases the largest differences.
+A release is a function of a batch and a mask to which noise will be added, such as a clipped sum.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -20,6 +16,7 @@ from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_positive, check_whole
 from optax_lsdp._types import PyTree
+from optax_lsdp.auditing._hard_models import generator
 from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
@@ -42,8 +39,7 @@ class SensitivityReport:
         masked: the largest effect of an example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
         tolerance: the relative rounding error that the audit accepts.
-        granted: the relative rounding error that the audit accepts for the neighbours with the
-            largest difference. It exceeds `tolerance` for large batches.
+        granted: the same for the neighbours with the largest difference, more in large batches.
     """
 
     declared: float
@@ -86,40 +82,10 @@ class _Neighbours(NamedTuple):
         """The second batch."""
         return _with_example(self.batch, self.example, self.row)
 
-    def granted(self, tolerance: float) -> float:
-        """Return the relative error that a float32 sum over the first mask may have."""
-        return max(tolerance, _ROUNDING * float(np.sum(self.masks[0])))
-
-
-class _NeighbouringBatch(NamedTuple):
-    """A batch, its mask, and an example that will replace the batch's example at `row`."""
-
-    how: str
-    batch: PyTree
-    mask: np.ndarray
-    row: int
-    example: PyTree
-
-    @property
-    def mask_without_row(self) -> np.ndarray:
-        """The mask without the example that will be replaced."""
-        return self.mask & (np.arange(len(self.mask)) != self.row)
-
-    def changed_examples(self, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:
-        """Yield the example with all entries scaled, and with one entry replaced."""
-        for factor in _FACTORS:
-            yield f"scaled by {factor:g}", _scaled(self.example, factor)
-        for value in _ENTRIES:
-            yield f"with one entry {value:g}", _with_entry(self.example, value, rng)
-
-
-class _Found(NamedTuple):
-    """The distance between two releases, and its excess over the accepted rounding error."""
-
-    distance: float
-    how: str
-    granted: float
-    excess: float
+    def releases(self, release: Release) -> tuple[PyTree, PyTree]:
+        """Return the release of each batch."""
+        one = _released(release, self.batch, self.masks[0])
+        return one, _released(release, self.other_batch, self.masks[1])
 
 
 def audit_sensitivity(
@@ -140,8 +106,7 @@ def audit_sensitivity(
     batches of many or few examples, of large or small examples, or of a thousand equal examples. It
     removes or replaces one example. It also multiplies this example by −1, by huge or tiny factors,
     by ∞ or by NaN, or sets one entry of the example to a huge number, ∞ or NaN. Gradient ascent
-    then increases the largest differences. The audit also checks that examples outside the mask
-    have no effect.
+    then increases the largest differences. Examples outside the mask must have no effect.
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a
@@ -174,47 +139,44 @@ def audit_sensitivity(
     check_whole("ascents", ascents, 0)
     check_whole("ascent_steps", ascent_steps)
     batch = jax.tree.map(jnp.asarray, batch)
-    rng = np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())
+    rng = generator(key)
     pairs, masked = 0, 0.0
-    most = _Found(-math.inf, "", 0.0, -math.inf)
+    most = SensitivityReport(declared, -math.inf, "", 0.0, 0, tolerance, 0.0)
     worst: list[tuple[float, _Neighbours]] = []  # finite distances, largest first
 
     def compare(pair: _Neighbours, one: PyTree, other: PyTree, how: str) -> float:
         nonlocal pairs, most
         pairs += 1
-        distance, granted = _distance(one, other), pair.granted(tolerance)
-        found = _Found(distance, how, granted, distance - declared * granted)
-        most = max(most, found, key=lambda one: one.excess)
-        return distance
+        granted = max(tolerance, _ROUNDING * float(np.sum(pair.masks[0])))
+        found = replace(most, largest=_distance(one, other), how=how, granted=granted)
+        most = max(most, found, key=lambda one: one.largest - declared * one.granted)
+        return found.largest
 
-    for here in _settings(batch, searches, rng):
-        without = here.mask_without_row
-        before = _released(release, here.batch, here.mask)
-        before_without = _released(release, here.batch, without)
-        for how, example in here.changed_examples(rng):
-            changed = _with_example(here.batch, example, here.row)
-            after = _released(release, changed, here.mask)
-            after_without = _released(release, changed, without)
+    for how_batch, drawn, mask, row, example in _settings(batch, searches, rng):
+        without = mask & (np.arange(len(mask)) != row)
+        before, before_without = (_released(release, drawn, kept) for kept in (mask, without))
+        for how, changed in _changes(example, rng):
+            pair = _Neighbours(drawn, changed, row, (mask, mask))
+            other_batch = pair.other_batch
+            after, after_without = (
+                _released(release, other_batch, kept) for kept in (mask, without)
+            )
+            one, other = before, after
             if neighbouring == "add_remove":
-                pair = _Neighbours(changed, example, here.row, (here.mask, without))
+                pair = pair._replace(batch=other_batch, masks=(mask, without))
                 one, other = after, after_without
-            else:
-                pair = _Neighbours(here.batch, example, here.row, (here.mask, here.mask))
-                one, other = before, after
-            distance = compare(pair, one, other, f"{here.how}; one example {how}")
+            distance = compare(pair, one, other, f"{how_batch}; one example {how}")
             if math.isfinite(distance):
                 worst = sorted([*worst, (distance, pair)], key=lambda one: -one[0])[:ascents]
             masked = max(masked, _distance(before_without, after_without))
     for _, pair in worst:
         for step in range(ascent_steps):
             pair = _ascend(release, pair, 0.3 * (1 - step / ascent_steps))
-            one = _released(release, pair.batch, pair.masks[0])
-            other = _released(release, pair.other_batch, pair.masks[1])
-            if not math.isfinite(compare(pair, one, other, "found by gradient ascent")):
+            if not math.isfinite(
+                compare(pair, *pair.releases(release), "found by gradient ascent")
+            ):
                 break
-    return SensitivityReport(
-        declared, most.distance, most.how, masked, pairs, tolerance, most.granted
-    )
+    return replace(most, masked=masked, pairs=pairs)
 
 
 @partial(jax.jit, static_argnums=0)  # repeated audits of one release compile it once
@@ -232,36 +194,42 @@ def _distance(one: PyTree, other: PyTree) -> float:
     return math.sqrt(squares) if math.isfinite(squares) else math.inf
 
 
-def _settings(batch: PyTree, count: int, rng: np.random.Generator) -> Iterator[_NeighbouringBatch]:
-    """Yield batches of random examples, of four kinds in turn.
+def _settings(
+    batch: PyTree, count: int, rng: np.random.Generator
+) -> Iterator[tuple[str, PyTree, np.ndarray, int, PyTree]]:
+    """Yield a description, a batch, its mask, a row, and an example that will replace this row.
 
-    The mask keeps all examples; it keeps few; the examples have two scales; or one example is
-    repeated many times.
+    There are four kinds of batches. The mask keeps all examples; it keeps few; the examples have
+    two scales; or one example is repeated many times.
     """
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
         kind = ("all", "few", "two scales", "crowd")[number % 4]
-        if kind == "crowd":
-            size = max(available, _CROWD)
-            order = np.full(size, rng.integers(available))
-        else:
-            size = available
-            order = rng.integers(size, size=size)
+        size = max(available, _CROWD) if kind == "crowd" else available
+        order = rng.integers(available, size=None if kind == "crowd" else size)
         kept = int(rng.integers(1, min(size, _FEW) + 1)) if kind == "few" else size
         mask = np.zeros(size, bool)
         mask[rng.permutation(size)[:kept]] = True
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
-        scales = np.full(size, scale)
+        scales, by = np.full(size, scale), f"{scale:g}"
         if kind == "two scales":  # so that one more example changes the median
-            scales = np.full(size, max(_SCALES))
+            scales, by = np.full(size, max(_SCALES)), f"{max(_SCALES):g} or {min(_SCALES):g}"
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)
         scales[row] = 1.0
         example = _rows(batch, int(rng.integers(available)))
-        by = f"{max(_SCALES):g} or {min(_SCALES):g}" if kind == "two scales" else f"{scale:g}"
         how = f"{kept} of {size} examples in the mask, scaled by {by}"
-        yield _NeighbouringBatch(how, _scaled(_rows(batch, order), scales), mask, row, example)
+        chosen = _rows(batch, np.broadcast_to(order, size))
+        yield how, _scaled(chosen, scales), mask, row, example
+
+
+def _changes(example: PyTree, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:
+    """Yield the example with all entries scaled, and with one entry replaced."""
+    for factor in _FACTORS:
+        yield f"scaled by {factor:g}", _scaled(example, factor)
+    for value in _ENTRIES:
+        yield f"with one entry {value:g}", _with_entry(example, value, rng)
 
 
 # The functions below are compiled, because the audit builds many small batches.
@@ -305,20 +273,18 @@ def _is_float(x: jax.Array) -> bool:
 
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
     """Increase the distance by a step of gradient ascent on all floats of both batches."""
-    other_batch = pair.other_batch
-    one = _released(release, pair.batch, pair.masks[0])
-    other = _released(release, other_batch, pair.masks[1])
+    one, other = pair.releases(release)
     slopes = _slopes(release, pair.batch, pair.masks[0], other)
-    other_slopes = _slopes(release, other_batch, pair.masks[1], one)
+    other_slopes = _slopes(release, pair.other_batch, pair.masks[1], one)
     batch, example = _moved(pair, slopes, other_slopes, rate)
     return pair._replace(batch=batch, example=example)
 
 
 @partial(jax.jit, static_argnums=0)
-def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> list[jax.Array]:
+def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> PyTree:
     """Return the gradient of ‖release(batch, mask) − other‖ for all floats of the batch."""
 
-    def distance(floats: list[jax.Array]) -> jax.Array:
+    def distance(floats: PyTree) -> jax.Array:
         change = jax.tree.map(jnp.subtract, release(_with_floats(batch, floats), mask), other)
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(change)) + 1e-30)
 
@@ -327,7 +293,7 @@ def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> 
 
 @jax.jit
 def _moved(
-    pair: _Neighbours, slopes: list[jax.Array], other_slopes: list[jax.Array], rate: float
+    pair: _Neighbours, slopes: PyTree, other_slopes: PyTree, rate: float
 ) -> tuple[PyTree, PyTree]:
     """Move the batch and the example along their slopes, by a share of their size.
 
@@ -338,20 +304,18 @@ def _moved(
         size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
         return x + rate * (size + 1e-6) * slope / (steepness + 1e-30)
 
-    of_batch = [x + y.at[pair.row].set(0) for x, y in zip(slopes, other_slopes, strict=True)]
-    of_example = [y[pair.row] for y in other_slopes]
-    moved = [
-        _with_floats(tree, list(map(move, _floats(tree), gradient)))
-        for tree, gradient in ((pair.batch, of_batch), (pair.example, of_example))
-    ]
-    return moved[0], moved[1]
+    def moved(tree: PyTree, slopes: PyTree) -> PyTree:
+        return _with_floats(tree, jax.tree.map(move, _floats(tree), slopes))
+
+    both = jax.tree.map(lambda x, y: x + y.at[pair.row].set(0), slopes, other_slopes)
+    return moved(pair.batch, both), moved(pair.example, _rows(other_slopes, pair.row))
 
 
-def _floats(tree: PyTree) -> list[jax.Array]:
-    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+def _floats(tree: PyTree) -> PyTree:
+    """Return the tree with None in place of every leaf that is not floating-point."""
+    return jax.tree.map(lambda x: x if _is_float(x) else None, tree)
 
 
-def _with_floats(tree: PyTree, floats: list[jax.Array]) -> PyTree:
-    """Return the tree with its floating-point leaves replaced by `floats`."""
-    new = iter(floats)
-    return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)
+def _with_floats(tree: PyTree, floats: PyTree) -> PyTree:
+    """Return the tree with its floating-point leaves replaced by those of `floats`."""
+    return jax.tree.map(lambda x, new: x if new is None else new, tree, floats)

@@ -1,12 +1,10 @@
 """Test noise and samplers against the distributions that the accountant assumes.
 
-Each audit runs several tests on the same numbers. `StatisticsReport` divides the probability of a
-false rejection among them. A test that compares many parts, such as all pairs of leaves, multiplies
-the smallest p-value by their number (Bonferroni's correction).
+`StatisticsReport` divides the probability of a false rejection among the tests of an audit. A test
+of many parts, such as all pairs of leaves, multiplies the smallest p-value by their number.
 """
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, product
 from typing import Literal, Protocol
@@ -30,6 +28,9 @@ _CHUNK = 2**16  # the number of examples whose inclusions are multiplied at a ti
 _MOST_EXAMPLES = 2**12  # the number of examples among which all pairs are compared
 
 
+_Pairs = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
 class _Sampler(Protocol):
     def batch(self, step: int, /) -> Batch: ...
 
@@ -47,15 +48,13 @@ def audit_noise(
     and 400,000 for 1 %. The audit rejects quantized noise in floating point, because its
     values repeat. Return quantized noise, such as that of `discrete`, as integer numbers of quanta.
 
-    The audit compares all pairs of steps. It detects noise that repeats with period p if two
-    audited steps are a multiple of p apart. The first 32 steps reveal periods up to 31. To detect
-    every period up to 4,096, pass `[*range(32), *range(32, 4097, 32)]`. Steps need not be
-    consecutive.
+    The audit detects noise that repeats with period p if two audited steps are a multiple of p
+    apart. The first 32 steps reveal periods up to 31. To detect every period up to 4,096, pass
+    `[*range(32), *range(32, 4097, 32)]`.
 
     Args:
         release: `release(step)` returns what a step releases for a batch without examples, which is
-            only noise. Return it before it is smoothed. To audit a resumed run, return the noise
-            of the resumed run for later steps.
+            only noise, not yet smoothed. Later steps may be those of a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -140,10 +139,9 @@ def audit_sampler(
     count, rate = len(numbers), sampling_rate
     if min(count, dataset_size) * rate * (1 - rate) < _LEAST_VARIANCE:
         raise ValueError(
-            f"`steps` must be enough for each example to come often, got {count} steps at a "
-            f"sampling rate of {rate} from {dataset_size} examples; pass more steps, or sample "
-            "from more examples, until both numbers times rate · (1 − rate) are at least "
-            f"{_LEAST_VARIANCE}."
+            f"`steps` must be enough for each example to come often, got {count} steps and "
+            f"{dataset_size} examples at a sampling rate of {rate}; pass more steps or examples, "
+            f"until both numbers are at least {_LEAST_VARIANCE}/(rate · (1 − rate))."
         )
     included = np.zeros((count, dataset_size), np.uint8)
     for row, step in zip(included, numbers, strict=True):
@@ -157,17 +155,14 @@ def audit_sampler(
     together = rate**2  # the probability that two examples are in one batch
     if sampling == "without_replacement":
         together = rate * (size - 1) / (dataset_size - 1)
-    consecutive = int(np.diagonal(overlaps, 1)[::2].sum())
+    consecutive, chances = int(np.diagonal(overlaps, 1)[::2].sum()), dataset_size * (count // 2)
+    most_similar = [binom.sf(pairs.max() - 1, dataset_size, rate**2)]
     p_values = {
         "no example twice in a batch": float(included.max() <= 1),
         "equal rates of all examples": _spread_p_value(counts, count, rate),
         "no example far too often or rarely": _smallest(extremes, 2 * len(counts)),
-        "independent consecutive batches": _count_p_value(
-            consecutive, dataset_size * (count // 2), rate**2
-        ),
-        "no two batches too similar": _smallest(
-            [binom.sf(pairs.max() - 1, dataset_size, rate**2)], len(pairs)
-        ),
+        "independent consecutive batches": _count_p_value(consecutive, chances, rate**2),
+        "no two batches too similar": _smallest(most_similar, len(pairs)),
         "independent examples": _companions_p_value(included, together),
         "no two examples too often together": _couples_p_value(included, together),
     }
@@ -181,11 +176,7 @@ def audit_sampler(
 
 
 def _step_numbers(steps: int | Sequence[int]) -> list[int]:
-    """Return the numbers of the audited steps: the first `steps` steps, or the listed steps.
-
-    Raises:
-        ValueError: if there are fewer than 2 steps, or if a step is listed twice.
-    """
+    """Return the first `steps` steps, or the listed steps: two or more, all different."""
     if not isinstance(steps, Sequence):
         check_whole("steps", steps, 2)
         return list(range(steps))
@@ -250,7 +241,7 @@ def _steps_p_value(everything: np.ndarray) -> float:
     return _correlation_p_value(products[np.triu_indices(len(unit), 1)], everything.shape[1] - 1)
 
 
-def _pairs_p_value(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> float:
+def _pairs_p_value(pairs: _Pairs) -> float:
     """Test the correlation of each pair of vectors."""
     values = []
     for one, other in pairs:
@@ -261,7 +252,7 @@ def _pairs_p_value(pairs: Iterator[tuple[np.ndarray, np.ndarray]]) -> float:
     return _smallest(values)
 
 
-def _pairs_of_leaves(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
     """Yield pairs of leaves, cut to the same length: equal keys draw equal first numbers."""
     pairs = list(combinations(leaves, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
@@ -270,7 +261,7 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.
         yield one[:, :size].ravel(), other[:, :size].ravel()
 
 
-def _pairs_of_parts(leaves: list[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
     """Yield neighbouring entries of each leaf, and parts that different devices may have drawn."""
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
@@ -287,17 +278,19 @@ def _equal_numbers_p_value(everything: np.ndarray) -> float:
     """Count equal magnitudes: they reveal numbers that are reused in any order, if many are."""
     few = min(len(everything), max(2, _MOST_VALUES // everything.shape[1]))
     some_steps = everything[np.linspace(0, len(everything) - 1, few).astype(int)]
-    values = np.abs(some_steps).ravel()
-    equal = values.size - len(np.unique(values))
-    return float(poisson.sf(equal - 1, _COLLISION * values.size**2 / 2))
+    return _repetitions_p_value(np.abs(some_steps), _COLLISION)
 
 
 def _equal_neighbours_p_value(everything: np.ndarray) -> float:
     """Count equal pairs of neighbouring magnitudes: they reveal even a few reused numbers."""
     values = np.abs(everything)
-    pairs = (values[:, :-1] + 1j * values[:, 1:]).ravel()
-    equal = pairs.size - len(np.unique(pairs))
-    return float(poisson.sf(equal - 1, (_COLLISION * pairs.size) ** 2 / 2))
+    return _repetitions_p_value(values[:, :-1] + 1j * values[:, 1:], _COLLISION**2)
+
+
+def _repetitions_p_value(values: np.ndarray, collision: float) -> float:
+    """Count values that occur again. Two values are equal with probability `collision`."""
+    repeated = values.size - len(np.unique(values))
+    return float(poisson.sf(repeated - 1, collision * values.size**2 / 2))
 
 
 def _overlaps(included: np.ndarray) -> np.ndarray:
@@ -315,10 +308,7 @@ def _count_p_value(count: int, trials: int, rate: float) -> float:
 
 
 def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Test the variance of binomial counts, which may be too uneven or too even.
-
-    The test approximates the sum of squares by a gamma distribution of the same mean and variance.
-    """
+    """Test the variance of binomial counts. Their sum of squares is nearly gamma-distributed."""
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
     spread = float(np.sum((counts - trials * rate) ** 2)) / variance
@@ -327,10 +317,7 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often two examples of a pair are in the same batch.
-
-    Examples are paired twice: each with the next example, and at random.
-    """
+    """Test how often neighbouring examples, and random pairs of examples, share a batch."""
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):
@@ -346,4 +333,4 @@ def _couples_p_value(included: np.ndarray, together: float) -> float:
     some = np.sort(np.random.default_rng(0).permutation(size)[:_MOST_EXAMPLES])
     part = included[:, some].astype(np.float32)
     most = np.max(np.triu(part.T @ part, 1))
-    return _smallest([binom.sf(most - 1, steps, together)], len(some) * (len(some) - 1) // 2)
+    return _smallest([binom.sf(most - 1, steps, together)], math.comb(len(some), 2))

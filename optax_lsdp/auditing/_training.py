@@ -1,11 +1,9 @@
 """Audit `fit`: what one example changes in a released model, and the noise of resumed runs.
 
 The keys of a run's steps are derived from a nonce, a random label. A run that is resumed with
-different data must draw a new nonce. The audit fixes the clock, the process number and all seeds. A
-nonce that is made from these would therefore be the same in two runs, and the audit would find it.
+different data must draw a new nonce. The audit fixes the clock, the process number and all seeds.
+Two nonces that are made from these values would be equal, and the audit would find them.
 """
-
-from __future__ import annotations
 
 import contextlib
 import json
@@ -74,13 +72,9 @@ def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
         clip_norm=_CLIP_NORM,
         sampling="full",
     )
-
-    def loss(params: optax.Params, example: jax.Array) -> jax.Array:
-        return jnp.vdot(params, example)
-
     result = fit(
         plan,
-        loss,
+        jnp.vdot,
         jnp.zeros(_WIDTH),
         data,
         optimizer=optax.sgd(1.0),
@@ -95,29 +89,27 @@ def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
     """Resume an interrupted run once with the same data, and twice with different data."""
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
-        folders = {name: Path(parent) / name for name in ("first", "same", "other", "again")}
-        first = _noise_until_interrupted(folders["first"], data, key)[_SAVED]
-        for name in ("same", "other", "again"):
-            shutil.copytree(folders["first"], folders[name])
-        same, other, again = (
-            _noise_until_interrupted(folders[name], factor * data, key)[0]
-            for name, factor in (("same", 1), ("other", 2), ("again", 2))
-        )
-        nonces = [_nonces(folders[name]) for name in ("first", "other", "again")]
-    return ClaimsReport(
-        {
-            "the same data get the same noise": ""
-            if np.array_equal(first, same)
-            else "the ledger counts a repeated step once, but its noise has changed",
-            "other data get other noise": "two sums have the same noise"
-            if np.array_equal(first, other)
-            else "",
-            "two resumed runs draw different noise": "both draw the same noise"
-            if np.array_equal(other, again)
-            else "",
-            "nonces are random": _what_is_wrong(*nonces),
-        }
-    )
+        start = Path(parent) / "first"
+        noises = {"first": _noise_until_interrupted(start, data, key)[_SAVED]}
+        nonces = {"first": _nonces(start)}
+        for name, factor in (("same", 1), ("other", 2), ("again", 2)):
+            folder = shutil.copytree(start, Path(parent) / name)
+            noises[name] = _noise_until_interrupted(folder, factor * data, key)[0]
+            nonces[name] = _nonces(folder)
+
+    def are_equal(one: str, other: str) -> bool:
+        return np.array_equal(noises[one], noises[other])
+
+    changed = "the ledger counts a repeated step once, but its noise has changed"
+    reused = "two sums have the same noise" if are_equal("first", "other") else ""
+    repeated = "both draw the same noise" if are_equal("other", "again") else ""
+    claims = {
+        "the same data get the same noise": "" if are_equal("first", "same") else changed,
+        "other data get other noise": reused,
+        "two resumed runs draw different noise": repeated,
+        "nonces are random": _what_is_wrong(nonces["first"], nonces["other"], nonces["again"]),
+    }
+    return ClaimsReport(claims)
 
 
 def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:
@@ -134,7 +126,7 @@ def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> 
     )
     noises: list[np.ndarray] = []
 
-    def interrupt(report: StepReport) -> None:
+    def interrupt(report: "StepReport") -> None:
         noises.append(np.array(report.params))
         if len(noises) == _INTERRUPTED:
             raise InterruptedError

@@ -13,12 +13,13 @@ from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import optax_lsdp
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp._schemes import RELATIONS, SCHEMES
 
+Check = Callable[[str, float], None]  # raises if the number is not valid
 _EPILOG = """\
 How to read the answer. A training run is (ε, δ)-differentially private if one example makes no
 conclusion from the output more than e^ε times as probable, except with probability δ. The noise
@@ -54,9 +55,7 @@ class Command(NamedTuple):
     add_options: Callable[[Parser], None]
 
 
-def number(
-    name: str, check: Callable[[str, float], None], kind: type = float
-) -> Callable[[str], float]:
+def number(name: str, check: Check, kind: type = float) -> Callable[[str], float]:
     """Return a converter from text to a number that passes `check`."""
 
     def convert(text: str) -> float:
@@ -105,24 +104,27 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _whole(name: str, least: int = 1) -> Callable[[str], float]:
-    return number(name, partial(check_whole, least=least), int)
+def _add_number(
+    command: argparse._ActionsContainer, name: str, check: Check, help: str, **settings: Any
+) -> None:
+    """Add an option whose value is a number that passes `check`."""
+    kind, metavar = (int, "N") if check is check_whole else (float, "X")
+    convert = number(name, check, kind)
+    command.add_argument(_option(name), type=convert, metavar=metavar, help=help, **settings)
 
 
 def _add_demo_options(command: Parser) -> None:
-    options: list[tuple[str, Callable[[str], object], object, str, str]] = [
-        ("epsilon", number("epsilon", check_positive), 0.5, "X", "budget of each training run"),
-        ("delta", number("delta", check_delta), 1e-5, "X", "probability with which ε may fail"),
-        ("steps", _whole("steps"), 40, "N", "steps of each training run"),
-        ("seeds", _whole("seeds"), 5, "N", "number of training runs to average over"),
-        ("output", picture, Path("demo.png"), "PNG", "file for the figure"),
-        ("record", writable, None, "JSON", "file for the numbers (default: none)"),
-    ]
-    for name, convert, default, metavar, text in options:
-        shown = text if default is None else f"{text} (default: {default})"
-        command.add_argument(
-            _option(name), type=convert, default=default, metavar=metavar, help=shown
-        )
+    for name, check, default, text in (
+        ("epsilon", check_positive, 0.5, "budget of each training run"),
+        ("delta", check_delta, 1e-5, "probability with which ε may fail"),
+        ("steps", check_whole, 40, "steps of each training run"),
+        ("seeds", check_whole, 5, "number of training runs to average over"),
+    ):
+        _add_number(command, name, check, f"{text} (default: {default})", default=default)
+    text = "file for the figure (default: demo.png)"
+    command.add_argument("--output", type=picture, default="demo.png", metavar="PNG", help=text)
+    text = "file for the numbers (default: none)"
+    command.add_argument("--record", type=writable, metavar="JSON", help=text)
 
 
 def _add_run_options(command: Parser, target: str, meaning: str) -> None:
@@ -133,65 +135,39 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     )
     command.epilog = _EPILOG.format(schemes=textwrap.indent("\n".join(schemes), "  "))
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    for name, text in (
-        ("dataset_size", "number of examples in the dataset"),
-        ("batch_size", "fixed or expected number of examples in a batch"),
-    ):
-        command.add_argument(
-            _option(name), type=_whole(name), metavar="N", required=True, help=text
-        )
-    length = command.add_mutually_exclusive_group(required=True)
-    length.add_argument("--steps", type=_whole("steps"), metavar="N", help="number of steps")
-    length.add_argument(
-        "--epochs",
-        type=number("epochs", check_positive),
-        metavar="X",
-        help="number of epochs of dataset size/batch size steps each (shuffled: rounded down)",
-    )
-    command.add_argument(
-        _option(target),
-        type=number(target, check_positive),
-        metavar="X",
-        required=True,
-        help=meaning,
-    )
-    command.add_argument(
-        "--delta",
-        type=number("delta", check_delta),
-        metavar="X",
-        help="probability with which ε may fail (default: the largest power of ten that is at most "
-        "1e-5 and at most a tenth of 1/dataset size)",
-    )
-    command.add_argument(
-        "--sampling",
-        choices=SCHEMES,
-        default="poisson",
-        help="the sampling scheme: how batches are drawn (default: poisson)",
-    )
     needed = [name for name, scheme in SCHEMES.items() if scheme.default_neighbouring is None]
     changes = "; ".join(f"{name}: {relation.change}" for name, relation in RELATIONS.items())
-    command.add_argument(
-        "--neighbouring",
-        choices=RELATIONS,
-        help=f"how neighbouring datasets differ ({changes}; default: add_remove; required with "
-        f"{' and '.join(needed)})",
+    add = partial(_add_number, command)
+    add("dataset_size", check_whole, "number of examples in the dataset", required=True)
+    text = "fixed or expected number of examples in a batch"
+    add("batch_size", check_whole, text, required=True)
+    length = command.add_mutually_exclusive_group(required=True)
+    _add_number(length, "steps", check_whole, "number of steps")
+    text = "number of epochs of dataset size/batch size steps each (shuffled: rounded down)"
+    _add_number(length, "epochs", check_positive, text)
+    add(target, check_positive, meaning, required=True)
+    text = (
+        "probability with which ε may fail (default: the largest power of ten that is at most 1e-5 "
+        "and at most a tenth of 1/dataset size)"
     )
-    command.add_argument(
-        "--max-batch-size",
-        type=_whole("max_batch_size"),
-        metavar="N",
-        help="truncate larger Poisson batches to a random subset of N examples",
+    add("delta", check_delta, text)
+    text = "the sampling scheme: how batches are drawn (default: poisson)"
+    command.add_argument("--sampling", choices=SCHEMES, default="poisson", help=text)
+    text = (
+        f"how neighbouring datasets differ ({changes}; default: add_remove; required with "
+        f"{' and '.join(needed)})"
     )
+    command.add_argument("--neighbouring", choices=RELATIONS, help=text)
+    text = "truncate larger Poisson batches to a random subset of N examples"
+    add("max_batch_size", check_whole, text)
     command.add_argument("--json", action="store_true", help="print JSON instead of words")
-    command.add_argument(
-        "--plot", type=picture, metavar="PNG", help="draw ε against the number of steps"
-    )
+    text = "draw ε against the number of steps"
+    command.add_argument("--plot", type=picture, metavar="PNG", help=text)
 
 
 def _add_audit_options(command: Parser) -> None:
-    command.add_argument(
-        "--seed", type=_whole("seed", 0), default=0, metavar="N", help="random seed (default: 0)"
-    )
+    seed, text = number("seed", partial(check_whole, least=0), int), "random seed (default: 0)"
+    command.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
 
 
 COMMANDS = {

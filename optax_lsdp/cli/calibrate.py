@@ -1,7 +1,7 @@
 """The command `calibrate`: print how much noise a privacy budget needs."""
 
 import argparse
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from optax_lsdp.accounting import calibrate_noise_multiplier, show_epsilon
 from optax_lsdp.cli.epsilon import answer, read_run
@@ -10,17 +10,10 @@ from optax_lsdp.cli.epsilon import answer, read_run
 def run(args: argparse.Namespace) -> None:
     """Print the smallest noise multiplier within the budget, and what the run guarantees."""
     unit, delta = read_run(args)
+    settings = asdict(unit)
+    del settings["noise_multiplier"]
     try:
-        noise_multiplier = calibrate_noise_multiplier(
-            epsilon=args.epsilon,
-            delta=delta,
-            sampling_rate=unit.sampling_rate,
-            steps=unit.steps,
-            sampling=unit.sampling,
-            neighbouring=unit.neighbouring,
-            max_batch_size=unit.max_batch_size,
-            dataset_size=unit.dataset_size,
-        )
+        noise_multiplier = calibrate_noise_multiplier(epsilon=args.epsilon, delta=delta, **settings)
     except ValueError as error:
         args.parser.refuse(error)
     if not args.json:  # round up, because less noise would not suffice

@@ -26,7 +26,6 @@ CLIP_NORM = 1.0
 TRAIN, VALIDATION = 1257, 180  # the other 360 of the 1,797 images are for testing
 BAR = "{desc:20}{percentage:3.0f}%|{bar:30}| {n}/{total}, {remaining} left"
 
-
 Examples: TypeAlias = tuple[np.ndarray, np.ndarray]  # images and labels
 Data: TypeAlias = tuple[Examples, Examples, Examples]  # for training, validation and test
 State: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -47,23 +46,11 @@ class Result(NamedTuple):
     model: str
     smoothing: float
     step_size: float
-    validation: float
-    accuracies: list[float]
-
-    @property
-    def optimizer(self) -> str:
-        """Return the name of the optimizer at this σ."""
-        return "DP-LSSGD" if self.smoothing else "DP-SGD"
-
-    @property
-    def mean(self) -> float:
-        """Return the mean over seeds, in percent."""
-        return 100 * float(np.mean(self.accuracies))
-
-    @property
-    def deviation(self) -> float:
-        """Return the standard deviation over seeds, in percent."""
-        return 100 * float(np.std(self.accuracies, ddof=min(1, len(self.accuracies) - 1)))
+    validation: float  # the mean accuracy on validation data, in percent
+    accuracies: list[float]  # one for each seed
+    optimizer: str
+    mean: float  # of the accuracies, in percent
+    deviation: float  # their standard deviation, in percent
 
 
 class ConvNet(nn.Module):
@@ -102,10 +89,7 @@ def load_data() -> Data:
 def trainer(
     model: nn.Module, data: Data, noise_multiplier: float, steps: int
 ) -> Callable[[jax.Array, float, float], jax.Array]:
-    """Return `train(keys, smoothing, step_size)`, which returns two accuracies for each key.
-
-    They are the accuracy on validation data and the accuracy on test data.
-    """
+    """Return a function of keys, σ and step size: the two accuracies on held-out data, per key."""
     training, *held_out = data
 
     def loss(params: optax.Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -159,8 +143,13 @@ def compare(settings: DemoSettings, noise_multiplier: float) -> list[Result]:
                     progress.update()
                 best = max(STEP_SIZES, key=lambda step_size: runs[step_size][:, 0].mean())
                 validation, test = runs[best].T
-                validated = 100 * float(validation.mean())
-                results.append(Result(name, smoothing, best, validated, test.tolist()))
+                validated, accuracies = 100 * float(validation.mean()), test.tolist()
+                mean = 100 * float(np.mean(accuracies))
+                deviation = 100 * float(np.std(accuracies, ddof=min(1, len(accuracies) - 1)))
+                optimizer = "DP-LSSGD" if smoothing else "DP-SGD"
+                results.append(
+                    Result(name, smoothing, best, validated, accuracies, optimizer, mean, deviation)
+                )
     return results
 
 
@@ -188,13 +177,13 @@ Privacy of each training run
 
 def table(results: list[Result], seeds: int) -> str:
     """Return the results as text."""
-    lines = [f"{'model':20}{'optimizer':11}{'σ':>5}{'step size':>11}  test accuracy, {seeds} seeds"]
-    for result in results:
-        lines.append(
-            f"{result.model:20}{result.optimizer:11}{result.smoothing:5g}{result.step_size:11g}"
-            f"  {result.mean:.1f} ± {result.deviation:.1f} %"
-        )
-    return "\n".join(lines)
+    title = f"{'model':20}{'optimizer':11}{'σ':>5}{'step size':>11}  test accuracy, {seeds} seeds"
+    rows = (
+        f"{row.model:20}{row.optimizer:11}{row.smoothing:5g}{row.step_size:11g}"
+        f"  {row.mean:.1f} ± {row.deviation:.1f} %"
+        for row in results
+    )
+    return "\n".join([title, *rows])
 
 
 def verdict(results: list[Result]) -> str:
@@ -204,14 +193,14 @@ def verdict(results: list[Result]) -> str:
         plain, *smoothed = [result for result in results if result.model == name]
         best = max(smoothed, key=lambda result: result.validation)
         gains = 100 * (np.array(best.accuracies) - np.array(plain.accuracies))
-        change = f"{gains.mean():+.1f} points"
+        error, chance = "", ""
         if len(gains) > 1:
-            error = gains.std(ddof=1) / math.sqrt(len(gains))
-            change = f"{gains.mean():+.1f} ± {error:.1f} points"
-            change += "" if abs(gains.mean()) > 2 * error else ", which may be chance"
+            deviation = gains.std(ddof=1) / math.sqrt(len(gains))
+            error = f" ± {deviation:.1f}"
+            chance = "" if abs(gains.mean()) > 2 * deviation else ", which may be chance"
         lines.append(
             f"{name}: σ = {best.smoothing:g}, the best value on validation images, changes the "
-            f"test accuracy of DP-SGD by {change}."
+            f"test accuracy of DP-SGD by {gains.mean():+.1f}{error} points{chance}."
         )
     return "\n".join(lines)
 
@@ -221,18 +210,14 @@ def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(
-        1, len(MODELS), figsize=(8, 3.2), sharey=True, layout="constrained"
-    )
+    figure, panels = pyplot.subplots(1, len(MODELS), sharey=True, layout="constrained")
+    figure.set_size_inches(8, 3.2)
     for panel, name in zip(panels, MODELS, strict=True):
         rows = [result for result in results if result.model == name]
-        places = range(len(rows))
+        places, means = range(len(rows)), [row.mean for row in rows]
         panel.axhline(rows[0].mean, color="0.6", linewidth=1, linestyle="--")
-        panel.errorbar(
-            places, [r.mean for r in rows], [r.deviation for r in rows], fmt="o", capsize=4
-        )
-        labels = [f"{r.smoothing:g}\n{r.optimizer}" for r in rows]
-        panel.set_xticks(places, labels)
+        panel.errorbar(places, means, [row.deviation for row in rows], fmt="o", capsize=4)
+        panel.set_xticks(places, [f"{row.smoothing:g}\n{row.optimizer}" for row in rows])
         panel.set(title=name, xlabel="smoothing σ")
         panel.margins(x=0.15)
     panels[0].set_ylabel("test accuracy [%]")
@@ -248,23 +233,18 @@ def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
 def run(args: argparse.Namespace) -> None:
     """Print the statement and the table. Write the figure and, with `--record`, the numbers."""
     settings = DemoSettings(args.epsilon, args.delta, args.steps, args.seeds)
+    epsilon, delta, steps, _ = settings
     noise_multiplier = calibrate_noise_multiplier(
-        epsilon=settings.epsilon,
-        delta=settings.delta,
-        sampling_rate=1,
-        steps=settings.steps,
-        sampling="full",
+        epsilon=epsilon, delta=delta, sampling_rate=1, steps=steps, sampling="full"
     )
-    mechanism = SampledGaussian(noise_multiplier, 1, settings.steps, sampling="full")
     print(statement(settings, noise_multiplier))
     results = compare(settings, noise_multiplier)
     print(f"\n{table(results, settings.seeds)}\n\n{verdict(results)}\n")
     draw(results, settings, args.output)
-    spent = mechanism.epsilon(settings.delta)
+    spent = SampledGaussian(noise_multiplier, 1, steps, sampling="full").epsilon(delta)
     print(f"ε spent by each training run: {spent:.6g}. Figure: {args.output}")
     if args.record is not None:
-        derived = ("optimizer", "mean", "deviation")
-        rows = [{**r._asdict(), **{name: getattr(r, name) for name in derived}} for r in results]
+        rows = [result._asdict() for result in results]
         known = {**settings._asdict(), "images": TRAIN, "noise_multiplier": noise_multiplier}
         text = json.dumps({**known, "results": rows}, indent=1, ensure_ascii=False)
         args.record.write_text(text + "\n", encoding="utf-8")

@@ -3,18 +3,12 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
-from optax_lsdp.accounting import (
-    Ledger,
-    SampledGaussian,
-    show_epsilon,
-    statement,
-    steps_of_epochs,
-)
+from optax_lsdp.accounting import Ledger, SampledGaussian, show_epsilon, statement, steps_of_epochs
 
 
 class Alternative(NamedTuple):
@@ -43,9 +37,8 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
     if delta * size >= 1:
         print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
-        args.parser.error(
-            f"--batch-size must be {size}, the whole dataset, with --sampling {args.sampling}"
-        )
+        whole = f"{size}, the whole dataset, with --sampling {args.sampling}"
+        args.parser.error(f"--batch-size must be {whole}")
     try:
         unit = SampledGaussian(
             1.0,
@@ -81,29 +74,20 @@ def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]
         return []
     found = []
     for sampling, scheme in SCHEMES.items():
-        sensitivities = set()
+        first = {RELATIONS[name].sensitivity: name for name in reversed(scheme.neighbouring)}
         for neighbouring in scheme.neighbouring if not scheme.whole_dataset else ():
-            if RELATIONS[neighbouring].sensitivity in sensitivities:
-                continue
-            sensitivities.add(RELATIONS[neighbouring].sensitivity)
-            other = SampledGaussian(
-                mechanism.noise_multiplier,
-                mechanism.sampling_rate,
-                mechanism.steps,
-                sampling=sampling,
-                neighbouring=neighbouring,
-            )
-            found.append(Alternative(sampling, neighbouring, other.epsilon(delta)))
+            if neighbouring in first.values():
+                untruncated = replace(mechanism, max_batch_size=None)
+                other = replace(untruncated, sampling=sampling, neighbouring=neighbouring)
+                found.append(Alternative(sampling, neighbouring, other.epsilon(delta)))
     return found
 
 
 def _words(mechanism: SampledGaussian, delta: float, others: list[Alternative]) -> str:
     lines = [statement(mechanism, delta)]
     if others:
-        lines += [
-            "",
-            "The same noise and batch size under other schemes and neighbouring relations:",
-        ]
+        title = "The same noise and batch size under other schemes and neighbouring relations:"
+        lines += ["", title]
     for sampling, neighbouring, epsilon in others:
         scheme, relation = SCHEMES[sampling], RELATIONS[neighbouring]
         title = f"{scheme.title}, {relation.change}"
@@ -115,18 +99,14 @@ def _record(
     mechanism: SampledGaussian, batch_size: int, delta: float, others: list[Alternative]
 ) -> dict[str, object]:
     lower, upper = mechanism.epsilon_bounds(delta)
+    settings = asdict(mechanism)
+    del settings["group_size"]  # the command line has no groups
     return {
         "epsilon": upper,
         "epsilon_lower_bound": lower,
         "delta": delta,
-        "noise_multiplier": mechanism.noise_multiplier,
-        "sampling_rate": mechanism.sampling_rate,
         "batch_size": batch_size,
-        "dataset_size": mechanism.dataset_size,
-        "steps": mechanism.steps,
-        "sampling": mechanism.sampling,
-        "neighbouring": mechanism.neighbouring,
-        "max_batch_size": mechanism.max_batch_size,
+        **settings,
         "otherwise": [other._asdict() for other in others],
     }
 
@@ -141,16 +121,11 @@ def _plot(mechanism: SampledGaussian, delta: float, path: Path) -> None:
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()
     axes.plot(range(1, mechanism.steps + 1), epsilons, color="#2a6f97")
-    axes.annotate(
-        f"ε = {show_epsilon(float(epsilons[-1]))}",
-        (mechanism.steps, epsilons[-1]),
-        xytext=(-4, 5),
-        textcoords="offset points",
-        ha="right",
-    )
+    last = float(epsilons[-1])
+    label, end = f"ε = {show_epsilon(last)}", (mechanism.steps, last)
+    axes.annotate(label, end, xytext=(-4, 5), textcoords="offset points", ha="right")
     axes.set(xlabel="steps", ylabel=f"ε at δ = {delta:g}")
-    axes.set_xlim(0, 1.02 * mechanism.steps)
-    axes.set_ylim(0, 1.12 * float(epsilons[-1]) or 1)
+    axes.set(xlim=(0, 1.02 * mechanism.steps), ylim=(0, 1.12 * last or 1))
     title = f"{SCHEMES[mechanism.sampling].title} batches, z = {mechanism.noise_multiplier:.4g}"
     axes.set_title(f"Privacy spent, {title}", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._clipped import is_marked, unmark
-from optax_lsdp._mesh import axis_names, check_replicated_axes, varying_axes
+from optax_lsdp._mesh import axis_names, axis_size, manual_axes, varying_axes
 from optax_lsdp._trees import (
     check_floating,
     check_mask,
     check_not_empty,
     check_not_per_example,
-    path_name,
+    check_shapes,
+    check_structure,
     zip_leaves,
 )
 from optax_lsdp._types import ClipNorm
@@ -45,17 +46,15 @@ def clip_per_example(
     contribute zero. This transform must be the first of a chain.
 
     A padded batch needs a mask: a bool array (n,), False for padding. Without a mask, padding
-    counts as examples. If you use `clipped_grad`, pass the mask to `clipped_grad`. If you pass
-    stacked gradients, pass the mask to `update` of this transform or of the chain that begins with
-    this transform: `update(stacked, state, params, mask=mask)`.
+    counts as examples. Pass the mask to `clipped_grad` or, with stacked gradients, to `update` of
+    this transform or of its chain: `update(stacked, state, params, mask=mask)`.
 
     Args:
         clip_norm: C, which must be static: a number; or a prefix of the parameters' tree, with one
             number per group (`sensitivity` then returns √ΣC²); or a schedule, which is a function
             of the step. With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
         replicated_axes: for stacked gradients inside `shard_map` or `pmap`, the mesh axes over
-            which parameters are replicated and examples are split. The library relies on this
-            statement and cannot check it.
+            which all parameters are replicated. The library cannot check this statement.
 
     Raises:
         ValueError: if the updates are neither stacked nor marked; if they were clipped with a
@@ -96,7 +95,7 @@ def clip_per_example(
                     "`clipped_grad(loss_fn, ...)(params, batch, mask)`."
                 )
             if params is not None:
-                _check_shapes(total, params)
+                check_shapes(total, params, "pass the result of `clipped_grad` unchanged")
             if norm.is_schedule:  # the marked sum is in units of the clip norm
                 now = norm.at(state.step)
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
@@ -104,7 +103,6 @@ def clip_per_example(
             size = _check_stacked(updates, params)
             check_mask(mask, size)
             check_not_per_example(extra_args, size)
-            check_replicated_axes(named_axes, params, updates)
             _check_replicated(params, updates, named_axes)
             _, total = clip_and_sum(updates, norm.groups(updates, norm.at(state.step)), mask=mask)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
@@ -112,38 +110,18 @@ def clip_per_example(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_structure(updates: optax.Updates, params: optax.Params) -> None:
-    """Raise unless both trees have the same structure."""
-    got: object = jax.tree.structure(updates)
-    wanted = jax.tree.structure(params)
-    if got != wanted:
-        raise ValueError(f"`updates` must have the structure of `params`, got {got} for {wanted}.")
-
-
-def _check_shapes(total: optax.Updates, params: optax.Params) -> None:
-    """Raise unless each leaf of a sum has the shape of its parameter."""
-    _check_structure(total, params)
-    leaves = jax.tree.leaves_with_path(total)
-    for (path, leaf), param in zip(leaves, jax.tree.leaves(params), strict=True):
-        if leaf.shape != jnp.shape(param):
-            raise ValueError(
-                f"`updates` must have the shapes of `params`, got {leaf.shape} for "
-                f"{jnp.shape(param)} at {path_name(path)!r}; pass the result of `clipped_grad` "
-                "unchanged."
-            )
-
-
 def _check_replicated(
     params: optax.Params | None, updates: optax.Updates, replicated: tuple[str, ...]
 ) -> None:
     """Raise if shards may hold parts of the gradients. Each norm would then cover only one part."""
-    split = varying_axes((params, updates)) - set(replicated)
-    if split:
+    axes = {axis for axis in manual_axes() if axis_size((axis,)) > 1}
+    unnamed = (axes | varying_axes((params, updates))) - set(replicated)
+    if unnamed:
         raise ValueError(
-            "`replicated_axes` must name the mesh axes over which stacked gradients vary, got none "
-            f"for {', '.join(sorted(split))}; name the axis if it splits the examples, and if it "
-            "splits the parameters, use `clipped_grad`, which computes the norm of all parts "
-            "together."
+            "`replicated_axes` must name the mesh axes over which stacked gradients may vary, got "
+            f"none for {', '.join(sorted(unnamed))}; name an axis if all parameters are replicated "
+            "over it, and if it splits the parameters, use `clipped_grad`, which computes the norm "
+            "of all parts together."
         )
 
 
@@ -156,7 +134,7 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
             "`params` must be passed to `update` with stacked gradients, got None; call "
             "`update(stacked, state, params)`, so that it can compare the shapes."
         )
-    _check_structure(updates, params)
+    check_structure(updates, params)
     size = jnp.shape(jax.tree.leaves(updates)[0])[:1]
     for name, leaf, param in zip_leaves(updates, params):
         got, shape = jnp.shape(leaf), jnp.shape(param)

@@ -1,11 +1,10 @@
 """Clip and quantize gradients, sum them in whole numbers, and add exact noise.
 
-A quantum is the smallest step of a quantized gradient. All gradients and sums are integer numbers
-of quanta, so the machine computes exactly what the proof assumes. Each example's squares are added
-exactly, and an example whose norm exceeds the sensitivity contributes nothing. Sums of integers
-have no rounding error and do not depend on the order of their terms. A sum that leaves the range of
-32 bits wraps around. It is then useless but still private, because wrapping is post-processing of
-the exact sum.
+A quantum is the smallest step of a quantized gradient. Gradients and sums are whole numbers of
+quanta, so the machine computes exactly what the proof assumes, in any order of summation. Each
+example's squares are added exactly, and an example whose norm exceeds the sensitivity contributes
+nothing. A sum that leaves the range of 32 bits wraps around. It is then useless but still private,
+because wrapping is post-processing of the exact sum.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from optax_lsdp._loss import call_or_explain
 from optax_lsdp._mesh import manual_axes
 from optax_lsdp._trees import (
     check_floating,
+    check_mask,
     check_not_empty,
     check_not_per_example,
     compute_once,
@@ -71,8 +71,8 @@ class QuantizedSum:
 def quantized_sensitivity(resolution: int, size: int) -> int:
     """Return the largest ℓ₂ norm, in quanta, of one example's quantized gradient of `size` entries.
 
-    Clipping leaves a norm of at most `resolution` quanta. Rounding changes each of the d = `size`
-    entries by at most half a quantum, so it adds at most √d/2 to the norm. One more quantum covers
+    Clipping leaves a norm of at most `resolution` quanta. Rounding moves each of the d = `size`
+    entries by at most half a quantum, which adds at most √d/2 to the norm. One more quantum covers
     the rounding of float32. The guarantee does not rely on this derivation: `quantized_grad`
     discards every example whose quantized gradient exceeds the bound.
 
@@ -92,24 +92,22 @@ def quantized_grad(
     """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
     f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one
-    example changes s by at most `quantized_sensitivity`. f checks this bound for every example, in
-    integer arithmetic. f forms the gradient of every example, so it takes the time and memory of
-    `clipped_grad` with `engine="vmap"`.
+    example changes s by at most `quantized_sensitivity`; f checks this bound for every example, in
+    integer arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
         clip_norm: C.
         resolution: R, the number of quanta in C. Rounding adds √d/2 quanta to the sensitivity, so R
             should be large compared with √d, where d is the number of parameters.
-        microbatch_size: how many gradients to compute at a time. By default, f computes one
-            gradient at a time, so the bits of a gradient depend only on its example. In larger
-            microbatches, the bits may also depend on the example's place in the batch. The
-            guarantee then covers neighbours with one example masked (`neighbouring="zero_out"`),
-            but not neighbours with one example left out.
+        microbatch_size: how many gradients to compute at a time. With 1, the bits of a gradient
+            depend only on its example. With more, they may also depend on the example's place in
+            the batch. The guarantee then covers neighbours with one example masked
+            (`neighbouring="zero_out"`), but not neighbours with one example left out.
 
     Returns:
-        f. Its `mask` is a bool array of shape (n,), False for padding. Its result has the structure
-        of `params`, and each leaf is a `QuantizedSum`.
+        f. Its `mask` is a bool array (n,), False for padding. Its result has the structure of
+        `params`, and each leaf is a `QuantizedSum`.
 
     >>> import numpy as np
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
@@ -129,16 +127,14 @@ def quantized_grad(
         most = quantized_sensitivity(resolution, sum(leaf.size for leaf in leaves))
         if most > _LARGEST_SENSITIVITY:
             raise ValueError(
-                "`resolution` must keep the sensitivity at "
-                f"{_LARGEST_SENSITIVITY} quanta at most, got {resolution}, which gives {most} "
-                "quanta; pass a smaller `resolution`."
+                f"`resolution` must keep the sensitivity at {_LARGEST_SENSITIVITY} quanta at most, "
+                f"got {resolution}, which gives {most} quanta; pass a smaller `resolution`."
             )
         _check_outside_shard_map("quantized_grad")
         count = count_examples(batch)
         batch = jax.tree.map(jnp.asarray, batch)
         known = jnp.ones(count, bool) if mask is None else jnp.asarray(mask)
-        if known.shape != (count,) or known.dtype != bool:
-            raise ValueError(f"`mask` must be a bool array of shape ({count},), got {known!r}.")
+        check_mask(known, count)
         places = jnp.arange(-(-count // microbatch_size) * microbatch_size, dtype=jnp.int32)
         places = places.reshape(-1, microbatch_size)
 
@@ -168,10 +164,10 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return each example's quantized gradient as int32; examples that do not count get zeros.
+    """Return each example's quantized gradient as int32.
 
-    An example does not count if it is masked, if its gradient is not finite, or if its quantized
-    gradient has a norm above `most`.
+    It is zero if the example is masked, if its gradient is not finite, or if the norm of its
+    quantized gradient is above `most`.
     """
     rows = compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
@@ -196,9 +192,8 @@ def _quantize(
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
     """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
 
-    Every square and every partial sum above most² is replaced by most² + 1. A row that exceeds the
-    limit at any point therefore exceeds it in the end. The function adds only as many terms at a
-    time as cannot overflow 32 bits.
+    Every square and every partial sum above most² is replaced by most² + 1, so a row that exceeds
+    the limit once exceeds it in the end. Only as many terms are added at a time as cannot overflow.
     """
     limit = most**2
     at_once = (2**32 - 1) // (limit + 1)
@@ -226,12 +221,11 @@ def add_discrete_gaussian_noise(
 ) -> optax.GradientTransformationExtraArgs:
     """Add exact discrete Gaussian noise to the sum of `quantized_grad`; return a float32 sum.
 
-    The noise of every entry is an integer number x of quanta with P[x] ∝ exp(−x²/2s²), where s is
-    at least z times the sensitivity in quanta. All computation on secrets is exact integer
-    arithmetic, so the guarantee of `accounting.DiscreteGaussian` holds for what the machine
-    releases. The guarantee covers full batches only: every example in every step. NumPy draws the
-    noise on the host, even under `jit`, so this transform is much slower than
-    `add_gaussian_noise`. Inside `shard_map` the transform raises.
+    The noise of every entry is a whole number x of quanta with P[x] ∝ exp(−x²/2s²), where s is at
+    least z times the sensitivity in quanta. All computation on secrets is exact integer arithmetic,
+    so the guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. It covers
+    full batches only: every example in every step. NumPy draws the noise on the host, even under
+    `jit`, so this transform is much slower than `add_gaussian_noise`. It raises inside `shard_map`.
 
     Args:
         noise_multiplier: z, the noise in units of the sensitivity.
@@ -284,11 +278,10 @@ def add_discrete_gaussian_noise(
             )
         step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
         keys = fold_in_texts(step_key, leaf_addresses(updates, _is_quantized))
-        in_quanta = [_add_noise(x.value, key, scale) for x, key in zip(leaves, keys, strict=True)]
         is_fresh = state.step < _LAST_STEP
         noisy = [
-            jnp.where(is_fresh, x.astype(jnp.float32) * jnp.float32(leaf.quantum), jnp.nan)
-            for x, leaf in zip(in_quanta, leaves, strict=True)
+            jnp.where(is_fresh, _add_noise(leaf.value, key, scale) * leaf.quantum, jnp.nan)
+            for leaf, key in zip(leaves, keys, strict=True)
         ]
         step = optax.safe_increment(state.step)
         return jax.tree.unflatten(structure, noisy), AddDiscreteNoiseState(state.key, step)
@@ -336,13 +329,13 @@ def _check_outside_shard_map(name: str) -> None:
 
 
 def _add_noise(value: jax.Array, key: jax.Array, scale: int) -> jax.Array:
-    """Return a leaf with noise, as int32 numbers of quanta."""
-    like = jax.ShapeDtypeStruct(value.shape, jnp.int32)
-    draw = partial(_add_noise_on_host, scale=scale)
-    return jax.pure_callback(draw, like, value, jax.random.key_data(key), vmap_method="sequential")
+    """Return a leaf with noise, in quanta, as float32."""
 
+    def on_host(value: jax.Array, key: jax.Array) -> np.ndarray:
+        noise = discrete_gaussian(Stream(np.asarray(key)), scale, value.size)
+        quanta = np.asarray(value).astype(np.int64) + noise.reshape(value.shape)
+        return quanta.astype(np.int32)  # modulo 2³²
 
-def _add_noise_on_host(value: jax.Array, key: jax.Array, *, scale: int) -> np.ndarray:
-    quanta = np.asarray(value)
-    noise = discrete_gaussian(Stream(np.asarray(key)), scale, quanta.size)
-    return (quanta.astype(np.int64) + noise.reshape(quanta.shape)).astype(np.int32)  # modulo 2³²
+    like, data = jax.ShapeDtypeStruct(value.shape, jnp.int32), jax.random.key_data(key)
+    noisy = jax.pure_callback(on_host, like, value, data, vmap_method="sequential")
+    return noisy.astype(jnp.float32)

@@ -35,12 +35,11 @@ class Stream:
     def below(self, bounds: np.ndarray) -> np.ndarray:
         """Return a uniform integer in [0, bound) for each bound.
 
-        The largest 2⁶⁴ mod bound values of a word would favour small results. If a word has one of
-        these values, the function draws a new word.
+        The largest 2⁶⁴ mod bound values of a word would favour small results, so words with such a
+        value are drawn again.
         """
         excess = (np.uint64(0) - bounds) % bounds
-        found = np.empty_like(bounds)
-        missing = np.arange(len(bounds))
+        found, missing = np.empty_like(bounds), np.arange(len(bounds))
         while missing.size:
             drawn = self.words(missing.size)
             fits = drawn <= _LAST_WORD - excess[missing]
@@ -55,13 +54,11 @@ def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
     Draw y from the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), and keep y with probability
     exp(−(|y| − s)²/2s²). The product of the two probabilities is proportional to exp(−y²/2s²).
     """
-    found = np.empty(size, np.int64)
-    missing = np.arange(size)
-    twice = np.uint64(2 * scale**2)
+    found, missing = np.empty(size, np.int64), np.arange(size)
     while missing.size:
         y = _discrete_laplace(stream, scale, missing.size)
         distance = np.abs(np.abs(y) - scale).astype(np.uint64)
-        kept = _happens(stream, distance * distance, np.full(len(y), twice))
+        kept = _happens(stream, distance**2, np.full(len(y), 2 * scale**2, np.uint64))
         found[missing[kept]] = y[kept]
         missing = missing[~kept]
     return found
@@ -73,13 +70,11 @@ def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
     u is a uniform integer in [0, s), kept with probability exp(−u/s), and `_successes` draws v.
     Draws of −0 are rejected: otherwise 0 would be twice as likely.
     """
-    found = np.empty(size, np.int64)
-    missing = np.arange(size)
+    found, missing = np.empty(size, np.int64), np.arange(size)
     while missing.size:
         bounds = np.full(missing.size, scale, np.uint64)
         rest = stream.below(bounds)
-        whole = _successes(stream, missing.size)
-        magnitude = rest.astype(np.int64) + scale * whole
+        magnitude = rest.astype(np.int64) + scale * _successes(stream, missing.size)
         negative = stream.below(np.full(missing.size, 2, np.uint64)) == 1
         kept = _happens(stream, rest, bounds) & ~(negative & (magnitude == 0))
         found[missing[kept]] = np.where(negative, -magnitude, magnitude)[kept]

@@ -1,12 +1,9 @@
 """check_model: list what prevents a model from being trained privately.
 
 `check_model` traces the loss, to find layers of batch normalisation and data that the loss closes
-over. It then computes the gradient of every example of the batch, to find values that are not
-finite and parameters without a gradient. It holds the gradients of eight examples at a time, and
-keeps a few bools per example. `_mixing` also searches losses of whole batches for mixing.
+over. It then computes the gradient of every example, to find values that are not finite and
+parameters without a gradient. `_mixing` also searches losses of whole batches for mixing.
 """
-
-from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,21 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_function
 from optax_lsdp._jaxpr import ClosedJaxpr, constants
 from optax_lsdp._keys import is_key
 from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._loss import LossFn, call_loss, explain_failure, takes_key
-from optax_lsdp._trees import (
-    check_floating,
-    check_not_empty,
-    count_examples,
-    dtype_name,
-    is_floating,
-    is_numeric,
-    path_name,
-    widen,
-)
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import Rows, mixing
@@ -50,8 +38,7 @@ class ModelReport:
 
     Attributes:
         problems: one sentence for each obstacle to private training; empty if there is none.
-        notes: one sentence for each finding that may be intended, such as a parameter without a
-            gradient.
+        notes: one sentence for each finding that may be intended, such as an unused parameter.
     """
 
     problems: tuple[str, ...]
@@ -79,18 +66,16 @@ def check_model(
     The report lists layers in which one example's loss or gradient depends on other examples (batch
     normalisation, batch statistics, auxiliary losses), layers of batch normalisation in a loss of
     one example, losses and gradients that are not finite, and parameters that get no gradient,
-    neither at `params` nor at a point nearby. A loss of one example cannot mix examples unless it
-    passes them to a callback, so `check_model` searches only losses of whole batches for mixing.
+    neither at `params` nor at a point nearby. `check_model` searches only losses of whole batches
+    for mixing: a loss of one example cannot mix examples unless it passes them to a callback.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example, as for `clipped_grad`.
             With `batched`, `loss_fn(params, batch)` returns each example's loss, their mean or
-            their sum, as in ordinary training. Both kinds of loss may take a key as a third
-            argument, as for `fit`.
+            their sum. Both kinds of loss may take a key as a third argument, as for `fit`.
         params: the parameters at the start of training.
-        batch: examples with a leading axis. Use public examples, because the report reveals facts
-            about them. `check_model` searches all examples for values that are not finite, and the
-            first eight examples for mixing.
+        batch: public examples with a leading axis: the report reveals facts about them. The first
+            eight are searched for mixing, and all for values that are not finite.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -101,13 +86,13 @@ def check_model(
     >>> report.passed
     False
     """
-    check_not_empty("params", params)
+    trees.check_not_empty("params", params)
     try:
         check_no_layer_state(params)
         loss = _with_fixed_key(loss_fn, batched)
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
-    check_floating("params", params)
+    trees.check_floating("params", params)
     size = _check_batch(batch, batched)
     batch = jax.tree.map(_as_rows, batch)
     count = min(size, _CHUNK)
@@ -116,12 +101,11 @@ def check_model(
     try:
         program = _trace(loss, params, sample, ((), (count,)) if batched else ((),))
         if not batched:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # batch normalisation is among the problems below
+            # Batch normalisation is among the problems below.
+            with warnings.catch_warnings(action="ignore"):
                 jax.eval_shape(clipped_grad(loss, clip_norm=1.0), params, few)
-        scan = _make_scan(
-            _grads_of_batch(loss) if batched else jax.vmap(jax.value_and_grad(loss), (None, 0))
-        )
+        per_example = jax.vmap(jax.value_and_grad(loss), (None, 0))
+        scan = _make_scan(_grads_of_batch(loss) if batched else per_example)
         found = _scan_batch(scan, params, batch, size)
     except _UnusableLossError as error:
         return ModelReport((str(error),))
@@ -142,15 +126,15 @@ def check_model(
         problems += mixing(loss, params, few, count)
     has_gradient = found.has_gradient
     if not has_gradient.all():
-        nearby = _scan_batch(scan, _perturb(params), few, count)
-        has_gradient = has_gradient | nearby.has_gradient
-    paths = [path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)]
+        has_gradient = has_gradient | _scan_batch(scan, _perturb(params), few, count).has_gradient
+    paths = [
+        trees.path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)
+    ]
     without = [path for path, has in zip(paths, has_gradient, strict=True) if not has]
     if len(without) == len(paths):
         problems.append(
-            "No parameter gets a gradient: the loss does not depend on the parameters, or depends "
-            "on them only through steps that cannot be differentiated, such as argmax, round or "
-            "stop_gradient."
+            "No parameter gets a gradient: the loss does not depend on the parameters, or only "
+            "through steps without a derivative, such as argmax, round or stop_gradient."
         )
         without = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
@@ -163,11 +147,8 @@ class _UnusableLossError(Exception):
 
 def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
     """Return a loss that takes no key. If `loss_fn` takes a key, all examples get the same key."""
-    check_function(
-        "loss_fn",
-        loss_fn,
-        "of parameters and a batch" if batched else "of parameters and one example",
-    )
+    data = "a batch" if batched else "one example"
+    check_function("loss_fn", loss_fn, f"of parameters and {data}")
     if not takes_key(loss_fn):
         return loss_fn
     return lambda params, example: call_loss(loss_fn, params, example, jax.random.key(0))
@@ -176,12 +157,12 @@ def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
 def _check_batch(batch: PyTree, batched: bool) -> int:
     """Return the number of examples. Raise unless each leaf has numbers or keys for all of them."""
     for path, leaf in jax.tree.leaves_with_path(batch):
-        if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
+        if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
-                f"`batch` must hold numbers or keys, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; encode text and dates as numbers first."
+                f"`batch` must hold numbers or keys, got {trees.dtype_name(leaf)} at "
+                f"{trees.path_name(path)!r}; encode text and dates as numbers first."
             )
-    size = count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
+    size = trees.count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
     return size
@@ -197,20 +178,17 @@ def _trace(loss: LossFn, params: optax.Params, sample: PyTree, shapes: _Shapes) 
     """Return the jaxpr of a loss. Raise unless its value is real and has one of `shapes`."""
     program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
     if not hasattr(value, "shape"):
-        raise _UnusableLossError(
-            f"The loss must be one array, got {type(value).__name__}; return no aux."
+        problem = f"be one array, got {type(value).__name__}; return no aux"
+    elif value.shape not in shapes:
+        problem = (
+            f"have shape {' or '.join(map(str, shapes))}, got {value.shape}; write a loss of one "
+            "example without batch axis, or pass batched=True for a loss of whole batches"
         )
-    if value.shape not in shapes:
-        demand = " or ".join(str(shape) for shape in shapes)
-        raise _UnusableLossError(
-            f"The loss must have shape {demand}, got {value.shape}; write a loss of one example "
-            "without batch axis, or pass batched=True for a loss of whole batches."
-        )
-    if not jnp.issubdtype(value.dtype, jnp.floating):
-        raise _UnusableLossError(
-            f"The loss must be a real number, got {value.dtype}, which has no gradient."
-        )
-    return program
+    elif not jnp.issubdtype(value.dtype, jnp.floating):
+        problem = f"be a real number, got {value.dtype}, which has no gradient"
+    else:
+        return program
+    raise _UnusableLossError(f"The loss must {problem}.")
 
 
 def _not_differentiable(error: Exception) -> str:
@@ -231,7 +209,7 @@ def _begins_with(constant: PyTree, batch: PyTree) -> bool:
         rows >= leaf.shape[:1]
         and constant.shape[1:] == leaf.shape[1:]
         and constant.dtype == leaf.dtype
-        and (leaf.ndim > 1 or is_floating(leaf))  # a few labels may be equal by chance
+        and (leaf.ndim > 1 or trees.is_floating(leaf))  # a few labels may be equal by chance
         and np.array_equal(_bits(constant)[: len(leaf)], _bits(leaf))
         for leaf in jax.tree.leaves(batch)
     )
@@ -245,17 +223,11 @@ _Scan: TypeAlias = Callable[[optax.Params, PyTree], tuple[jax.Array, jax.Array, 
 
 
 class _ScanResult(NamedTuple):
-    """Which losses and gradients of a batch are finite, and which leaves get a gradient.
+    """Which losses and gradients of a batch are finite, and which leaves get a gradient."""
 
-    Attributes:
-        finite_losses: (n,) whether each example's loss is finite.
-        finite_gradients: (n, leaves) whether each example's gradient is finite, by leaf.
-        has_gradient: (leaves,) whether any example's gradient is not zero.
-    """
-
-    finite_losses: np.ndarray
-    finite_gradients: np.ndarray
-    has_gradient: np.ndarray
+    finite_losses: np.ndarray  # (examples,)
+    finite_gradients: np.ndarray  # (examples, leaves)
+    has_gradient: np.ndarray  # (leaves,), whether any example's gradient is not zero
 
 
 def _make_scan(value_and_grads: LossFn) -> _Scan:
@@ -271,10 +243,7 @@ def _make_scan(value_and_grads: LossFn) -> _Scan:
 
 
 def _grads_of_batch(loss: LossFn) -> LossFn:
-    """Return a function that computes the mean loss of a batch and its gradient.
-
-    Both get a leading axis of length 1, because a scan expects an axis of examples.
-    """
+    """Return a function that returns the mean loss and its gradient, with a new axis of 1."""
 
     def value_and_grads(params: optax.Params, batch: PyTree) -> PyTree:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
@@ -305,7 +274,7 @@ def _perturb(params: optax.Params) -> optax.Params:
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def move(x: jax.Array, key: jax.Array) -> jax.Array:
-        wide = widen(x)
+        wide = trees.widen(x)
         size = _STEP * jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(wide))), 1)
         return (wide + size * jax.random.normal(key, wide.shape, wide.dtype)).astype(x.dtype)
 
@@ -316,26 +285,21 @@ def _perturb(params: optax.Params) -> optax.Params:
 def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator[str]:
     """Yield sentences on losses and gradients that are not finite, and on their effect on training.
 
-    A loss may be NaN although its gradient is finite, for example if a label is out of range. Such
-    an example trains the model like any other example. An example whose gradient is not finite
-    contributes nothing.
+    A loss may be NaN although its gradient is finite, for example if a label is out of range.
     """
     broken, sound = ~found.finite_losses, found.finite_gradients.all(axis=1)
     count, size = int(broken.sum()), len(broken)
     if count:
         trained = int((broken & sound).sum())
+        effect = f"{trained} of their gradients are finite, and still train the model; the others "
+        effect += "contribute nothing"
         if trained == count:
             effect = "their gradients are finite, and still train the model"
         elif trained == 0:
             effect = "their gradients are not finite either, and contribute nothing"
-        else:
-            effect = (
-                f"{trained} of their gradients are finite, and still train the model, and the "
-                "others contribute nothing"
-            )
         first = f", first at index {int(np.argmax(broken))}" if size > 1 else ""
         yield f"The loss is not finite for {count} of {size} {what}{first}: {effect}; {_REMEDY}."
-    paths = [path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+    paths = [trees.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     for path, finite in zip(paths, found.finite_gradients.T, strict=True):
         alone = ~finite & ~broken
         if alone.any():

@@ -1,13 +1,11 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
-The module splits the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum
-of terms that each depend on one example, then ∂²f/∂x∂y is zero. The mixed difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′) is zero as well, where x′ and y′ are changed halves. The
-module tests both. If one of them is not zero, the module evaluates the program on all four batches,
-the *corners*, until it finds an equation whose output has a mixed difference.
+Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
+that each depend on one example, then ∂²f/∂x∂y is zero. So is the mixed difference
+f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of the two is
+not zero, the module evaluates the program on all four batches, the *corners*, until it finds an
+equation whose output has a mixed difference.
 """
-
-from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from functools import partial
@@ -18,16 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._jaxpr import (
-    Atom,
-    ClosedJaxpr,
-    Equation,
-    body,
-    describe_location,
-    evaluate,
-    is_call,
-    is_literal,
-)
+import optax_lsdp._jaxpr as jaxprs
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn
 from optax_lsdp._trees import is_floating
@@ -58,18 +47,15 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
         corners = _corners(batch, half, rng)
         if _is_curved(curvature, batch, half) or _is_mixed(outcome, corners, half):
             layer = _first_mixing(loss_fn, params, corners, half) or "a layer that was not found"
-            yield (
-                f"The loss or gradient of one example depends on other examples, in {layer}; "
-                f"{_REMEDY}."
-            )
+            problem = "The loss or gradient of one example depends on other examples"
+            yield f"{problem}, in {layer}; {_REMEDY}."
             return
 
 
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
     """Return the batch unchanged, with the first half changed, with the second, and with both.
 
-    A changed example is replaced by another example of the batch. Floating-point arrays are also
-    scaled up.
+    A changed example is another example of the batch, with floating-point arrays scaled up.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -105,13 +91,11 @@ def _curvature(
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
-        leaves, structure = jax.tree.flatten(batch)
         floating = iter(direction)
-        tangents = [
-            next(floating) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0)
-            for x in leaves
-        ]
-        return jax.tree.unflatten(structure, tangents)
+        return jax.tree.map(
+            lambda x: next(floating) if is_floating(x) else np.zeros(x.shape, jax.dtypes.float0),
+            batch,
+        )
 
     def slope(batch: PyTree) -> PyTree:
         return jax.jvp(partial(_outcome, loss_fn, params), (batch,), (tangent(along[0]),))[1]
@@ -122,10 +106,10 @@ def _curvature(
 def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
     """Return a random direction in the floating-point leaves: zero in all but some rows."""
     rng = np.random.default_rng(int(rows[0]))
-    floating = [x for x in jax.tree.leaves(batch) if is_floating(x)]
     return [
         (rng.normal(size=x.shape) * rows.reshape(-1, *[1] * (x.ndim - 1))).astype(x.dtype)
-        for x in floating
+        for x in jax.tree.leaves(batch)
+        if is_floating(x)
     ]
 
 
@@ -141,7 +125,7 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     except TypeError:  # custom_vjp does not allow forward differentiation
         return False
     leaves = [*jax.tree.leaves(bent), *([losses[~half]] if np.ndim(losses) else [])]
-    known = [np.asarray(leaf) for leaf in leaves if leaf.dtype != jax.dtypes.float0]
+    known = [leaf for leaf in leaves if leaf.dtype != jax.dtypes.float0]
     return any(bool(np.any((leaf != 0) & np.isfinite(leaf))) for leaf in known)
 
 
@@ -187,13 +171,13 @@ def _first_mixing(
     for equation, outputs in _evaluate_corners(closed, inputs):
         for values in zip(*outputs, strict=True):
             if jnp.issubdtype(values[0].dtype, jnp.floating) and _shows_mixing(values, half):
-                return describe_location(equation)
+                return jaxprs.describe_location(equation)
     return None
 
 
 def _evaluate_corners(
-    closed: ClosedJaxpr, inputs: list[list[jax.Array]]
-) -> Generator[tuple[Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
+    closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
+) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
     """Evaluate a program at all corners. Yield each equation with its outputs at each corner."""
     jaxpr = closed.jaxpr
     known = [
@@ -201,15 +185,15 @@ def _evaluate_corners(
         for values in inputs
     ]
 
-    def read(atoms: Sequence[Atom]) -> list[list[jax.Array]]:
-        return [[x.val if is_literal(x) else corner[x] for x in atoms] for corner in known]
+    def read(atoms: Sequence[jaxprs.Atom]) -> list[list[jax.Array]]:
+        return [[x.val if jaxprs.is_literal(x) else corner[x] for x in atoms] for corner in known]
 
     for equation in jaxpr.eqns:
         operands = read(equation.invars)
-        if is_call(equation):
-            outputs = yield from _evaluate_corners(body(equation), operands)
+        if jaxprs.is_call(equation):
+            outputs = yield from _evaluate_corners(jaxprs.body(equation), operands)
         else:
-            outputs = [evaluate(equation, values) for values in operands]
+            outputs = [jaxprs.evaluate(equation, values) for values in operands]
             yield equation, outputs
         for corner, values in zip(known, outputs, strict=True):
             corner |= zip(equation.outvars, values, strict=True)

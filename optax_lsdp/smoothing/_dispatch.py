@@ -42,11 +42,11 @@ def smooth_leaves(
     """Return the smoothed leaves. If `scope` is "tree", all leaves form one ring."""
     members: dict[str, list[int]] = {}
     if scope == "tree":
-        members[_method_of_tree(leaves, operator, method)] = list(range(len(leaves)))
+        ring = _join_leaves(leaves)
+        members[_choose_method(method, ring, operator)] = list(range(len(leaves)))
     else:
         for index, leaf in enumerate(leaves):
-            name = _choose_method(method, leaf, operator)
-            members.setdefault(name, []).append(index)
+            members.setdefault(_choose_method(method, leaf, operator), []).append(index)
     results = dict[int, jax.Array]()
     for name, indices in members.items():
         chosen = [leaves[index] for index in indices]
@@ -56,8 +56,8 @@ def smooth_leaves(
     return [results[index] for index in range(len(leaves))]
 
 
-def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> str:
-    """Return the method for all leaves in one ring."""
+def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:
+    """Describe all leaves as one leaf, to choose a method for their ring."""
     arrangements = [leaf.arrangement for leaf in leaves]
     if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
         raise ValueError(
@@ -67,43 +67,51 @@ def _method_of_tree(leaves: Sequence[Leaf], operator: Operator, method: str) -> 
     size = sum(one.grid[0] for one in arrangements)
     widest = max((leaf.array for leaf in leaves), key=lambda x: wide_dtype(x).itemsize)
     is_split = any(leaf.is_split for leaf in leaves)
-    ring = Leaf(widest, Arrangement((size,), (0,), 1, (size,)), jax.P(), is_split)
-    return _choose_method(method, ring, operator)
+    return Leaf(widest, Arrangement((size,), (0,), 1, (size,)), jax.P(), is_split)
 
 
 def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
-    """Return the method for one leaf, or raise if the requested one does not fit."""
-    if method == "auto":
-        order = ["halo"] if leaf.is_split else []
-        order += ["recursive"]
-        order += ["matrix"] if max(leaf.arrangement.grid) <= _LARGEST_FAST_MATRIX else []
-        order += ["banded", "fft"]
-        return next(name for name in order if not _obstacle(name, leaf, operator))
-    obstacle = _obstacle(method, leaf, operator)
-    if obstacle:
-        raise ValueError(f"`method` must fit the task, got {method!r}, which {obstacle}.")
-    return method
+    """Return the method for one leaf. Raise if the requested method does not fit, or none does."""
+    if method != "auto":
+        obstacle = _obstacle(method, leaf, operator)
+        if obstacle:
+            raise ValueError(
+                f"`method` must fit the task, got {method!r}, which {obstacle}; use method='auto'."
+            )
+        return method
+    grid, is_on_tpu = leaf.arrangement.grid, jax.default_backend() == "tpu"
+    order = ["halo"] if leaf.is_split else []
+    order += ["recursive"]
+    order += ["matrix"] if is_on_tpu or max(grid) <= _LARGEST_FAST_MATRIX else []
+    order += ["banded"]
+    order += [] if is_on_tpu else ["fft"]
+    for name in order:
+        if not _obstacle(name, leaf, operator):
+            return name
+    raise ValueError(
+        f"`method` must be 'fft' to smooth along a grid of {grid} with order {operator.order} on a "
+        "TPU, got 'auto', which avoids 'fft' because TPUs are slow at it; pass method='fft', or "
+        f"a layout with at most {_LARGEST_MATRIX} entries per axis."
+    )
 
 
 def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
     """Return why a method cannot smooth a leaf, or None if it can."""
     arrangement, grid = leaf.arrangement, leaf.arrangement.grid
     if method in ("recursive", "halo", "banded") and len(grid) > 1:
-        return f"smooths along one axis, not along a grid of {grid}; use method='auto'"
+        return f"smooths along one axis, not along a grid of {grid}"
     if method == "halo" and arrangement.reshapes:
-        return f"does not support a Grid with the shape {arrangement.shape}; use method='auto'"
+        return f"does not support a Grid with the shape {arrangement.shape}"
     if method in ("recursive", "halo") and operator.order > 1:
-        return f"supports order 1 only, not {operator.order}; use method='auto'"
+        return f"supports order 1 only, not {operator.order}"
     if method == "matrix" and max(grid) > _LARGEST_MATRIX:
-        return (
-            f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}; use method='auto'"
-        )
+        return f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}"
     if method == "banded":
         if not isinstance(operator.smoothing, float):
-            return "needs σ as a number, not a schedule or an injected value; use method='auto'"
+            return "needs σ as a number, not a schedule or an injected value"
         least = 2 * band_reach(operator, wide_dtype(leaf.array)) + 1
         if least > grid[0]:
-            return f"needs {least} entries for this σ, not {grid[0]}; use method='auto'"
+            return f"needs {least} entries for this σ, not {grid[0]}"
     return None
 
 
@@ -120,56 +128,32 @@ def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
             )
 
 
-def _run_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    def run(arrays: list[jax.Array], operator: Operator) -> list[jax.Array]:
-        pairs = zip(leaves, arrays, strict=True)
-        own = [leaf._replace(array=array) for leaf, array in pairs]
-        return smooth_recursive(own, operator, scope)
-
-    return _keep_shardings(run, leaves, operator)
-
-
-def _run_on_arrays(
+def _solve_arrays(
     solve: SmoothArray, leaves: Sequence[Leaf], operator: Operator, scope: Scope
 ) -> list[jax.Array]:
-    """Apply a method for one array to each leaf, or to the concatenation of all leaves."""
-    groups = [leaves] if scope == "tree" else [[leaf] for leaf in leaves]
-    return [
-        smoothed
-        for group in groups
-        for smoothed in _keep_shardings(partial(_solve_joined, solve, group), group, operator)
-    ]
-
-
-def _solve_joined(
-    solve: SmoothArray, leaves: Sequence[Leaf], arrays: list[jax.Array], operator: Operator
-) -> list[jax.Array]:
-    """Apply a method for one array to one leaf, or to several vectors as if they were one."""
-    dtype = wide_dtype(*arrays)
-    arrangements = [leaf.arrangement for leaf in leaves]
-    pairs = list(zip(arrangements, arrays, strict=True))
-    arranged = [arrangement.arrange(array.astype(dtype)) for arrangement, array in pairs]
-    joined = arranged[0] if len(arranged) == 1 else jnp.concatenate(arranged)
-    solved = solve(joined, operator, len(arrangements[0].grid))
-    ends = list(accumulate(one.grid[0] for one in arrangements))
-    parts = [solved] if len(arranged) == 1 else jnp.split(solved, ends[:-1])
-    return [
-        arrangement.restore(part, array).astype(array.dtype)
-        for part, (arrangement, array) in zip(parts, pairs, strict=True)
-    ]
+    """Apply a method for one array to each leaf or, if `scope` is "tree", to all leaves joined."""
+    results = []
+    for group in [leaves] if scope == "tree" else [[leaf] for leaf in leaves]:
+        dtype = wide_dtype(*(leaf.array for leaf in group))
+        arranged = [leaf.arrangement.arrange(leaf.array.astype(dtype)) for leaf in group]
+        solved = solve(jnp.concatenate(arranged), operator, len(group[0].arrangement.grid))
+        *starts, _ = accumulate((len(part) for part in arranged), initial=0)
+        parts = jnp.split(solved, starts[1:])
+        pairs = zip(group, parts, strict=True)
+        results += [leaf.arrangement.restore(part, leaf.array) for leaf, part in pairs]
+    return results
 
 
 def _keep_shardings(
-    run: Callable[[list[jax.Array], Operator], list[jax.Array]],
-    leaves: Sequence[Leaf],
-    operator: Operator,
+    smooth: SmoothLeaves, leaves: Sequence[Leaf], operator: Operator, scope: Scope
 ) -> list[jax.Array]:
-    """Return `run(arrays, operator)`, each result sharded like its array, on any kind of mesh."""
-    arrays, smoothing = [leaf.array for leaf in leaves], operator.smoothing
-    traced = [] if isinstance(smoothing, float) else [jnp.asarray(smoothing)]
+    """Smooth leaves on any kind of mesh, and shard each result like its leaf."""
+    arrays = [leaf.array for leaf in leaves]
+    traced = [] if isinstance(operator.smoothing, float) else [jnp.asarray(operator.smoothing)]
 
     def call(arrays: list[jax.Array], traced: list[jax.Array]) -> list[jax.Array]:
-        return run(arrays, operator._replace(smoothing=traced[0]) if traced else operator)
+        own = [leaf._replace(array=array) for leaf, array in zip(leaves, arrays, strict=True)]
+        return smooth(own, operator._replace(smoothing=traced[0]) if traced else operator, scope)
 
     shardings = [jax.typeof(array).sharding for array in arrays]
     if any(AxisType.Explicit in (sharding.mesh.axis_types or ()) for sharding in shardings):
@@ -179,10 +163,10 @@ def _keep_shardings(
 
 
 _METHODS: dict[str, SmoothLeaves] = {
-    "recursive": _run_recursive,
+    "recursive": partial(_keep_shardings, smooth_recursive),
     "halo": smooth_halo,
-    "banded": partial(_run_on_arrays, smooth_banded),
-    "matrix": partial(_run_on_arrays, smooth_matrix),
-    "fft": partial(_run_on_arrays, smooth_fft),
+    "banded": partial(_keep_shardings, partial(_solve_arrays, smooth_banded)),
+    "matrix": partial(_keep_shardings, partial(_solve_arrays, smooth_matrix)),
+    "fft": partial(_keep_shardings, partial(_solve_arrays, smooth_fft)),
 }
 METHODS = ("auto", *_METHODS)

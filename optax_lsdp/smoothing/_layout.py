@@ -1,8 +1,4 @@
-"""Decide which entries of a leaf are neighbours.
-
-A layout makes this decision for every leaf of a tree. An `Arrangement` turns one leaf into rows of
-neighbours and back.
-"""
+"""Decide which entries of a leaf are neighbours, and arrange leaves as rows of neighbours."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
 
 from optax_lsdp._checks import check_choice
 from optax_lsdp._mesh import Shard, axis_names, axis_size
@@ -24,15 +21,15 @@ Scope = Literal["leaf", "tree"]
 class Grid:
     """A grid of neighbours: smoothing applies (I − σ Σₐ Lₐ)⁻¹, with one Lₐ for each of `axes`.
 
-    Entries that differ along any other axis are not neighbours. A `Grid` over the first axis of a
-    Dense kernel is therefore one ring for each output unit. For a Conv kernel (H, W, in, out),
+    Entries that differ along any other axis are not neighbours. `Grid((0,))` of a Dense kernel
+    (in, out) is therefore one ring for each output unit. For a Conv kernel (H, W, in, out),
     `Grid((0, 1))` smooths each window of H × W entries by itself.
 
     Attributes:
         axes: the axes along which entries are neighbours.
-        shape: reshape the leaf to this shape first, in row-major order; None keeps the leaf's
-            shape. For a Dense kernel of 784 × 10 on images of 28 × 28 pixels, use
-            `(28, 28, 10)`.
+        shape: the shape to which the leaf is reshaped first, in row-major order. None keeps the
+            leaf's shape. For a Dense kernel (784, 10) on images of 28 × 28 pixels, use
+            (28, 28, 10).
 
     >>> Grid(axes=(0, 1), shape=(28, 28, 10))
     Grid(axes=(0, 1), shape=(28, 28, 10))
@@ -54,22 +51,17 @@ Layout = (
 
 
 class Arrangement(NamedTuple):
-    """How to arrange a leaf as rows of neighbours.
+    """How to arrange a leaf as rows of neighbours, or as grids of them.
 
-    Attributes:
-        shape: first reshape the leaf to this shape.
-        order: then transpose its axes into this order.
-        trailing: how many of the last axes then hold neighbours; the axes before them index rows.
-        grid: if all trailing axes together form one row, the length of the row, as a tuple of one
-            number; otherwise the size of each trailing axis.
-        reshapes: whether `shape` differs from the leaf's shape.
+    If all trailing axes together form one row, `grid` is the length of the row, as a tuple of one
+    number. Otherwise `grid` is the size of each trailing axis.
     """
 
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    trailing: int
+    shape: tuple[int, ...]  # first reshape the leaf to this shape
+    order: tuple[int, ...]  # then transpose its axes into this order
+    trailing: int  # how many of the last axes then hold neighbours; the axes before them index rows
     grid: tuple[int, ...]
-    reshapes: bool = False
+    reshapes: bool = False  # whether `shape` differs from the leaf's shape
 
     def shape_of(self, array: jax.Array) -> tuple[int, ...]:
         """Return `shape` for a whole leaf, and a shard's own shape for a shard."""
@@ -85,27 +77,19 @@ class Arrangement(NamedTuple):
         return transposed.reshape(*transposed.shape[: transposed.ndim - self.trailing], *self.grid)
 
     def restore(self, arranged: jax.Array, array: jax.Array) -> jax.Array:
-        """Undo `arrange` or `transpose`; `array` is the leaf or shard that was arranged."""
-        shape = self.shape_of(array)
-        transposed = arranged.reshape([shape[axis] for axis in self.order])
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return transposed.transpose(inverse).reshape(array.shape)
+        """Undo `arrange` or `transpose`, and restore the dtype of `array`, the leaf or shard."""
+        transposed_shape = [self.shape_of(array)[axis] for axis in self.order]
+        restored = arranged.reshape(transposed_shape).transpose(np.argsort(self.order))
+        return restored.reshape(array.shape).astype(array.dtype)
 
 
 class Leaf(NamedTuple):
-    """A leaf to smooth, or this device's shard of it.
-
-    Attributes:
-        array: the leaf or the shard.
-        arrangement: the arrangement of the whole leaf.
-        spec: how `shard_map` splits the leaf.
-        is_split: whether several devices may hold parts of the leaf, inside `shard_map` or `jit`.
-    """
+    """A leaf to smooth, or this device's shard of it."""
 
     array: jax.Array
-    arrangement: Arrangement
-    spec: jax.P
-    is_split: bool
+    arrangement: Arrangement  # of the whole leaf
+    spec: jax.P  # how `shard_map` splits the leaf
+    is_split: bool  # whether several devices may hold parts of the leaf, in `shard_map` or `jit`
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
@@ -168,8 +152,8 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     """Return the order of axes that puts the inputs of each output unit next to each other.
 
-    Flax, Haiku and plain JAX store space × in × out, so the order is out, in, space. Equinox and
-    PyTorch store out × in × space already, in arrays named `weight` or `weight_…`.
+    Flax, Haiku and plain JAX store (space, in, out), so the order is out, in, space. Equinox and
+    PyTorch store (out, in, space) already, in arrays named `weight` or `weight_…`.
     """
     name = path.rpartition("/")[2]
     if rank < 2 or name == "weight" or name.startswith("weight_"):

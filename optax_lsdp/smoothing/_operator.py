@@ -1,23 +1,22 @@
 """Define the operator that smoothing inverts: A = I + (−1)ⁿ σ Lⁿ on a grid.
 
-L is the sum of the second differences along the axes of the grid. `inverse_spectrum` returns the
-eigenvalues of A⁻¹, which are all that the methods "fft" and "matrix" need. `_spectrum.py` has the
-same formulas without JAX. To add a smoothing operator, add a field to `Operator`, add the
-eigenvalues to `inverse_spectrum`, and let `_obstacle` in `_dispatch.py` exclude the methods that do
-not support the new operator.
+L is the sum of the second differences along the axes of the grid. The methods "fft" and "matrix"
+need only the eigenvalues of A⁻¹, which `inverse_spectrum` returns; `_spectrum.py` has the same
+formulas without JAX. To add a smoothing operator, add a field to `Operator` and its eigenvalues to
+`inverse_spectrum`, and let `_dispatch._obstacle` exclude the methods that do not support it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-Boundary = Literal["periodic", "neumann"]
-BOUNDARIES = ("periodic", "neumann")
+from optax_lsdp.smoothing._spectrum import Boundary
+
 LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
 
 

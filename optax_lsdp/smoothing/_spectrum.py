@@ -1,10 +1,9 @@
 """Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing applies
-(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|, where `ring_decay` returns ρ. γ
-is the diagonal of the matrix. β is the variance of independent unit noise after smoothing. The
-functions for rings use arithmetic operators only, so they accept floats, complex numbers, NumPy
-arrays and traced values.
+(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|. γ is its diagonal. β is the
+variance of independent unit noise after smoothing. The functions for rings use arithmetic operators
+only, so they accept floats, complex numbers, NumPy arrays and traced values.
 """
 
 from collections.abc import Sequence
@@ -15,6 +14,8 @@ import numpy as np
 
 from optax_lsdp._checks import check_choice, check_non_negative, check_whole
 
+Boundary = Literal["periodic", "neumann"]
+BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", float, complex, np.ndarray)
 
 
@@ -44,8 +45,7 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
     """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
     This is Proposition 3 of the paper, with λₖ as in `ring_gamma`. The sum equals
-    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The form in the paper is 0/0 at σ = 0; this form is
-    not.
+    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The paper's form is 0/0 at σ = 0; this form is not.
 
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
@@ -82,11 +82,7 @@ def _roots(smoothing: float, order: int) -> np.ndarray:
 
 
 def grid_gamma(
-    smoothing: float,
-    sizes: Sequence[int],
-    *,
-    boundary: Literal["periodic", "neumann"] = "periodic",
-    order: int = 1,
+    smoothing: float, sizes: Sequence[int], *, boundary: Boundary = "periodic", order: int = 1
 ) -> float:
     """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
 
@@ -99,17 +95,13 @@ def grid_gamma(
 
 
 def grid_beta(
-    smoothing: float,
-    sizes: Sequence[int],
-    *,
-    boundary: Literal["periodic", "neumann"] = "periodic",
-    order: int = 1,
+    smoothing: float, sizes: Sequence[int], *, boundary: Boundary = "periodic", order: int = 1
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
-    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each
-    fraction has the form of a ring with a complex σ. The sum over the waves of the last axis
-    therefore has a closed form. The function adds up the waves of the other axes one by one.
+    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each has
+    the form of a ring with a complex σ, so the sum over the waves of the last axis has a closed
+    form. The waves of the other axes are added up one by one.
 
     Args:
         smoothing: σ ≥ 0.
@@ -134,7 +126,7 @@ def _grid_means(
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
-    check_choice("boundary", boundary, ("periodic", "neumann"))
+    check_choice("boundary", boundary, BOUNDARIES)
     if not len(sizes):
         raise ValueError(
             "`sizes` must name the size of at least one axis, got none; for a ring, pass (d,)."

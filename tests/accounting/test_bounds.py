@@ -95,7 +95,7 @@ def test_a_contour_integral_that_contradicts_the_lattice_is_an_error(monkeypatch
         return value and value / factor
 
     phase = SampledGaussian(1.1, 256 / 60_000, 14_100)
-    monkeypatch.setattr(bounds, "contour_delta", biased)
+    monkeypatch.setattr(bounds.quadrature, "contour_delta", biased)
     with pytest.raises(ArithmeticError, match="two methods disagree on δ"):
         phase.delta(2.0)
 

@@ -136,6 +136,19 @@ def altered(**changes):
             ),
             "`noise_multiplier` .* got nan",
         ),
+        (
+            lambda: Ledger.from_json(
+                altered(phases=[vars(STEP), {**vars(STEP), "noise_multiplier": "much"}])
+            ),
+            "`text` must have valid phases, got an error in phase 2 of 2: `noise_multiplier` .*",
+        ),
+        (
+            lambda: Ledger.from_json(
+                altered(phases=[vars(STEP), vars(OTHER), {**vars(STEP), "group_size": 2}])
+            ),
+            "in phase 3 of 3: `group_size` must be the same in all phases .*to_json unchanged",
+        ),
+        (lambda: Ledger.from_json('{"optax_lsdp_plan": 1}'), r"\(it has no 'optax_lsdp_ledger'\)"),
         (lambda: Ledger().remaining_steps(1.0, 1e-5), "`remaining_steps` must follow a step"),
         (
             lambda: Ledger([STEP, SampledGaussian(1.0, 0.1, 1, neighbouring="zero_out")]),

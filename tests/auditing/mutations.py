@@ -21,7 +21,7 @@ from optax_lsdp.smoothing import ring_beta
 from tests.auditing._patches import Mutation, Patch, StaleMutation, replace, rewrite, wrap
 from tests.auditing.mutations_of_clipping import MUTATIONS_OF_CLIPPING
 
-NOISE, OPTIMIZERS = "optax_lsdp.noise", "optax_lsdp.optimizers"
+NOISE, KEYS, OPTIMIZERS = "optax_lsdp.noise", "optax_lsdp._keys", "optax_lsdp.optimizers"
 SAMPLERS = "optax_lsdp.sampling"
 PLANNING, TRAINING = "optax_lsdp.planning", "optax_lsdp.training"
 
@@ -44,12 +44,7 @@ def _cut_at_three(quantile, p):
     return jnp.maximum(quantile(p), -3.0)
 
 
-def _one_key_for_small(draw, keys, leaves, *others):
-    firsts = {}
-    for index, leaf in enumerate(leaves):
-        firsts.setdefault(leaf.size > 1000, index)
-    chosen = [firsts[leaf.size > 1000] for leaf in leaves]
-    return draw(keys[np.asarray(chosen)], leaves, *others)
+_ONE_KEY_FOR_SMALL = "keys[np.asarray(members) * (first.size > 1000)]"
 
 
 def _first_half_twice(normal, keys, shape, dtype):
@@ -60,8 +55,8 @@ def _first_half_twice(normal, keys, shape, dtype):
     return jnp.concatenate([drawn[:half], drawn[: shape[0] - half]])
 
 
-def _without_axes(draw, keys, leaves, axes, step):
-    return draw(keys, leaves, [()] * len(axes), step)
+def _without_axes(draw, state, addresses, leaves, axes):
+    return draw(state, addresses, leaves, [()] * len(axes))
 
 
 def _paths_as_text(tree):
@@ -138,9 +133,11 @@ CANARY = "a step of DP-LSSGD with and without a canary"
 POISSON, FIXED, MISTAKES = "Poisson sampler", "fixed-size sampler", "likely mistakes"
 PLAN, PLAN_NOISE, RUNS = "a plan", "noise of a plan's optimizer", "resumed runs"
 MUTATIONS = MUTATIONS_OF_CLIPPING | {
-    "nine tenths of the noise": Mutation(SMALL, (wrap(f"{NOISE}:_normal", _nine_tenths),)),
-    "noise without its lower tail": Mutation(SMALL, (wrap(f"{NOISE}:_quantile", _cut_at_three),)),
-    "one key for all small leaves": Mutation(SMALL, (wrap(f"{NOISE}:_draw", _one_key_for_small),)),
+    "nine tenths of the noise": Mutation(SMALL, (wrap(f"{NOISE}:standard_normal", _nine_tenths),)),
+    "noise without its lower tail": Mutation(SMALL, (wrap(f"{KEYS}:_quantile", _cut_at_three),)),
+    "one key for all small leaves": Mutation(
+        SMALL, rewrite(f"{NOISE}:_draw", "keys[np.asarray(members)]", _ONE_KEY_FOR_SMALL)
+    ),
     "the same noise in every step": Mutation(SMALL, (fold_in_of_step(lambda step: 0 * step),)),
     "noise that repeats every 1,000 steps": Mutation(
         SMALL, (fold_in_of_step(lambda step: step % 1000),)
@@ -149,7 +146,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         SMALL, (fold_in_of_step(lambda step: step.astype(jnp.float32).astype(jnp.int32)),)
     ),
     "the same noise in both halves of large leaves": Mutation(
-        LARGE, (wrap(f"{NOISE}:_normal", _first_half_twice),)
+        LARGE, (wrap(f"{NOISE}:standard_normal", _first_half_twice),)
     ),
     "the same noise on all devices": Mutation(ON_DEVICES, (wrap(f"{NOISE}:_draw", _without_axes),)),
     "shards that share noise accepted": Mutation(

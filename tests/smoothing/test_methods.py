@@ -262,3 +262,21 @@ def test_smoothing_can_be_mapped_and_differentiated():
     # A⁻¹ is its own transpose.
     pulled = jax.grad(lambda v: jnp.vdot(tx.update(v, tx.init(v))[0], rows[1]))(rows[0])
     np.testing.assert_allclose(pulled, oracles.smooth_dense(rows[1], 1.0), atol=1e-5)
+
+
+def test_auto_never_chooses_the_fft_on_a_tpu(monkeypatch):
+    def program(x, smoothing):
+        tx = lsdp.laplacian_smooth(smoothing, order=2)
+        return str(jax.make_jaxpr(tx.update)(x, tx.init(x)))
+
+    def schedule(step):
+        return jnp.float32(1)
+
+    medium, long = vector(280), vector(1_000)
+    assert "fft" in program(medium, schedule)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert "fft" not in program(medium, schedule) + program(long, 1.0)
+    with pytest.raises(
+        ValueError, match=r"`method` must be 'fft' .* \(1000,\) with order 2 on a TPU"
+    ):
+        program(long, schedule)

@@ -1,6 +1,6 @@
 """The bookkeeping engine: clip, and form per-example gradients only where that is cheapest."""
 
 from optax_lsdp.clipping.bookkeeping._engine import clip_by_bookkeeping
-from optax_lsdp.clipping.bookkeeping._strategy import explain_clipping
+from optax_lsdp.clipping.bookkeeping._explain import explain_clipping
 
 __all__ = ["clip_by_bookkeeping", "explain_clipping"]

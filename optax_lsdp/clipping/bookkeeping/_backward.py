@@ -19,7 +19,7 @@ from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, evaluate, is_literal
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis, analyse_loss
+from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, analyse_loss
 from optax_lsdp.clipping.bookkeeping._uses import (
     REMATERIALISED,
     Path,
@@ -31,14 +31,14 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 )
 
 Taps = Mapping[Path, jax.Array]  # zeros for the output of each use
-Operands = dict[Path, jax.Array]  # the data operand of each use; the other operand is the weight
+Operands = dict[Path, jax.Array]  # data operands by `Use.operand`; the other operand is the weight
 
 
 class Recorded(NamedTuple):
     """What one backward pass recorded. All arrays have a leading axis of examples.
 
     Attributes:
-        operands: the data operand of each use; the other operand is the weight.
+        operands: the data operands, by `Use.operand`; the other operand is the weight.
         cotangents: the cotangent of the output of each use.
         gradients: for each leaf that has uses without a rule, the gradient from these uses.
     """
@@ -54,22 +54,20 @@ def run_backward(
     """Return each example's (value, aux), the recorded arrays, and the analysis of the loss."""
     found: list[LossAnalysis] = []
     axes = varying_axes(batch)
+    values = jax.tree.leaves(params)
 
     def backward(example: PyTree) -> tuple[tuple[jax.Array, PyTree], Recorded]:
         program, analysis = analyse_loss(loss_fn, params, example)
         found.append(analysis)
         taps = {path: _tap(use) for path, use in analysis.uses.items()}
         differentiated = {
-            i: leaf
-            for i, leaf in enumerate(analysis.leaves)
-            if analysis.strategies[i].is_differentiated
+            leaf.index: values[leaf.index] for leaf in analysis.leaves if leaf.is_differentiated
         }
 
         def tapped(
             taps: Taps, differentiated: Mapping[int, jax.Array]
         ) -> tuple[jax.Array, tuple[PyTree, Operands]]:
-            leaves = enumerate(analysis.leaves)
-            inputs = [Value(differentiated.get(i, leaf), leaf) for i, leaf in leaves]
+            inputs = [Value(differentiated.get(i, x), x) for i, x in enumerate(values)]
             inputs += map(Value, jax.tree.leaves(example))
             results, operands = _run(program.closed, inputs, analysis.uses, taps, ())
             value, aux = jax.tree.unflatten(program.outputs, [result.active for result in results])
@@ -135,7 +133,7 @@ def _run_equation(
     equation: Equation, arguments: list[Value], uses: Uses, taps: Taps, path: Path
 ) -> Results:
     if path in uses:
-        return _run_use(equation, arguments, uses[path].place, taps[path], path)
+        return _run_use(uses[path], arguments, taps[path])
     name = equation.primitive.name
     weights = [argument.weight for argument in arguments]
     if is_inlined(equation, weights):
@@ -154,14 +152,12 @@ def _run_equation(
     return _keep_weights(equation, arguments, results) if name == "scan" else results, {}
 
 
-def _run_use(
-    equation: Equation, arguments: list[Value], place: int, tap: jax.Array, path: Path
-) -> Results:
+def _run_use(use: Use, arguments: list[Value], tap: jax.Array) -> Results:
     operands = [argument.active for argument in arguments]
-    data = operands[1 - place]
-    operands[place] = cast("jax.Array", arguments[place].weight)
-    (output,) = evaluate(equation, operands)
-    return [Value(output + tap)], {path: data}
+    data = operands[1 - use.place]
+    operands[use.place] = cast("jax.Array", arguments[use.place].weight)
+    (output,) = evaluate(use.equation, operands)
+    return [Value(output + tap)], {use.operand: data}  # uses of one operand record it once
 
 
 def _taps_inside(path: Path, taps: Taps) -> Taps:

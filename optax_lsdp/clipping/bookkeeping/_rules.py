@@ -12,7 +12,7 @@ primitive has no rule: the engine then differentiates the parameter for each exa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -62,19 +62,22 @@ class Matrix(NamedTuple):
 class Rule(NamedTuple):
     """How to get the factors of a gradient for one primitive with two operands.
 
-    Both functions get the equation, and `place`: 0 if the weight is the first operand, 1 if it is
+    All functions get the equation, and `place`: 0 if the weight is the first operand, 1 if it is
     the second.
 
     Attributes:
         matrix: (equation, place) → the weight as a `Matrix`, or None if the rule does not apply.
         factors: (equation, place, other operand, cotangent) → a and g. If the rows of a are
             one-hot, a is (blocks, rows), int32: the index of the one, or −1 for a row of zeros.
+        operand_key: (equation, place) → a key. If two uses of one operand have equal keys, they
+            have equal factors a.
         is_one_hot: whether the rows of a are one-hot.
         expands: whether a is larger than the operand, as the patches of an image are.
     """
 
     matrix: Callable[[Equation, int], Matrix | None]
     factors: Callable[[Equation, int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    operand_key: Callable[[Equation, int], Hashable] = lambda equation, place: id(equation)
     is_one_hot: bool = False
     expands: bool = False
 
@@ -106,6 +109,11 @@ def _matmul_factors(
         order = [*range(len(batch)), *range(last, outputs), *range(len(batch), last)]
         cotangent = cotangent.transpose(order)
     return a, cotangent.reshape(blocks, rows, -1)
+
+
+def _matmul_operand_key(equation: Equation, place: int) -> Hashable:
+    batch, contracting, _ = _matmul_axes(equation, 1 - place)
+    return tuple(batch), tuple(contracting)
 
 
 def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
@@ -212,7 +220,7 @@ def _gather_factors(
     return ids, g.reshape(1, ids.shape[1], -1)
 
 
-MATMUL = Rule(_matmul_matrix, _matmul_factors)  # the weight may be either operand
+MATMUL = Rule(_matmul_matrix, _matmul_factors, _matmul_operand_key)  # either operand is the weight
 CONVOLUTION = Rule(_conv_matrix, _conv_factors, expands=True)  # any rank, stride, padding, dilation
 EMBEDDING = Rule(_gather_matrix, _gather_factors, is_one_hot=True)  # whole rows of a table
 RULES = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION, "gather": EMBEDDING}

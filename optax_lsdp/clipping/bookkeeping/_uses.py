@@ -61,6 +61,7 @@ class Use(NamedTuple):
         matrix: the operand that holds the weight, as a matrix.
         loops: the scans around the equation, the outermost first.
         pieces: the weights that the operand at `place` consists of.
+        operand: the path of the first use whose other operand is the same variable.
     """
 
     equation: Equation
@@ -69,6 +70,7 @@ class Use(NamedTuple):
     matrix: Matrix
     loops: tuple[Loop, ...]
     pieces: tuple[Piece, ...]
+    operand: Path
 
     @property
     def name(self) -> str:
@@ -94,6 +96,14 @@ class Uses(NamedTuple):
         for weight in weights:
             for leaf in weight.leaves if weight else ():
                 self.without_rule.setdefault(leaf, set()).add(primitive)
+
+    def first_with_operand(self, path: Path, use: Use) -> Path:
+        """Return the path of the first use in the same jaxpr with the same data operand."""
+        for other, earlier in self.by_rule.items():
+            same = earlier.equation.invars[1 - earlier.place] is use.equation.invars[1 - use.place]
+            if same and other[:-1] == path[:-1]:
+                return earlier.operand
+        return path
 
 
 def find_uses(closed: ClosedJaxpr, leaves: int) -> Uses:
@@ -157,9 +167,9 @@ def _walk_equation(
             results = _walk(branch, weights[1:], (*path, number), loops, uses)
             uses.add_without_rule(results, name)
     else:
-        use = _use(equation, weights, loops)
+        use = _use(equation, weights, loops, path)
         if use is not None:
-            uses.by_rule[path] = use
+            uses.by_rule[path] = use._replace(operand=uses.first_with_operand(path, use))
         else:
             uses.add_without_rule(weights, name)
     return data
@@ -187,7 +197,7 @@ def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
 
 
 def _use(
-    equation: Equation, weights: Sequence[Weight | None], loops: tuple[Loop, ...]
+    equation: Equation, weights: Sequence[Weight | None], loops: tuple[Loop, ...], path: Path
 ) -> Use | None:
     """Return the use in an equation, or None if no rule applies.
 
@@ -201,7 +211,7 @@ def _use(
     matrix, weight = rule.matrix(equation, place), weights[place]
     if matrix is None or weight is None or not _has_real_factors(equation, place, rule):
         return None
-    return Use(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule))
+    return Use(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule), path)
 
 
 def _has_real_factors(equation: Equation, place: int, rule: Rule) -> bool:

@@ -1,8 +1,8 @@
 """Smooth with a banded matrix, for any order, if σ is a known number.
 
-Far from its centre, the kernel of A⁻¹ is too small to change a float, and this method omits it. The
-rest of A⁻¹ is a band. The method cuts the input into blocks and multiplies them by a few small
-matrices, which together hold the band.
+Far from its centre, the kernel of A⁻¹ is too small to change a float. Without these entries, A⁻¹ is
+a band. The method cuts the input into blocks and multiplies them by a few small matrices, which
+together hold the band.
 """
 
 import jax

@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 
 from optax_lsdp._mesh import axis_names, axis_size, manual_axes, vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
-from optax_lsdp.smoothing._operator import Boundary, Operator
+from optax_lsdp.smoothing._operator import Operator
+from optax_lsdp.smoothing._spectrum import Boundary
 from optax_lsdp.smoothing.methods.recursive import (
     CARRY_AT,
     Ends,
@@ -34,12 +36,11 @@ from optax_lsdp.smoothing.methods.recursive import (
     filter_rows,
     link_equal,
     link_unequal,
-    make_kernel,
     prepare_rows,
 )
 
-_SMALL = 2**16  # leaves with at most so many entries are worth copying into a pack
-_COLUMN = 8  # columns are filtered without transposition if they are so long and so many
+_SMALL = 2**16  # the largest size of a leaf that is worth copying into a pack
+_COLUMN = 8  # the least length, and least number, of columns that are filtered untransposed
 
 
 class Task(NamedTuple):
@@ -53,45 +54,26 @@ class Task(NamedTuple):
 class Segments(NamedTuple):
     """How a leaf is cut into segments.
 
-    Attributes:
-        rows: the number of rows of neighbours on this device.
-        outer: for each axis that indexes the segments of a row, how many of them this device holds.
-        names: for each axis of `outer`, the mesh axes that split it; at the end, the mesh axes that
-            split the first axis within a segment.
-        length: the number of entries of a segment.
-        total: the number of segments of a row, on all devices.
-        columns: if segments are stored as columns, the shape of the axes that index the columns;
-            otherwise None.
-        order: the order of these axes that puts neighbouring segments next to each other.
+    `names` has the mesh axes that split each axis of `outer` and, at the end, those that split the
+    first axis within a segment.
     """
 
-    rows: int
-    outer: tuple[int, ...]
+    rows: int  # the number of rows of neighbours on this device
+    outer: tuple[int, ...]  # the shape of this device's segments of a row
     names: tuple[tuple[str, ...], ...]
-    length: int
-    total: int
-    columns: tuple[int, ...] | None
-    order: tuple[int, ...]
-
-    def sort(self, values: jax.Array) -> jax.Array:
-        """Reorder one number per segment from the order of storage to the order of neighbours."""
-        if self.columns is None:
-            return values
-        return values.reshape(self.columns).transpose(self.order).reshape(-1)
-
-    def unsort(self, values: jax.Array) -> jax.Array:
-        """Undo `sort`."""
-        if self.columns is None:
-            return values
-        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
-        ordered = values.reshape([self.columns[axis] for axis in self.order])
-        return ordered.transpose(inverse).reshape(-1)
+    length: int  # entries per segment
+    total: int  # segments per row, on all devices
+    columns: tuple[int, ...] | None  # the shape of all segments here, if they are stored as columns
+    order: tuple[int, ...]  # the order of the axes of `columns` that sorts segments by neighbours
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Collect one number per segment from all devices: (rows · segments,) → (rows, total).
+        """Collect one number per segment from all devices, in the order of neighbours.
 
+        `values` is (segments on this device,) in the order of storage; the result is (rows, total).
         `psum` serves as the gather, because JAX knows that its result is equal on all devices.
         """
+        if self.columns is not None:
+            values = values.reshape(self.columns).transpose(self.order)
         shape, starts, names = self._offsets()
         if not names:
             return values.reshape(self.rows, -1)
@@ -101,13 +83,16 @@ class Segments(NamedTuple):
         return jax.lax.psum(own, names).reshape(self.rows, -1)
 
     def keep_own(self, values: jax.Array) -> jax.Array:
-        """Undo `gather`: keep the numbers of the segments on this device."""
+        """Undo `gather`: keep the numbers of this device's segments, in the order of storage."""
         shape, starts, _ = self._offsets()
-        values = values.reshape(shape)
-        return jax.lax.dynamic_slice(values, starts, (self.rows, *self.outer, 1)).reshape(-1)
+        own = jax.lax.dynamic_slice(values.reshape(shape), starts, (self.rows, *self.outer, 1))
+        if self.columns is not None:
+            ordered = own.reshape([self.columns[axis] for axis in self.order])
+            own = ordered.transpose(np.argsort(self.order))
+        return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, where this device's segments start, and mesh axes."""
+        """Return the shape of all segments, where this device's start, and all mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -118,12 +103,12 @@ class Pack(NamedTuple):
     """Leaves that are filtered together: several small whole leaves, or one leaf of any kind."""
 
     members: list[int]
-    segments: Segments | None  # of the one leaf
+    segments: Segments | None  # of one leaf; None for several
     rows: Rows
 
 
 def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    """Return the smoothed leaves. Each is a whole array, or inside `shard_map` a shard."""
+    """Return the smoothed leaves: whole arrays or, inside `shard_map`, shards."""
     arrays, arrangements, specs, _ = zip(*leaves, strict=True)
     task = Task(arrangements, scope, operator.boundary)
     return _smooth_segments(arrays, operator.smoothing, specs, task)
@@ -136,27 +121,23 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
     """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
-    arrays = [leaf.array for leaf in leaves]
-    task = Task(tuple(leaf.arrangement for leaf in leaves), scope, operator.boundary)
+    arrays, arrangements, _, _ = zip(*leaves, strict=True)
+    task = Task(arrangements, scope, operator.boundary)
     smoothing = jnp.asarray(operator.smoothing, wide_dtype(*arrays))
     stated = [jax.typeof(array).sharding for array in arrays]
     explicit = [sharding for sharding in stated if sharding.mesh.explicit_axes]
     if explicit:
         specs = tuple(sharding.spec for sharding in stated)
-        return _on_explicit_mesh(task, explicit[0].mesh, specs)(arrays, smoothing)
+        return _on_explicit_mesh(task, explicit[0].mesh, specs)(list(arrays), smoothing)
     return _on_automatic_mesh(task)(*arrays, smoothing)
 
 
 def _smooth_segments(
-    arrays: Sequence[jax.Array],
-    smoothing: jax.Array | float,
-    specs: Sequence[jax.P],
-    task: Task,
+    arrays: Sequence[jax.Array], smoothing: jax.Array | float, specs: Sequence[jax.P], task: Task
 ) -> list[jax.Array]:
     """Return the smoothed arrays. `specs` say how manual mesh axes split each array."""
     arrangements, scope, boundary = task
     wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
-    kernel_of = cache(partial(make_kernel, smoothing))  # a function of the dtype
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, (arrangement, spec) in enumerate(zip(arrangements, specs, strict=True)):
         size = arrangement.grid[0]
@@ -166,46 +147,51 @@ def _smooth_segments(
 
     packs = []
     for members in groups.values():
-        dtype = wide[members[0]]
-        parts = [(arrays[i].astype(dtype), arrangements[i]) for i in members]
+        chosen = [(arrays[i].astype(wide[i]), arrangements[i]) for i in members]
         if len(members) == 1:
-            packs.append(_one_leaf(members[0], *parts[0], specs[members[0]], kernel_of(dtype)))
+            packs.append(Pack(members, *_cut_rows(*chosen[0], specs[members[0]], smoothing)))
         else:
-            vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in parts]
-            sizes = [x.size for x in vectors]
-            values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
-            rows = prepare_rows(values, sizes, kernel_of(dtype), upright=False, copied=False)
-            packs.append(Pack(members, None, rows))
-
+            packs.append(Pack(members, None, _stack_rows(chosen, smoothing)))
     if scope == "tree":
         sizes = [arrangement.grid[0] for arrangement in arrangements]
         carries = _carries_in_one_row(packs, sizes, boundary)
     else:
         carries = _carries_of_each_row(packs, boundary)
+
     results = dict[int, jax.Array]()
-    for pack, carry in zip(packs, carries, strict=True):
-        filtered = filter_rows(pack.rows, carry)
-        for place, index in enumerate(pack.members):
-            size, array = pack.rows.sizes[place], arrays[index]
-            if pack.rows.upright:
+    for (members, segments, rows), carry in zip(packs, carries, strict=True):
+        filtered = filter_rows(rows, carry)
+        for place, index in enumerate(members):
+            size, array = rows.sizes[place], arrays[index]
+            if rows.upright:
                 results[index] = filtered[:size].reshape(array.shape).astype(array.dtype)
-                continue
-            own = filtered[:, :size] if pack.segments else filtered[place : place + 1, :size]
-            results[index] = arrangements[index].restore(own, array).astype(array.dtype)
+            else:
+                own = filtered if segments else filtered[place : place + 1]
+                results[index] = arrangements[index].restore(own[:, :size], array)
     return [results[index] for index in range(len(arrays))]
 
 
-def _one_leaf(
-    index: int, array: jax.Array, arrangement: Arrangement, spec: jax.P, kernel: Kernel
-) -> Pack:
-    """Return a pack of one leaf, with the leaf's segments as rows or as columns."""
+def _stack_rows(
+    leaves: Sequence[tuple[jax.Array, Arrangement]], smoothing: jax.Array | float
+) -> Rows:
+    """Return whole leaves as rows of one array, each padded to the size of the largest."""
+    vectors = [arrangement.transpose(array).reshape(-1) for array, arrangement in leaves]
+    sizes = [x.size for x in vectors]
+    values = jnp.stack([jnp.pad(x, (0, max(sizes) - x.size)) for x in vectors])
+    return prepare_rows(values, sizes, smoothing, upright=False, copied=False)
+
+
+def _cut_rows(
+    array: jax.Array, arrangement: Arrangement, spec: jax.P, smoothing: jax.Array | float
+) -> tuple[Segments, Rows]:
+    """Return the segments of a leaf or shard, as rows or as columns."""
     segments = _cut(arrangement, array, spec)
     upright = segments.columns is not None
     shape = (segments.length, -1) if upright else (-1, segments.length)
     values = (array if upright else arrangement.transpose(array)).reshape(shape)
     copied = not upright and arrangement.order != tuple(sorted(arrangement.order))
-    rows = prepare_rows(values, [segments.length], kernel, upright=upright, copied=copied)
-    return Pack([index], segments, rows)
+    sizes = [segments.length]
+    return segments, prepare_rows(values, sizes, smoothing, upright=upright, copied=copied)
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
@@ -247,15 +233,13 @@ def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary)
 
 def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
     """Link the segments of a leaf over all devices; see `link_equal`."""
-    gathered = Ends(*(segments.gather(segments.sort(side)) for side in ends))
-    return link_equal(gathered, segments.length, kernel)
+    return link_equal(Ends(*map(segments.gather, ends)), segments.length, kernel)
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
     """Return the carries of this device's segments, from outside the row and from within it."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
-    total = add_outer_carry(outer, carries, places, kernel)
-    return Ends(*(segments.unsort(segments.keep_own(side)) for side in total))
+    return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 
 
 def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
@@ -273,12 +257,10 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
     height = math.prod(local[top:])
-    is_column = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
-    columns: tuple[int, ...] | None = None
-    order: tuple[int, ...] = ()
-    if is_column and top == (cut if split_axes else top):
-        cut, tall = top, end - top  # `tall` axes make up a column
-        columns, order = shape[tall:], tuple(axis - tall for axis in arrangement.order[:top])
+    is_tall = 0 < top < end and _COLUMN <= height <= array.size // _COLUMN
+    is_column = is_tall and (top == cut or not split_axes)
+    cut = top if is_column else cut
+    tall = end - top  # the number of axes that make up a column
     outer = local[first:cut]
     split = (*names[first:cut], names[cut] if cut < end else ())
     return Segments(
@@ -287,8 +269,8 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
         names=split,
         length=math.prod(local[cut:]),
         total=math.prod(outer) * math.prod(axis_size(names) for names in split if names),
-        columns=columns,
-        order=order,
+        columns=shape[tall:] if is_column else None,
+        order=tuple(axis - tall for axis in arrangement.order[:top]) if is_column else (),
     )
 
 
@@ -297,12 +279,8 @@ def _on_explicit_mesh(
     task: Task, mesh: jax.sharding.AbstractMesh, specs: tuple[jax.P, ...]
 ) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
     """Return a function of arrays and σ, for arrays that are sharded as `specs` say."""
-
-    def smooth(arrays: list[jax.Array], smoothing: jax.Array) -> list[jax.Array]:
-        return _smooth_segments(arrays, smoothing, specs, task)
-
     mapped = jax.shard_map(
-        smooth,
+        lambda arrays, smoothing: _smooth_segments(arrays, smoothing, specs, task),
         mesh=mesh,
         in_specs=(list(specs), jax.P()),
         out_specs=list(specs),
@@ -320,27 +298,24 @@ def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
     """
     count = len(task.arrangements)
 
-    def whole(*operands: jax.Array) -> list[jax.Array]:
-        *arrays, smoothing = operands
-        return _smooth_segments(arrays, smoothing, [jax.P()] * count, task)
+    def split_as(specs: Sequence[jax.P]) -> Callable[..., list[jax.Array]]:
+        return lambda *operands: _smooth_segments(operands[:-1], operands[-1], specs, task)
+
+    whole = split_as([jax.P()] * count)
 
     def partition(
         mesh: jax.sharding.Mesh, operands: Sequence[jax.ShapeDtypeStruct], results: object
     ) -> tuple[object, ...]:
         del results
+        gathered = NamedSharding(mesh, jax.P())
         shardings = [operand.sharding for operand in operands]
         if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            shardings = [NamedSharding(mesh, jax.P())] * len(operands)  # axes unknown: gather
+            shardings = [gathered] * len(operands)  # their axes are unknown
         for place, operand in enumerate(operands):
-            if not _divides(operand.shape, shardings[place]):  # shards would be padded: gather
-                shardings[place] = NamedSharding(mesh, jax.P())
+            if not _divides(operand.shape, shardings[place]):
+                shardings[place] = gathered  # otherwise XLA would pad the shards
         specs = [sharding.spec for sharding in shardings[:-1]]
-
-        def smooth(*operands: jax.Array) -> list[jax.Array]:
-            *arrays, smoothing = operands
-            return _smooth_segments(arrays, smoothing, specs, task)
-
-        return mesh, smooth, shardings[:-1], tuple(shardings)
+        return mesh, split_as(specs), shardings[:-1], tuple(shardings)
 
     def rule(mesh: object, operands: Sequence[jax.ShapeDtypeStruct], results: object) -> str:
         del mesh, results

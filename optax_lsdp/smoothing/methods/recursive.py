@@ -1,10 +1,9 @@
 """Filter rows with the kernel of (I − σL)⁻¹ in linear time, for any σ, traced or known.
 
-On an infinite line the kernel is gain·ρ^|k|; for ρ, see `_spectrum.ring_decay`. The entries beyond
-an end of a row therefore act on the row through one number, the *carry* of that end. The carry is
-what these outer entries add to the smoothed value just outside the row. A carry c adds c·ρᵏ to the
-k-th entry of the row, counted from that end. The same holds for blocks within a row. So a row is
-filtered in three steps:
+On an infinite line the kernel is gain·ρ^|k|; for ρ, see `_spectrum.ring_decay`. All entries beyond
+an end of a row therefore act on the row through one number, the *carry* of that end: what they add
+to the smoothed value just outside the row. A carry c adds c·ρᵏ to the k-th entry of the row,
+counted from that end. The same holds for blocks within a row. So a row is filtered in three steps:
 
 1. Cut the row into blocks. Compute the smoothed values at both ends of each block as if zeros
    surrounded the block.
@@ -25,39 +24,31 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-# Entries per block: the short width if the kernel reaches no further than that.
-_WIDTH, _SHORT_WIDTH = 64, 32
+_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; short if the kernel reaches no further
 _CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
-_LONG = 2**23  # from so many entries on, a CPU filters a line in place, chunk by chunk
+_LONG = 2**23  # the least size of a line that a CPU filters in place, chunk by chunk
 _PADDED = 2**20  # the same for a line that its blocks do not divide evenly
 
 
 class Kernel(NamedTuple):
-    """The kernel gain·ρ^|k| of (I − σL)⁻¹ on an infinite line.
+    """The kernel gain·ρ^|k| of (I − σL)⁻¹ on an infinite line."""
 
-    Attributes:
-        rate: −log ρ.
-        gain: the kernel at its centre.
-        reach: the distance from the centre beyond which the kernel is too small to matter;
-            infinite if σ is traced.
-    """
-
-    rate: jax.Array
-    gain: jax.Array
-    reach: float = math.inf
+    rate: jax.Array  # −log ρ
+    gain: jax.Array  # the kernel at its centre
+    reach: float = math.inf  # how far the kernel is large enough to matter; unknown if σ is traced
 
     def powers(self, exponents: jax.Array | int) -> jax.Array:
         """Return ρ^k for k ≥ 0."""
-        if not isinstance(exponents, jax.Array):
-            return jnp.exp(-self.rate * exponents)
-        return jnp.exp(-self.rate * exponents.astype(self.rate.dtype))
+        if isinstance(exponents, jax.Array):
+            exponents = exponents.astype(self.rate.dtype)
+        return jnp.exp(-self.rate * exponents)
 
     def every(self, width: int) -> Kernel:
         """Return the kernel on every `width`-th entry of the line."""
         return Kernel(width * self.rate, self.gain, self.reach / width)
 
 
-def make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
+def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
     """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
     In this form, neither number loses digits if ρ is close to 1. If σ is zero, the function returns
@@ -82,42 +73,32 @@ class Ends(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows that are ready to be filtered.
+    """Rows that are ready to be filtered. They are columns of `values` if they are `upright`."""
 
-    Attributes:
-        values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
-        carries: (rows, blocks), what enters each block from the other blocks of the same row.
-        ends: the first and last entry of each row, smoothed as if zeros surrounded the row.
-        sizes: the number of entries per row: one number for all rows, or one for each row.
-        kernel: the kernel that filters the rows.
-        upright: whether the rows are columns of `values`.
-        filtered: the blocks of a single row, each filtered as if zeros surrounded the block; None
-            if they are not filtered yet.
-    """
-
-    values: jax.Array
-    carries: Ends
-    ends: Ends
-    sizes: tuple[int, ...]
+    values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
+    carries: Ends  # (rows, blocks): what enters each block from the other blocks of the same row
+    ends: Ends  # (rows,): first and last entry, smoothed as if zeros surrounded the row
+    sizes: tuple[int, ...]  # the number of entries: one for all rows, or one for each row
     kernel: Kernel
-    upright: bool
-    filtered: jax.Array | None
+    upright: bool  # saves a transposition
+    filtered: jax.Array | None  # a single row's blocks, filtered as if zeros surrounded each
 
 
 def prepare_rows(
-    values: jax.Array, sizes: Sequence[int], kernel: Kernel, *, upright: bool, copied: bool
+    values: jax.Array,
+    sizes: Sequence[int],
+    smoothing: jax.Array | float,
+    *,
+    upright: bool,
+    copied: bool,
 ) -> Rows:
-    """Return rows with everything that filtering needs except the carries of the whole rows.
+    """Return `Rows`: everything that filtering needs except the carries of the whole rows.
 
-    Args:
-        values: (rows, length), or (length, rows) if `upright`. Entries beyond `sizes` are zero.
-        sizes: the number of entries per row: one number for all rows, or one for each row. Upright
-            rows all have the same size.
-        kernel: the kernel that filters the rows.
-        upright: whether the rows are columns of `values`, which saves a transposition.
-        copied: whether `values` is a transposed copy. XLA would transpose a single copied row
-            again for each use, so this function filters such a row at once.
+    For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
+    `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
+    this function filters such a row at once.
     """
+    kernel = _make_kernel(smoothing, values.dtype)
     width = _block_width(values.shape[0 if upright else 1], kernel)
     filtered = None
     if copied and len(values) == 1:
@@ -129,11 +110,7 @@ def prepare_rows(
         firsts, lasts = ends[:, 0].T, ends[:, 1].T
     else:
         firsts, lasts = (ends[:, side].reshape(len(values), -1) for side in (0, 1))
-    between = kernel.every(width)
-    carries = Ends(
-        _delayed(_accumulate(lasts, between)),
-        _delayed(_accumulate(firsts[:, ::-1], between))[:, ::-1],
-    )
+    carries, _ = link_equal(Ends(firsts, lasts), width, kernel)
     if len(sizes) > 1:
         row = jnp.arange(len(sizes), dtype=jnp.int32)
         last = as_array(sizes, jnp.int32) - 1
@@ -147,8 +124,7 @@ def prepare_rows(
         tail = values[start:end].T if upright else values[:, start:end]
         distance = end - 1 - start - jnp.arange(end - start, dtype=jnp.int32)
         carry, power = carries.left[:, start // width], kernel.powers(end - start)
-    lasts = kernel.gain * (tail * kernel.powers(distance)).sum(axis=1)
-    lasts += carry * power
+    lasts = kernel.gain * (tail * kernel.powers(distance)).sum(axis=1) + carry * power
     firsts = firsts[:, 0] + carries.right[:, 0] * kernel.powers(width)
     return Rows(values, carries, Ends(firsts, lasts), tuple(sizes), kernel, upright, filtered)
 
@@ -164,10 +140,8 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
     left = between.left + carry.left[:, None] * kernel.powers(starts)
     reaching = jnp.where(beyond >= 0, kernel.powers(jnp.maximum(beyond, 0)), 0)
     right = between.right + carry.right[:, None] * reaching.astype(values.dtype)
-    if upright:
-        carries = jnp.stack([left.T, right.T], axis=1)
-    else:
-        carries = jnp.stack([left.reshape(-1), right.reshape(-1)], axis=1)
+    sides = (left.T, right.T) if upright else (left.reshape(-1), right.reshape(-1))
+    carries = jnp.stack(sides, axis=1)
     if upright or len(values) == 1:
         if filtered is None:
             line = _filter_blocks(values if upright else values[0], carries, width, kernel)
@@ -183,7 +157,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # As above: an entry right after the row's end, which the kernel spreads over the block.
+        # Such a row gets an entry right after its end, which the kernel spreads over the block.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
@@ -193,13 +167,13 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows that are rings: each end continues at the other end, endlessly."""
+    """Return the carries of rings: beyond each end, the row begins again at its other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
 
 def carry_of_mirrors(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows whose ends reflect (Neumann's boundary condition)."""
+    """Return the carries of rows with reflecting ends (Neumann's boundary condition)."""
     distance = kernel.rate * as_array(sizes, kernel.rate.dtype)
     across, rounds = jnp.exp(-distance), -1 / jnp.expm1(-2 * distance)
     left, right = ends
@@ -212,7 +186,7 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
     """Link segments of one size, (rows, segments), that follow one another in each row.
 
-    Returns the carries of each segment from the others, and the ends of the rows.
+    Return the carries of each segment from the others, and the ends of the rows.
     """
     between = kernel.every(size)
     left = _accumulate(ends.right, between)
@@ -223,7 +197,7 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
     """Link segments of different sizes, (segments,), that follow one another in one row.
 
-    Returns the carries of each segment from the others, and the ends of the row.
+    Return the carries of each segment from the others, and the ends of the row.
     """
     falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
 
@@ -341,12 +315,9 @@ def _delayed(x: jax.Array) -> jax.Array:
 
 def _pad(x: jax.Array, width: int, axis: int = 0) -> jax.Array:
     """Return x with zeros after it, up to a multiple of `width`."""
-    missing = -x.shape[axis] % width
-    if not missing:
-        return x
     after = [(0, 0)] * x.ndim
-    after[axis] = (0, missing)
-    return jnp.pad(x, after)
+    after[axis] = (0, -x.shape[axis] % width)
+    return jnp.pad(x, after) if x.shape[axis] % width else x
 
 
 def _as_line(rows: jax.Array, width: int) -> jax.Array:
@@ -386,4 +357,5 @@ def _weigh(weights: jax.Array, blocks: jax.Array) -> jax.Array:
 
 
 def _product(one: jax.Array, other: jax.Array) -> jax.Array:
+    """Return the matrix product. At a lower precision, TPUs would keep 8 bits of each factor."""
     return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)

@@ -50,7 +50,12 @@ CASES = {
         [normal(9, 30)] * 2,
         lax.complex(normal(N, 9), normal(N, 9)),
     ),
-    "infinite loss": (lambda w, x: jnp.sum((x @ w) ** 2), 1e20 * normal(30, 40), normal(N, 30)),
+    "infinite loss": (
+        lambda w, x: jnp.sum((x @ w) ** 2),
+        1e20 * normal(30, 40),
+        normal(N, 30),
+        1e10,
+    ),
     "unsigned ids": (clipped_lookup, normal(50, 30), jnp.full((N, 3), 2**31 + 7, jnp.uint32)),
     "small ids": (
         lambda w, i: jnp.sum(jnp.tanh(w[i])),
@@ -90,14 +95,17 @@ CASES = {
     "large and small": (
         lambda w, e: jnp.sum((e[0] @ w) * e[1]),
         jnp.zeros((30, 40)),
-        (1e-25 * normal(N, 30), 1e30 * normal(N, 40)),
+        (1e-15 * normal(N, 30), 1e20 * normal(N, 40)),
+        1e5,
     ),
 }
 
 
-@pytest.mark.parametrize(("loss", "params", "batch"), CASES.values(), ids=list(CASES))
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("clip_norm", [1e-10, *slow(1e30)])
-def test_both_engines_agree(loss, params, batch, clip_norm):
+def test_both_engines_agree(case, clip_norm):
+    loss, params, batch, *least = case
+    clip_norm = max(clip_norm, *least, 0)  # squares of gradients overflow above 10¹⁹ clip norms
     grads = [
         lsdp.value_and_clipped_grad(loss, clip_norm=clip_norm, engine=engine)
         for engine in ("bookkeeping", "vmap")
@@ -127,6 +135,29 @@ def test_an_outer_product_of_huge_cotangents_is_clipped_to_the_clip_norm():
     total = jax.jit(lsdp.clipped_grad(loss, clip_norm=1.0))(params, (x, s))
     leaves = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(total)]
     assert np.sqrt(sum(np.sum(leaf**2) for leaf in leaves)) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+@pytest.mark.parametrize("clip_norm", [1e-25, 1e-10, 1.0, 1e25])
+def test_a_gradient_of_any_magnitude_is_clipped_or_contributes_nothing(clip_norm, engine):
+    def loss(p, e):
+        x, s = e
+        return jnp.sum((x @ p[0]) * s) + jnp.vdot(p[1], s)
+
+    exponents = np.arange(-36, 38, 4)
+    x, s = (10.0 ** np.array(np.meshgrid(exponents, exponents))).reshape(2, -1)
+    batch = [np.float32(scale[:, None] * np.ones(8)) for scale in (x, s)]
+    grad = jax.jit(lsdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine))
+    masks = jnp.eye(len(x), dtype=bool)
+    params = [jnp.zeros((8, 8)), jnp.zeros(8)]
+    alone = jax.jit(jax.vmap(grad, (None, None, 0)))(params, batch, masks)
+    rows = [np.asarray(leaf, np.float64).reshape(len(x), -1) for leaf in jax.tree.leaves(alone)]
+    lengths = np.linalg.norm(np.concatenate(rows, axis=1) / clip_norm, axis=1)
+    assert np.all(np.isfinite(lengths)) and lengths.max() <= 1 + 1e-6
+    exact = np.hypot(8 * x * s, np.sqrt(8) * s) / clip_norm
+    usual = (exact > 1) & (exact < 1e18) & (1e-18 < x) & (x < 1e18) & (s / clip_norm < 1e18)
+    usual &= exact * clip_norm < 1e37  # float32 holds the gradient itself
+    assert lengths[usual].min() >= 1 - 1e-4
 
 
 def test_casts_to_float64_and_back_keep_both_engines_in_agreement():

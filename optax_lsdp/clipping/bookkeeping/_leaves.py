@@ -1,0 +1,184 @@
+"""Find the terms of each leaf's gradient: one term for every use of the leaf.
+
+The terms are grouped into parts that share no entry of the leaf, so that squared norms of parts add
+up. Where the entries of two terms overlap in another way, the leaf's gradient has to be formed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import optax
+
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss
+from optax_lsdp._jaxpr import shape_of
+from optax_lsdp._layers import warn_of_batch_norms
+from optax_lsdp._types import PyTree
+from optax_lsdp.clipping.bookkeeping._uses import Path, Piece, Use, Uses, find_uses
+from optax_lsdp.clipping.bookkeeping._views import Axis, View, are_disjoint, merged
+
+_LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # these apply biases, scales and positions
+
+
+class Size(NamedTuple):
+    """The size of the factors of one term, for one example and all iterations of scans."""
+
+    blocks: int
+    rows: int
+    inputs: int
+    outputs: int
+
+
+class Term(NamedTuple):
+    """One term of a leaf's gradient, which is the sum over all uses of the leaf.
+
+    Attributes:
+        path: where the use is.
+        use: the use.
+        piece: the piece of the use that depends on the leaf.
+        is_transposed: whether inputs and outputs are swapped, compared with the first term of the
+            same part.
+    """
+
+    path: Path
+    use: Use
+    piece: Piece
+    is_transposed: bool = False
+
+    @property
+    def size(self) -> Size:
+        """Return the size of the factors for one example."""
+        return piece_size(self.use, self.piece)
+
+
+class Leaf(NamedTuple):
+    """A leaf of the parameters, and the terms of its gradient.
+
+    Attributes:
+        index: the index of the leaf.
+        shape: its shape.
+        terms: the terms that have a rule.
+        parts: the same terms, grouped into parts. All terms of a part cover the same entries of the
+            leaf, and different parts share no entry. None if the gradient has to be formed.
+        primitives: the primitives that use the leaf.
+        is_differentiated: whether automatic differentiation handles some uses of the leaf.
+        has_rule: whether these uses need no rule, because they are entrywise or in a long loop.
+    """
+
+    index: int
+    shape: tuple[int, ...]
+    terms: tuple[Term, ...]
+    parts: tuple[tuple[Term, ...], ...] | None
+    primitives: tuple[str, ...]
+    is_differentiated: bool
+    has_rule: bool
+
+
+class LossAnalysis(NamedTuple):
+    """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
+
+    uses: dict[Path, Use]
+    leaves: list[Leaf]
+
+
+def analyse_loss(
+    loss_fn: ValueAndAux, params: optax.Params, example: PyTree
+) -> tuple[TracedLoss, LossAnalysis]:
+    """Trace the loss of one example, find all uses of parameters, and the terms of each leaf."""
+    program = trace_loss(loss_fn, params, example)
+    warn_of_batch_norms(program.closed)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    uses = without_long_loops(find_uses(program.closed, len(shapes)), shapes)
+    leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
+    return program, LossAnalysis(uses.by_rule, leaves)
+
+
+def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> Leaf:
+    terms = [
+        Term(path, use, piece)
+        for path, use in uses.by_rule.items()
+        for piece in use.pieces
+        if index in piece.weight.leaves
+    ]
+    without_rule = uses.without_rule.get(index, set())
+    names = tuple(dict.fromkeys([term.use.name for term in terms] + sorted(without_rule)))
+    parts = None if without_rule else _disjoint_parts(terms)
+    is_entrywise = without_rule <= _ENTRYWISE and not terms
+    has_rule = not without_rule or is_entrywise or index in uses.by_choice
+    return Leaf(index, shape, tuple(terms), parts, names, bool(without_rule), has_rule)
+
+
+def piece_size(use: Use, piece: Piece) -> Size:
+    """Return the size of the factors of one piece of a use for one example."""
+    blocks, inputs, outputs = piece.matrix.shape
+    whole_blocks, _, whole_outputs = use.matrix.shape
+    entries = math.prod(shape_of(use.equation.outvars[0]))
+    rows = entries // max(whole_blocks * whole_outputs, 1)
+    sliced = {depth for depth, _ in piece.weight.sliced}
+    for loop in use.loops:
+        if loop.depth in sliced:
+            blocks *= loop.length
+        else:
+            rows *= loop.length
+    return Size(blocks, rows, inputs, outputs)
+
+
+def without_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> Uses:
+    """Return the uses, but treat small leaves in long loops as if they had no rule.
+
+    A use with a rule keeps the operands and cotangents of all iterations. Automatic differentiation
+    adds up the leaf's gradient during the backward pass instead. If the loop is rematerialised,
+    only this gradient stays in memory.
+    """
+    held = dict.fromkeys(range(len(shapes)), 0.0)
+    leaves_at: dict[Path, frozenset[int]] = {}
+    for path, use in uses.by_rule.items():
+        leaves_at[path] = frozenset[int]().union(*(piece.weight.leaves for piece in use.pieces))
+        for piece in use.pieces:
+            blocks, rows, inputs, outputs = piece_size(use, piece)
+            kept = blocks * rows * (inputs + outputs) if use.loops else -math.inf
+            for leaf in piece.weight.leaves:
+                held[leaf] += kept
+    small = {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
+    while mixed := {i for found in leaves_at.values() if not found <= small for i in found & small}:
+        small -= mixed  # a use that keeps its rule keeps the operands for all its leaves
+    without_rule = {leaf: set(names) for leaf, names in uses.without_rule.items()}
+    by_rule = dict(uses.by_rule)
+    for path, found in leaves_at.items():
+        if found <= small:
+            name = by_rule.pop(path).name
+            for leaf in found:
+                without_rule.setdefault(leaf, set()).add(name)
+    return Uses(by_rule, without_rule, frozenset(small - set(uses.without_rule)))
+
+
+def _disjoint_parts(terms: Sequence[Term]) -> tuple[tuple[Term, ...], ...] | None:
+    """Group the terms of a leaf into parts that share no entry. Return None if that fails.
+
+    Within a part, all terms are matrices over the same entries, perhaps transposed.
+    """
+    parts: list[tuple[View, list[list[Axis]], list[Term]]] = []
+    for term in terms:
+        weight = term.piece.weight
+        views = None if weight.view is None else term.piece.matrix.views(weight.view)
+        if weight.view is None or views is None:
+            return None
+        blocks, inputs, outputs = views
+        stack = [axis for _, axis in weight.sliced]
+        # The order of blocks matters: a block of one term is paired with the block of equal index.
+        frame = [merged([*stack, *blocks.axes]), merged(inputs.axes), merged(outputs.axes)]
+        entire = View((*stack, *weight.view.axes), weight.view.offset)
+        for other, other_frame, members in parts:
+            transposed = [frame[0], frame[2], frame[1]]
+            if entire.offset == other.offset and other_frame in (frame, transposed):
+                members.append(term._replace(is_transposed=other_frame != frame))
+                break
+            if not are_disjoint(entire, other):
+                return None
+        else:
+            parts.append((entire, frame, [term]))
+    return tuple(tuple(members) for _, _, members in parts)

@@ -1,0 +1,120 @@
+"""Describe the kinds of devices: which numbers they multiply exactly, and what their work costs.
+
+A matrix unit multiplies numbers with few bits, and adds up the products in float32. If its operands
+are rounded to these bits first, the products are exact. Norms and sums of the rounded operands then
+differ only by the rounding of additions, which `strategies` bounds. The bounds assume that an
+addition is off by at most `addition_error` of its result, in whatever order a device adds. That
+holds for matrix units that add up float32 numbers and cut off bits instead of rounding to nearest.
+It excludes algorithms that transform their operands, such as Winograd's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lsdp._trees import wide_dtype
+
+
+class Platform(NamedTuple):
+    """A kind of device.
+
+    Attributes:
+        name: the name of the platform in JAX.
+        mantissa_bits: how many bits after the leading one the matrix unit multiplies.
+        addition_error: how far an addition of float32 numbers is off, relative to its result.
+        longest_sum: how many numbers to add in an unknown order; longer sums are split.
+        precision: the precision of a product of rounded operands.
+        takes_bfloat16: whether the matrix unit takes operands in bfloat16.
+        keeps: whether per-example gradients of matrices are cheap to store and read back.
+        per_byte: how many multiplications take the time in which memory moves one byte.
+        lanes: how many rows and columns the matrix unit processes at least.
+    """
+
+    name: str
+    mantissa_bits: int
+    addition_error: float
+    longest_sum: int
+    precision: lax.Precision
+    takes_bfloat16: bool
+    keeps: bool
+    per_byte: float
+    lanes: int
+
+    def bits(self, *operands: jax.Array) -> int:
+        """Return to how many bits after the leading one a product rounds weighted operands."""
+        is_half = all(x.dtype == jnp.bfloat16 for x in operands)
+        return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
+
+    def rounded(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
+        """Round an operand to numbers that the matrix unit multiplies exactly.
+
+        This is `reduce_precision` and not a cast, because XLA may remove a pair of casts. Integers
+        are indices, and stay as they are. An operand that is a weighted version of one of the
+        `operands` of a product is rounded to the precision of the product.
+        """
+        bits = self.bits(*(operands or (x,)))
+        if not jnp.issubdtype(x.dtype, jnp.floating) or bits >= 23 or x.dtype == jnp.float64:
+            return x
+        if x.dtype != jnp.bfloat16:
+            x = lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=bits)
+        return x.astype(jnp.bfloat16) if bits == 7 and self.takes_bfloat16 else x
+
+    def unit(self, dtype: jnp.dtype) -> float:
+        """Return by how much an addition is off, relative to its result."""
+        return self.addition_error if dtype == jnp.float32 else 2.0**-52
+
+    def growth(self, roundings: float, dtype: jnp.dtype) -> float:
+        """Return 1/(1 − ku): how much an exact sum of positive numbers may exceed the computed sum.
+
+        Here k is how many roundings are between a term and the sum, and u is `unit`.
+        """
+        error = roundings * self.unit(dtype)
+        return 1 / (1 - error) if error < 1 else math.inf
+
+    def product(self, subscripts: str, a: jax.Array, g: jax.Array) -> jax.Array:
+        """Return an einsum of rounded operands, added up in float32 or wider."""
+        dtype = wide_dtype(a, g)
+        if a.dtype != g.dtype or not self.takes_bfloat16:
+            a, g = a.astype(dtype), g.astype(dtype)
+        precision = lax.Precision.HIGHEST if dtype == jnp.float64 else self.precision
+        return jnp.einsum(subscripts, a, g, precision=precision, preferred_element_type=dtype)
+
+    def roundoff(self, *operands: jax.Array) -> float:
+        """Return u: rounding a weighted operand changes each entry by at most u times the entry."""
+        if any(x.dtype == jnp.float64 for x in operands):
+            return 2.0**-53
+        return 2.0 ** -(self.bits(*operands) + 1)
+
+
+CPU = Platform(
+    name="cpu",
+    mantissa_bits=23,
+    addition_error=2**-24,
+    longest_sum=128,
+    precision=lax.Precision.HIGHEST,
+    takes_bfloat16=False,
+    keeps=True,
+    per_byte=12.5,
+    lanes=1,
+)
+CUDA = Platform(
+    name="cuda",
+    mantissa_bits=10,  # TF32
+    addition_error=2**-23,
+    longest_sum=4096,
+    precision=lax.Precision.DEFAULT,
+    takes_bfloat16=True,
+    keeps=False,
+    per_byte=100.0,
+    lanes=16,
+)
+ROCM = CUDA._replace(
+    name="rocm", mantissa_bits=23, precision=lax.Precision.HIGHEST, takes_bfloat16=False
+)
+TPU = CUDA._replace(name="tpu", mantissa_bits=7, per_byte=120.0, lanes=128)  # bfloat16
+PLATFORMS = {platform.name: platform for platform in (CPU, CUDA, ROCM, TPU)}

@@ -1,0 +1,124 @@
+"""Bound the gradient norms of examples, and the rounding errors of their weighted sums.
+
+A strategy computes the norm of G = Σ_t a_t ⊗ g_t for each example. The factors a and g are rounded,
+so that their products are exact (see `_platforms`). Only additions round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lsdp._trees import wide_dtype, widen
+from optax_lsdp.clipping.bookkeeping._platforms import Platform
+
+
+class Factors(NamedTuple):
+    """The factors of one term Σ_t a_t ⊗ g_t of a gradient, for n examples.
+
+    Attributes:
+        a: (n, blocks, rows, inputs). If the rows are one-hot, the index of each one instead,
+            (n, blocks, rows), as integers; −1 stands for a row of zeros.
+        g: (n, blocks, rows, outputs).
+    """
+
+    a: jax.Array
+    g: jax.Array
+
+    @property
+    def is_one_hot(self) -> bool:
+        """Return whether the rows of a are one-hot."""
+        return is_one_hot(self.a)
+
+
+class NormBound(NamedTuple):
+    """What a strategy knows about each example's gradient of one leaf. All arrays are (n,).
+
+    Attributes:
+        norm: the computed ‖G‖.
+        upper: an upper bound on ‖G‖.
+        rounding: an upper bound on ‖Ĝ − G‖, where Ĝ is the sum over t of the rounded a_t ⊗ g_t.
+            The weighted sum adds c·Ĝ for a clip factor c, and so its norm is at most
+            c·(upper + rounding).
+    """
+
+    norm: jax.Array
+    upper: jax.Array
+    rounding: jax.Array
+
+
+def is_one_hot(rows: jax.Array) -> bool:
+    """Return whether an array holds the indices of one-hot rows."""
+    return jnp.issubdtype(rows.dtype, jnp.integer)
+
+
+def weighting_error(term: Factors, platform: Platform) -> float:
+    """Return by how much weighting and rounding change an entry of a row, relative to the entry."""
+    exact = platform.mantissa_bits == 23
+    unit = platform.unit(wide_dtype(*term))
+    return unit if exact else platform.roundoff(*term) + unit
+
+
+def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
+    """Return the bound of several gradients with disjoint entries: √Σ² of each quantity."""
+    if len(bounds) == 1:
+        return bounds[0]
+    squares = [[x * x for x in items] for items in zip(*bounds, strict=True)]
+    norm, upper, rounding = (jnp.sqrt(sum(items[1:], items[0])) for items in squares)
+    grow = platform.growth(len(bounds) / 2 + 1, upper.dtype)
+    return NormBound(norm, grow * upper, grow * rounding)
+
+
+def sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
+    """Return Σx² over all axes but the first, and how often a term is rounded: (n, …) → (n,)."""
+    return _sum_in_parts(jnp.square(widen(x)), platform.longest_sum, 1)
+
+
+def _sum_in_parts(x: jax.Array, longest: int, roundings: int) -> tuple[jax.Array, int]:
+    """Add up x over all axes but the first, in parts of at most `longest` terms.
+
+    The barrier keeps XLA from merging the parts into one sum, whose order would be unknown.
+    """
+    size = math.prod(x.shape[1:])
+    if size <= longest:
+        return jnp.sum(x, axis=tuple(range(1, x.ndim))), roundings + size - 1
+    last = x.shape[-1]
+    if last > longest or x.ndim == 2:
+        part = next((b for b in range(longest, longest // 4, -1) if last % b == 0), longest)
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -last % part)])
+        x = x.reshape(*x.shape[:-1], x.shape[-1] // part, part)
+    sums = jax.lax.optimization_barrier(jnp.sum(x, axis=-1))
+    return _sum_in_parts(sums, longest, roundings + x.shape[-1] - 1)
+
+
+def sum_of_rows(platform: Platform, *items: jax.Array) -> list[jax.Array]:
+    """Return the sum over the last two axes of each array.
+
+    The barrier keeps XLA from merging the two sums of long rows, whose order would be unknown.
+    """
+    if math.prod(items[0].shape[-2:]) <= platform.longest_sum:
+        return [jnp.sum(x, axis=(-2, -1)) for x in items]
+    rows = jax.lax.optimization_barrier([jnp.sum(x, axis=-1) for x in items])
+    return [jnp.sum(x, axis=-1) for x in rows]
+
+
+def added_in_rows(platform: Platform, rows: int, columns: int) -> int:
+    """Return how often `sum_of_rows` rounds a term."""
+    return rows * columns if rows * columns <= platform.longest_sum else rows + columns
+
+
+def block_norm(values: jax.Array, platform: Platform) -> jax.Array:
+    """Return √Σ_b v_b² over disjoint blocks, (n, blocks) → (n,), rounded up."""
+    if values.shape[1] == 1:
+        return values[:, 0]
+    grow = platform.growth(values.shape[1] / 2 + 1, values.dtype)
+    return jnp.sqrt(jnp.sum(values * values, axis=1)) * grow
+
+
+def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
+    """Return √square for a computed square, or `fallback` where the square overflows."""
+    return jnp.where(jnp.isfinite(square), jnp.sqrt(jnp.maximum(square, 0)), fallback)

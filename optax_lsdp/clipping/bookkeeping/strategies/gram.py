@@ -1,0 +1,133 @@
+"""Gram matrices: ‖Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩, without forming the gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations_with_replacement
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lsdp._trees import wide_dtype
+from optax_lsdp.clipping.bookkeeping._platforms import Platform
+from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
+    Factors,
+    NormBound,
+    added_in_rows,
+    block_norm,
+    is_one_hot,
+    root,
+    sum_of_rows,
+    weighting_error,
+)
+
+
+class Gram(NamedTuple):
+    """The Gram matrices of the rows of two terms, and how often their entries are rounded.
+
+    Attributes:
+        a: ⟨a_t, a_s⟩ for all rows t of one term and s of the other: (n, blocks, t, s).
+        g: ⟨g_t, g_s⟩.
+        rounded_a: how often an entry of `a` is rounded.
+        rounded_g: how often an entry of `g` is rounded.
+        weighting: how much weighting changes the rows, if both terms are one term; else None.
+    """
+
+    a: jax.Array
+    g: jax.Array
+    rounded_a: int
+    rounded_g: int
+    weighting: float | None
+
+
+def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
+    """Return the bound of the gradient Σ_t a_t ⊗ g_t over the rows t of all terms."""
+    grams = []
+    for i, j in combinations_with_replacement(range(len(terms)), 2):
+        (a, rounded_a), (g, rounded_g) = (
+            _inner(*pair, platform) for pair in zip(terms[i], terms[j], strict=True)
+        )
+        weighting = 0.0 if terms[i].is_one_hot else weighting_error(terms[i], platform)
+        grams.append(Gram(a, g, rounded_a, rounded_g, weighting if i == j else None))
+    return bound_by_grams(grams, platform)
+
+
+def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
+    """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
+
+    Let K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
+    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. The square
+    N² = Σ K_a·K_g of the norm is then off by at most, by the inequality of Cauchy and Schwarz,
+
+        s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
+
+    where k is how often the sum itself is rounded, and R = Σ_t ‖a_t‖‖g_t‖. Products that underflow
+    add a little. The norm is at most min(R, √(N² + s)). R holds even where the rows cancel.
+    """
+    dtype = wide_dtype(*(gram.g for gram in grams))
+    unit, tiny = platform.unit(dtype), float(jnp.finfo(dtype).tiny)
+    rounded_a, rounded_g = (
+        max(items) for items in zip(*(gram[2:4] for gram in grams), strict=True)
+    )
+    total = norm_a = norm_g = trace_a = trace_g = reach = coarse = jnp.zeros([], dtype)
+    rows = adding = 0
+    for gram in grams:
+        a, g = gram.a.astype(dtype), gram.g.astype(dtype)
+        times = 2 if gram.weighting is None else 1  # a pair of different terms counts twice
+        sums = sum_of_rows(platform, a * g, a * a, g * g)
+        total, norm_a, norm_g = (
+            x + times * more for x, more in zip((total, norm_a, norm_g), sums, strict=True)
+        )
+        if gram.weighting is not None:
+            # `jnp.diagonal` would change the layout; a masked sum is fused with the Gram matrix.
+            eye = jnp.eye(a.shape[-1], dtype=bool)
+            a, g = (jnp.sum(jnp.where(eye, k, jnp.zeros_like(k)), axis=-1) for k in (a, g))
+            along = jnp.sum(
+                jnp.sqrt(a + rounded_a * tiny) * jnp.sqrt(g + rounded_g * tiny), axis=-1
+            )
+            trace_a, trace_g = trace_a + jnp.sum(a, axis=-1), trace_g + jnp.sum(g, axis=-1)
+            reach, coarse = reach + along, coarse + gram.weighting * along
+            rows += a.shape[-1]
+        adding = max(adding, added_in_rows(platform, *gram.a.shape[-2:]))
+    adding += len(grams)
+    grow = platform.growth(
+        rounded_a + rounded_g + adding + rows, dtype
+    )  # what was just computed is rounded too
+    reach, coarse = grow * reach, grow * coarse
+    norm_a, norm_g = jnp.sqrt(norm_a), jnp.sqrt(norm_g)
+    slack = unit * (rounded_a * trace_a + adding * norm_a) * norm_g
+    slack = grow * (slack + unit * rounded_g * trace_g * norm_a)
+    slack += rounded_a * rounded_g * unit**2 * jnp.square(reach)
+    slack += 4 * tiny * max(rounded_a, rounded_g) * rows * (trace_a + trace_g + rows)
+    upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, dtype))
+    rounding = coarse + rows * unit * reach
+    return NormBound(*(block_norm(x, platform) for x in (root(total, upper), upper, rounding)))
+
+
+def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
+    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how often each is rounded."""
+    if is_one_hot(u) and is_one_hot(v):
+        same = (u[..., :, None] == v[..., None, :]) & (u[..., :, None] >= 0)
+        return same.astype(jnp.float32), 1
+    if is_one_hot(v):
+        transposed, roundings = _inner(v, u, platform)
+        return transposed.swapaxes(-1, -2), roundings
+    if is_one_hot(u):
+        taken = jnp.take_along_axis(v, jnp.maximum(u, 0)[..., None, :], axis=-1)  # (…, s, t)
+        taken = taken.swapaxes(-1, -2).astype(wide_dtype(v))
+        return jnp.where((u >= 0)[..., None], taken, jnp.zeros_like(taken)), 1
+    size = u.shape[-1]
+    pieces = -(-size // max(platform.longest_sum, 1024))
+    step = -(-size // pieces)
+
+    def part(start: int) -> jax.Array:
+        stop = min(start + step, size)
+        u_part, v_part = (lax.slice_in_dim(x, start, stop, axis=-1) for x in (u, v))
+        return platform.product("nbtp,nbsp->nbts", u_part, v_part)
+
+    total = part(0)
+    for start in range(step, size, step):
+        total = lax.optimization_barrier(total) + part(start)  # the barrier fixes the order
+    return total, step + pieces

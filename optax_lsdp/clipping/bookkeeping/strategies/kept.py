@@ -1,0 +1,139 @@
+"""Formed and kept: store the gradients of all examples, and add them up with weights.
+
+This is also the fallback for leaves whose uses have no rule: automatic differentiation forms their
+gradients during the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from optax_lsdp._jaxpr import evaluate, shape_of
+from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
+from optax_lsdp._trees import compute_once, widen
+from optax_lsdp.clipping.bookkeeping._leaves import Leaf, Term
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
+from optax_lsdp.clipping.bookkeeping._rounded import Rounded
+from optax_lsdp.clipping.bookkeeping._strategy import is_plain_convolution
+from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
+    Factors,
+    NormBound,
+    sum_of_squares,
+)
+from optax_lsdp.clipping.bookkeeping.strategies._terms import (
+    piece_factors,
+    scatter,
+    to_leaf,
+    to_weight,
+    weigh,
+)
+
+_CACHE_FLOATS = 2**20  # entries of patches to make at a time: 4 MiB, which fit into a CPU's cache
+
+
+def form_gradients(
+    leaf: Leaf, leaves: Sequence[jax.Array], rounded: Rounded, platform: Platform
+) -> jax.Array:
+    """Return every example's gradient of a leaf: (n, *shape), float32 or wider."""
+    parts = [rounded.gradients[leaf.index]] if leaf.index in rounded.gradients else []
+    for term in leaf.terms:
+        form = partial(_form_term, term, leaf.index, leaves, rounded.scales[leaf.index], platform)
+        arrays = rounded.of(term, leaf.index)
+        few = platform is CPU and term.use.rule.expands and not is_multi_device_mesh()
+        parts.append(_in_chunks(form, term, arrays) if few else form(*arrays))
+    return compute_once(sum(parts[1:], parts[0]))
+
+
+def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
+    """Return the bound of gradients that are summed as they are: (n, …)."""
+    squares, roundings = sum_of_squares(rows, platform)
+    underflow = 2 * math.prod(rows.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
+    grow = platform.growth(roundings / 2 + 1, squares.dtype)
+    upper = jnp.sqrt(squares + underflow) * grow
+    return NormBound(jnp.sqrt(squares), upper, platform.unit(squares.dtype) * upper)
+
+
+def kept_sum(rows: jax.Array, factors: jax.Array, platform: Platform) -> jax.Array:
+    """Return Σᵢ cᵢGᵢ. A matrix unit would round the gradients, so only a CPU uses a product."""
+    if platform is not CPU:
+        return jnp.sum(weigh(rows, factors), axis=0)
+    kept = jnp.where(factors.reshape(-1, *[1] * (rows.ndim - 1)) > 0, rows, jnp.zeros_like(rows))
+    vectors = kept.reshape(len(rows), math.prod(rows.shape[1:]))
+    return platform.product("n,nd->d", factors.astype(rows.dtype), vectors).reshape(rows.shape[1:])
+
+
+def _form_term(
+    term: Term,
+    index: int,
+    leaves: Sequence[jax.Array],
+    scale: jax.typing.ArrayLike,
+    platform: Platform,
+    operand: jax.Array,
+    cotangent: jax.Array,
+) -> jax.Array:
+    """Return one term of every example's gradient of leaf `index`."""
+    if platform is not CPU and is_plain_convolution(term):
+        formed = _transposed_convolutions(term, operand, cotangent)
+    else:
+        factors = piece_factors(term.use, term.piece, operand, cotangent)
+        formed = jax.vmap(partial(to_weight, term))(
+            _products(factors, term.piece.matrix.shape[1], platform)
+        )
+    return jax.vmap(partial(to_leaf, term, index, leaves, scale))(formed)
+
+
+def _transposed_convolutions(term: Term, image: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Return every example's gradient of a kernel, by XLA's own transposed convolution."""
+    equation = term.use.equation
+    kernel = jax.ShapeDtypeStruct(shape_of(equation.invars[1]), image.dtype)
+
+    def form(image: jax.Array, cotangent: jax.Array) -> jax.Array:
+        def convolve(kernel: jax.Array) -> jax.Array:
+            return evaluate(equation, [image, kernel])[0].astype(cotangent.dtype)
+
+        (gradient,) = jax.linear_transpose(convolve, kernel)(cotangent)
+        return widen(gradient)
+
+    return jax.vmap(form)(image, cotangent)
+
+
+def _products(term: Factors, inputs: int, platform: Platform) -> jax.Array:
+    """Return every example's Σ_t a_t ⊗ g_t: (n, blocks, inputs, outputs)."""
+    a, g = term
+    if term.is_one_hot:
+        return jax.vmap(lambda a, g: scatter(a, widen(g), inputs))(a, g)
+    if platform is CPU and inputs > g.shape[-1]:  # XLA on CPUs is fastest with the longer side last
+        return platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
+    return platform.product("nbtp,nbtq->nbpq", a, g)
+
+
+def _examples_in_cache(term: Term) -> int:
+    """Return for how many examples patches and cotangents fit into a CPU's cache."""
+    blocks, rows, inputs, outputs = term.size
+    return max(1, _CACHE_FLOATS // max(blocks * rows * (inputs + outputs), 1))
+
+
+def _in_chunks(
+    form: Callable[..., jax.Array], term: Term, arrays: tuple[jax.Array, ...]
+) -> jax.Array:
+    """Return `form(*arrays)`, with the patches of a few examples at a time.
+
+    On a mesh of several devices, slicing the batch would gather it.
+    """
+    n, most = len(arrays[0]), _examples_in_cache(term)
+    if n <= most:
+        return form(*arrays)
+
+    def step(i: jax.Array, formed: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * most, n - most)  # the last chunk may overlap the previous one
+        some = [jax.lax.dynamic_slice_in_dim(x, start, most) for x in arrays]
+        return jax.lax.dynamic_update_slice_in_dim(formed, form(*some), start, 0)
+
+    some = jax.eval_shape(form, *(x[:most] for x in arrays))
+    formed = vary(jnp.zeros((n, *some.shape[1:]), some.dtype), varying_axes(arrays))
+    return jax.lax.fori_loop(0, -(-n // most), step, formed)
