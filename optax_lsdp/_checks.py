@@ -50,6 +50,12 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
         raise refusal(name, f"a whole number, {_LARGEST_COUNT:.0e} at most", value)
 
 
+def check_at_most(name: str, value: float, most: float, what: str = "") -> None:
+    """Raise if `value` is above `most`. In the message, `what` describes this limit."""
+    if value > most:
+        raise ValueError(_sentence(name, f"at most {what + ', ' if what else ''}{most}", value))
+
+
 def check_rate(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1]."""
     if not (is_number(value) and 0 < value <= 1):

@@ -4,8 +4,6 @@
 a sum whose clip norms or groups differ from those that the noise assumes.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +19,7 @@ from optax_lsdp._types import ClipNorm
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["value"],
-    meta_fields=["clip_norm", "group", "together", "masked"],
+    meta_fields=["clip_norm", "group", "leaves_in_group", "masked"],
 )
 @dataclass(frozen=True)
 class Clipped:
@@ -29,50 +27,45 @@ class Clipped:
 
     `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
-    The mark catches accidents, not adversaries: it records how the sum was made, but a sum that is
-    changed afterwards keeps its mark. `optax.apply_if_finite` cannot carry the mark. You do not
-    need `apply_if_finite`, because an example without a finite gradient contributes nothing.
+    The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
+    `optax.apply_if_finite` cannot carry the mark, and is not needed, because an example without a
+    finite gradient contributes nothing.
 
     Attributes:
         value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,
             the sum is divided by the clip norm, so that its sensitivity is 1 at every step.
         clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
         group: the group's path in the prefix tree of clip norms; "" if there is one group.
-        together: how many leaves were clipped together, including this leaf. If leaves are clipped
-            separately, each to C, their joint sensitivity is above C.
+        leaves_in_group: how many leaves were clipped together, including this leaf. If leaves are
+            clipped separately, each to C, their joint sensitivity is above C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples, so plans
             with padded batches refuse such sums.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
-    >>> jax.tree.map(jnp.add, half, half)
-    Clipped(value=Array([2., 2.], dtype=float32), clip_norm=1.0, group='', together=1, masked=False)
+    >>> jax.tree.map(jnp.add, half, half).value
+    Array([2., 2.], dtype=float32)
     """
 
     value: jax.Array
     clip_norm: ClipNorm
     group: str = ""
-    together: int = 1
+    leaves_in_group: int = 1
     masked: bool = False
 
     def __radd__(self, *other: object) -> NoReturn:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
-            "pass the whole sum through `privatize`, and to train only some parameters, "
-            "differentiate with respect to these parameters only."
+            "pass the whole sum through `privatize`, and differentiate only with respect to "
+            "parameters that you train."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
 
 
 class ClipGroup(NamedTuple):
-    """A group of leaves that are clipped together.
-
-    Attributes:
-        path: the path of the group in the prefix tree of clip norms.
-        clip_norm: the clip norm of the group.
-    """
+    """A group of leaves that are clipped together: its path in the prefix tree, its clip norm."""
 
     path: str
     clip_norm: ClipNorm
@@ -81,17 +74,6 @@ class ClipGroup(NamedTuple):
 def is_marked(leaf: object) -> TypeGuard[Clipped]:
     """Return whether a leaf is marked, that is, a `Clipped`."""
     return isinstance(leaf, Clipped)
-
-
-def check_unmarked(link: str, updates: optax.Updates) -> None:
-    """Raise if `updates` reach the transform `link` before `clip_per_example` unwraps them."""
-    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
-        if is_marked(leaf):
-            raise ValueError(
-                f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
-                f"at {path_name(path)!r}; use `privatize`, which chains the transforms in the "
-                "right order."
-            )
 
 
 def mark(sums: optax.Updates, groups: list[ClipGroup], masked: bool) -> optax.Updates:
@@ -122,10 +104,10 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
                 f"{_describe(*group)} in the optimizer at {path_name(path)!r}; pass the same "
                 "object to both."
             )
-        if leaf.together < counts[group.path]:
+        if leaf.leaves_in_group < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves, but only {leaf.together} of them were clipped together, at "
+                f"leaves, but only {leaf.leaves_in_group} of them were clipped together, at "
                 f"{path_name(path)!r}; clip all leaves in one call, or give the leaves of each "
                 "call their own group in `clip_norm`."
             )
@@ -139,12 +121,14 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 def unmarked_leaves(
     link: str, updates: optax.Updates
 ) -> tuple[list[tuple[str, jax.Array]], jax.tree_util.PyTreeDef]:
-    """Return the leaves of `updates` with their names, and the structure of the tree.
-
-    Raise if a leaf is not a real floating-point array, or if it is a marked sum, which
-    `clip_per_example` must unwrap before the transform `link`.
-    """
-    check_unmarked(link, updates)
+    """Return named leaves and structure of the updates of `link`. Raise if one carries a mark."""
+    for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
+        if is_marked(leaf):
+            raise ValueError(
+                f"`updates` must have passed `clip_per_example` before `{link}`, got a marked sum "
+                f"at {path_name(path)!r}; use `privatize`, which chains the transforms in the "
+                "right order."
+            )
     check_floating("updates", updates)
     leaves, structure = jax.tree.flatten_with_path(updates)
     return [(path_name(path), leaf) for path, leaf in leaves], structure

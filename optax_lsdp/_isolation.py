@@ -1,28 +1,16 @@
-"""Check that a loss cannot mix examples, and find layers that prevent private training.
+"""Check that a loss cannot mix examples.
 
 The engines map the loss of one example over a batch with `jax.vmap`. Ordinary primitives cannot
 mix examples under `vmap`. This module traces the loss, forward and backward, and refuses the
 equations that can mix examples: callbacks, custom `vmap` rules, and collectives.
-
-The module also finds batch normalisation, which is meant to mix examples. JAX stores the call stack
-with each equation. The module recognises a layer by the name of its class or function on this call
-stack. This works for Flax, Haiku, Equinox, Keras and custom layers, and imports none of these
-libraries. A layer with frozen statistics (`use_running_average=True`) computes no sum, so the
-module does not report it.
 """
 
-from __future__ import annotations
-
 import os
-import re
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
-from itertools import dropwhile, takewhile
 from numbers import Integral
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -33,13 +21,11 @@ from optax_lsdp._jaxpr import (
     ClosedJaxpr,
     Equation,
     MappedAxes,
+    call_stack,
     dtype_of,
-    equations,
     equations_with_mapped_axes,
-    source_files,
 )
 from optax_lsdp._mesh import are_shards_tracked, manual_axes, varying_axes
-from optax_lsdp._trees import path_name
 from optax_lsdp._types import PyTree
 
 ValueAndAux = Callable[[optax.Params, PyTree], tuple[jax.Array, PyTree]]
@@ -58,16 +44,10 @@ _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
 
 
 class TracedLoss(NamedTuple):
-    """The jaxpr of the loss of one example, and the structure of its result.
+    """The jaxpr of the loss of one example, and the structure of its result."""
 
-    Attributes:
-        closed: the jaxpr. Its first inputs are the leaves of the parameters. Its other inputs are
-            the leaves of the example.
-        outputs: the tree structure of (value, aux).
-    """
-
-    closed: ClosedJaxpr
-    outputs: jax.tree_util.PyTreeDef
+    closed: ClosedJaxpr  # its inputs are the leaves of the parameters, then those of the example
+    outputs: jax.tree_util.PyTreeDef  # the structure of (value, aux)
 
 
 def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> TracedLoss:
@@ -99,9 +79,6 @@ def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
         loss_fn: the loss that `clipped_grad` or `fit` refuses.
         names: the names of the functions that JAX calls back, or of primitives such as
             "debug_print".
-
-    Returns:
-        A function that computes the same loss, and that `clipped_grad` and `fit` accept.
 
     >>> def loss_fn(w, x):
     ...     jax.debug.print("w = {}", w)
@@ -143,45 +120,37 @@ def _replicated_axes(example: PyTree) -> frozenset[str]:
 def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
     """Raise if an equation may read other examples under vmap, or may reveal its own example."""
     name = equation.primitive.name
-    if name == "custom_vmap_call" and name not in vouched:
-        _refuse_equation("custom_vmap, whose rule may mix examples", "remove it", name)
-    if name.startswith("unvmap_") and not _is_loop_control(equation) and name not in vouched:
-        _refuse_equation(
-            f"Equinox's {name}, which computes one value from all examples of a batch",
-            "remove it",
-            name,
-        )
-    if name not in _OPAQUE and "callback" not in name:
-        return
     function = getattr(equation.params.get("callback"), "callback_func", None)
     function = getattr(function, "func", function)  # inside functools.partial
     called = getattr(function, "__name__", equation.params.get("target_name", name))
-    is_safe = (
-        equation.params.get("vmap_method") in _ONE_AT_A_TIME
-        or getattr(function, "__module__", None) == _RAISING_MODULE
-        or {called, name} & vouched
-    )
-    if not is_safe:
-        what = name if called == name else f"{name} of {called!r}"
-        remedy = (
-            "pass vmap_method='sequential' to it"
-            if name in ("pure_callback", "ffi_call")
-            else f"remove {'jax.debug.print' if name == 'debug_print' else 'it'}"
-        )
-        _refuse_equation(f"{what}, which may mix or reveal examples", remedy, called)
-
-
-def _refuse_equation(what: str, remedy: str, name: str) -> NoReturn:
+    sees_one_example = equation.params.get("vmap_method") in _ONE_AT_A_TIME
+    only_raises = getattr(function, "__module__", None) == _RAISING_MODULE
+    if {called, name} & vouched or sees_one_example or only_raises:
+        return
+    remedy = "remove it"
+    if name == "custom_vmap_call":
+        what = "custom_vmap, whose rule may mix examples"
+    elif name.startswith("unvmap_") and not _is_loop_control(equation):
+        what = f"Equinox's {name}, which computes one value from all examples of a batch"
+    elif name in _OPAQUE or "callback" in name:
+        of_what = "" if called == name else f" of {called!r}"
+        what = f"{name}{of_what}, which may mix or reveal examples"
+        if name in ("pure_callback", "ffi_call"):
+            remedy = "pass vmap_method='sequential' to it"
+        elif name == "debug_print":
+            remedy = "remove jax.debug.print"
+    else:
+        return
     raise ValueError(
         f"`loss_fn` must neither mix nor reveal examples, got {what}; {remedy} or, if it does "
-        f"neither, wrap the loss in vouch_for_callbacks(loss_fn, {name!r})."
+        f"neither, wrap the loss in vouch_for_callbacks(loss_fn, {called!r})."
     )
 
 
 def _is_loop_control(equation: Equation) -> bool:
     """Return whether a known library calls `unvmap_*` to end a loop or to raise an error."""
     dtypes = [dtype_of(atom) for atom in equation.invars]
-    callers = [file.split(os.sep) for file in source_files(equation)]
+    callers = [frame.file_name.split(os.sep) for frame in call_stack(equation)]
     callers = [file for file in callers if "jax" not in file and file[-1] != "_unvmap.py"]
     is_known = bool(callers) and any(library in callers[0] for library in _LOOP_LIBRARIES)
     return is_known and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes)
@@ -208,132 +177,3 @@ def _axis_names(equation: Equation) -> MappedAxes:
     named = equation.params.get("axis_name", equation.params.get("axes"))
     each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
     return frozenset(a for a in each if a is not None and not isinstance(a, Integral))
-
-
-_BATCH_NORM = re.compile(
-    r"(?:^|\.)((?:Sync|CrossReplica|Ghost|Virtual|My)?Batch_?Norm(?:ali[sz]ation)?(?:\d?[dD])?)"
-    r"\.(?:__call__|call|forward|<locals>\.apply_fun)$|(?:^|\.)(batch_norm(?:ali[sz]ation)?)$"
-)
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "psum", "psum_invariant")
-_TRACING_FILES = ("source_info_util.py", "partial_eval.py", "core.py")  # where JAX adds equations
-_CALLING_FILES = ("pjit.py", "traceback_util.py", "api.py")  # where JAX calls jitted functions
-# Errors that a layer raises if it cannot change its statistics, or if it finds no batch axis.
-_STATE_ERRORS = ("ModifyScopeVariableError", "NameError", "TraceContextError")
-_LIBRARY_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("jax", "flax", "haiku", "equinox"))
-
-
-def batch_norm_sentence(layers: Sequence[str], demand: str = "must") -> str:
-    """Return the sentence that refuses batch normalisation in a loss of one example."""
-    return (
-        f"`loss_fn` {demand} normalise within one example, got batch normalisation in "
-        f"{', '.join(layers)}: it would normalise each example by itself, and its running "
-        "statistics would never change; replace it by GroupNorm or LayerNorm, or freeze its "
-        "statistics (use_running_average=True)."
-    )
-
-
-def batch_norms(program: ClosedJaxpr) -> list[str]:
-    """Return the batch normalisation layers in a program, except layers with frozen statistics."""
-    found: dict[str, None] = {}
-    for equation in equations(program.jaxpr):
-        layer = _batch_norm_of(equation) if _reduces(equation) else None
-        if layer is not None:
-            found[layer] = None
-    return list(found)
-
-
-def warn_of_batch_norms(program: ClosedJaxpr) -> None:
-    """Warn if the loss of one example contains batch normalisation, which breaks the model.
-
-    This is a warning, not an error, because privacy holds: the layer sees no other example.
-    """
-    layers = batch_norms(program)
-    if layers:
-        warnings.warn(batch_norm_sentence(layers, "should"), stacklevel=2)
-
-
-def batch_norm_in_traceback(error: BaseException) -> str | None:
-    """Return the batch normalisation layer that raised `error`, or None if no such layer did."""
-    if type(error).__name__ not in _STATE_ERRORS:
-        return None
-    stack = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    calls = [(f.f_code.co_qualname, f.f_code.co_filename, f.f_lineno) for f in stack[::-1]]
-    return _batch_norm_among(calls, "")
-
-
-def _batch_norm_of(equation: Equation) -> str | None:
-    """Return the batch normalisation layer that contains an equation, or None."""
-    frames = getattr(equation.source_info.traceback, "frames", ())
-    calls = [(frame.function_name, frame.file_name, frame.line_num) for frame in frames]
-    calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _TRACING_FILES, calls))
-    calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _CALLING_FILES, calls))
-    # JAX traces a jitted function only once, so calls outside it may belong to a different layer.
-    own = takewhile(lambda call: os.path.basename(call[1]) != "pjit.py", calls)
-    return _batch_norm_among(list(own), str(equation.source_info.name_stack))
-
-
-def _batch_norm_among(calls: Sequence[tuple[str, str, int]], scopes: str) -> str | None:
-    """Return the name and place of the innermost batch normalisation layer, or None.
-
-    `calls` are (function, file, line), the innermost call first. `scopes` are JAX's named scopes.
-    """
-    for index, (function, _, _) in enumerate(calls):
-        match = _BATCH_NORM.search(function)
-        if match:
-            name = match[1] or match[2]
-            if scopes:
-                return f"{name} ({scopes})"
-            for _, file, line in calls[index + 1 :]:
-                if not any(folder in file for folder in _LIBRARY_FOLDERS):
-                    return f"{name} ({os.path.basename(file)}:{line})"
-            return name
-    return None
-
-
-def _reduces(equation: Equation) -> bool:
-    """Return whether an equation is, or contains, a reduction such as a sum."""
-    if equation.primitive.name in _REDUCTIONS:
-        return True
-    inner = (getattr(value, "jaxpr", value) for value in equation.params.values())
-    bodies = (jaxpr for jaxpr in inner if hasattr(jaxpr, "eqns"))
-    return any(e.primitive.name in _REDUCTIONS for jaxpr in bodies for e in equations(jaxpr))
-
-
-# Classes of Flax NNX.
-_UNTRAINED_VARIABLES = ("BatchStat", "Cache", "Intermediate", "Perturbation", "RngState")
-
-
-def check_no_layer_state(params: optax.Params) -> None:
-    """Raise if the parameters contain a layer's state, such as statistics of batch normalisation.
-
-    The optimizer trains everything in `params`, so the state would get noise but no gradient.
-    """
-    for path, leaf in jax.tree.leaves_with_path(params, is_leaf=_is_layer_state):
-        name = path_name(path)
-        if _is_layer_state(leaf):
-            remedy = (
-                "split it off by `model, state = eqx.nn.make_with_state(...)(...)`"
-                if "equinox" in type(leaf).__module__
-                else "split it off by `graph, params, rest = nnx.split(model, nnx.Param, ...)`"
-            )
-            _refuse_state(f"{type(leaf).__name__} at {name!r}", remedy)
-        if "batch_stats" in name.split("/"):
-            _refuse_state("'batch_stats'", "pass variables['params']")
-
-
-def _refuse_state(what: str, remedy: str) -> NoReturn:
-    raise ValueError(
-        f"`params` must hold only trained parameters, got {what}, which would get noise; "
-        f"{remedy}, and let the loss close over the rest."
-    )
-
-
-def _is_layer_state(node: object) -> bool:
-    """Return whether a node is a variable of Flax NNX or Equinox whose arrays are not trained."""
-    is_state = any(name in _UNTRAINED_VARIABLES for name in _class_names(node, "flax.nnx"))
-    is_state = is_state or "StateIndex" in _class_names(node, "equinox")
-    return is_state and bool(jax.tree.leaves(node))
-
-
-def _class_names(node: object, library: str) -> Iterator[str]:
-    return (kind.__name__ for kind in type(node).__mro__ if kind.__module__.startswith(library))

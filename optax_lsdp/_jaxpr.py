@@ -6,7 +6,7 @@ Only this module imports `jax.extend`, so only this module has to follow changes
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import takewhile
 from typing import TypeAlias, TypeGuard
 
@@ -60,13 +60,15 @@ def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
                 yield inner
 
 
+def contains(equation: Equation, names: Collection[str]) -> bool:
+    """Return whether an equation is, or contains, one of the primitives with these names."""
+    inner = (e for called in _inner_jaxprs(equation) for e in called.eqns)
+    return equation.primitive.name in names or any(contains(e, names) for e in inner)
+
+
 def has_custom_backward(equation: Equation) -> bool:
     """Return whether an equation is, or contains, a function with a custom backward pass."""
-    if equation.primitive.name in _CUSTOM:
-        return True
-    return any(
-        has_custom_backward(inner) for called in _inner_jaxprs(equation) for inner in called.eqns
-    )
+    return contains(equation, _CUSTOM)
 
 
 def constants(program: ClosedJaxpr) -> Iterator[PyTree]:
@@ -128,10 +130,9 @@ def _called(equation: Equation) -> PyTree:
     return equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
 
 
-def source_files(equation: Equation) -> list[str]:
-    """Return the source files on the call stack that traced an equation, innermost first."""
-    frames = getattr(equation.source_info.traceback, "frames", ())
-    return [frame.file_name for frame in frames]
+def call_stack(equation: Equation) -> Sequence[PyTree]:
+    """Return the frames of the call stack that traced an equation, the innermost first."""
+    return getattr(equation.source_info.traceback, "frames", ())
 
 
 def describe_location(equation: Equation) -> str:
@@ -142,10 +143,9 @@ def describe_location(equation: Equation) -> str:
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
-    frames = getattr(equation.source_info.traceback, "frames", ())
     # Frames outside the library's first frame belong to code that called the library.
     package = os.path.join(os.path.dirname(__file__), "")
-    frames = takewhile(lambda frame: not frame.file_name.startswith(package), frames)
+    frames = takewhile(lambda f: not f.file_name.startswith(package), call_stack(equation))
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]
     layers = [frame for frame in own if frame.function_name.endswith("__call__")]
     for frame in (layers or own)[:1]:

@@ -1,24 +1,25 @@
-"""Call a loss, with or without a key, and explain why a call failed.
+"""Call and adapt a loss, with or without a key, and explain why a call failed.
 
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module traces other calls that the author may have intended: with a batch
-instead of one example, with the parts of the example as arguments, and so on. If one of these calls
-works, the error message suggests that call.
+If a loss fails, this module traces other calls that the author may have intended, such as a call
+with a batch instead of one example. If one of them works, the error message suggests it.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
-from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
+from optax_lsdp._checks import check_whole
+from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
+from optax_lsdp._trees import describe_arrays, is_floating
 from optax_lsdp._types import PyTree
 
 LossFn: TypeAlias = Callable[..., PyTree]
@@ -93,9 +94,83 @@ def call_loss(loss_fn: LossFn, params: optax.Params, example: PyTree, *key: jax.
         raise
 
 
+def call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
+    """Call the loss of one example. If it takes a key, pass an arbitrary key."""
+    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
+    return call_loss(loss_fn, params, example, *key)
+
+
 def with_key_in_example(loss_fn: LossFn) -> LossFn:
     """Convert `loss(params, example, key)` to `loss(params, (example, key))` for `clipped_grad`."""
     return lambda params, pair: call_loss(loss_fn, params, *pair)
+
+
+def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
+    """Return a loss that computes with parameters and examples in half precision.
+
+    The parameters themselves, norms, sums, noise and updates stay in float32.
+
+    >>> loss = mixed_precision(lambda w, x: jnp.vdot(w, x))
+    >>> jax.grad(loss)(jnp.ones(2), jnp.ones(2)).dtype
+    dtype('float32')
+    """
+
+    def cast(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: x.astype(dtype) if is_floating(x) else x, tree)
+
+    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
+        return call_loss(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
+
+    return _with_arguments_of(loss_fn, loss)
+
+
+def keep_batch_axis(loss_fn: LossFn) -> LossFn:
+    """Return a loss for `fit` that calls `loss_fn` on examples with a leading axis of length 1.
+
+    >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
+    >>> print(loss(jnp.ones(3), jnp.ones(3)))
+    3.0
+    """
+
+    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
+        return call_loss(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
+
+    return _with_arguments_of(loss_fn, loss)
+
+
+def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
+    """Return `loss` with a key as third argument if `loss_fn` takes a key, otherwise without."""
+    if takes_key(loss_fn):
+        return lambda params, example, key: loss(params, example, key)
+    return lambda params, example: loss(params, example)
+
+
+def average_views(
+    loss_fn: LossFn, augment: Callable[[jax.Array, PyTree], PyTree], views: int
+) -> LossFn:
+    """Return a loss that averages `loss_fn` over random views of an example.
+
+    This technique is called augmentation multiplicity. The losses of the views are averaged before
+    the gradient is clipped, so all views together count as one example. `augment(key, example)`
+    returns a random view. If `loss_fn` takes a key, it gets a different key for each view.
+
+    >>> def loss_fn(params, x):
+    ...     return (params - x) ** 2
+    >>> loss = average_views(loss_fn, lambda key, x: x + jax.random.normal(key), 10_000)
+    >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
+    1.0
+    """
+    check_whole("views", views)
+    keyed = takes_key(loss_fn)
+
+    def loss(params: optax.Params, example: PyTree, key: jax.Array) -> jax.Array:
+        def loss_of_view(key: jax.Array) -> jax.Array:
+            other_key = (jax.random.fold_in(key, 1),) if keyed else ()
+            return call_loss(loss_fn, params, augment(key, example), *other_key)
+
+        return jax.vmap(loss_of_view)(jax.random.split(key, views)).mean()
+
+    return loss
 
 
 def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
@@ -111,7 +186,12 @@ def raise_explained(
 ) -> NoReturn:
     """Raise an error that explains why a loss failed, or `error` itself if no cause is found."""
     sentence = explain_failure(error, loss_fn, params, example)
-    note = _describe_call(example)
+    note = (
+        "`loss_fn(params, example)` was called with one example without batch axis, "
+        f"{describe_arrays(_shapes(example))}. If a batch has several arrays, the example is one "
+        "tuple. To get a batch axis of length 1, pass keep_batch_axis=True (for `fit`, pass "
+        "`training.keep_batch_axis(loss_fn)`)."
+    )
     if sentence is None:
         error.add_note(note)
         raise error
@@ -145,90 +225,78 @@ def explain_failure(
     if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
         return (
             "`loss_fn` must combine a filtered model before it calls the model, got None for a "
-            "part of the model; split the model by "
-            "`params, static = eqx.partition(model, eqx.is_inexact_array)`, "
-            "and begin the loss with `model = eqx.combine(params, static)`."
+            "part of the model; split it by `params, static = eqx.partition(model, "
+            "eqx.is_inexact_array)`, and begin with `model = eqx.combine(params, static)`."
         )
-    one, rows, params = _shapes(example), _shapes(example, _TRIAL_BATCH_SIZE), _shapes(params)
+    params, one = _shapes(params), _shapes(example)
+    rows = None if batched else _shapes(example, _TRIAL_BATCH_SIZE)
     demand = f"`loss_fn` must take parameters and {'a batch' if batched else 'one example'}"
-
-    def unchanged(params: optax.Params, example: PyTree) -> PyTree:
-        return _call_with_any_key(loss_fn, params, example)
-
-    if _returns_a_loss(unchanged, params, one):
+    if _returns_a_loss(partial(call_with_any_key, loss_fn), params, one):
         if not (needs_key(loss_fn) and "missing" in str(error)):
             return None
         return (
             f"{demand}, got a function that also needs a key; pass the batch (examples, "
-            "jax.random.split(key, n)) and the loss "
-            "`lambda params, example: loss_fn(params, *example)`, "
-            "or use `training.fit`, which makes the keys itself."
+            "jax.random.split(key, n)) and the loss `lambda params, example: loss_fn(params, "
+            "*example)`, or use `training.fit`, which makes the keys itself."
         )
-    for call, advice in _calls_with_parts(loss_fn):
-        if _returns_a_loss(call, params, one):
-            return f"{demand}, {advice}."
-        if not batched and _returns_a_loss(call, params, rows):
-            return (
-                f"{demand} without batch axis, {advice}, and remove vmap and the mean over the "
-                "batch from the loss."
-            )
-    if not batched and _returns_a_loss(unchanged, params, rows):
-        return (
-            "`loss_fn` must be the loss of one example, got the loss of a whole batch: it fails on "
-            f"{_describe_arrays(one)} and works on {_describe_arrays(rows)}; remove vmap and the "
-            "mean over the batch from the loss, or pass keep_batch_axis=True, which calls it on "
-            "batches of one example (for `fit`, pass `training.keep_batch_axis(loss_fn)`; for "
-            "`check_model`, pass batched=True)."
-        )
-    for call, advice in _other_calls(loss_fn):
-        if _returns_a_loss(call, params, one):
-            return f"{demand}, {advice}."
+    for call, sample, advice in _likely_calls(loss_fn, one, rows):
+        if sample is not None and _returns_a_loss(call, params, sample):
+            return demand + advice
     return None
 
 
-def _call_with_any_key(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:
-    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
-    return call_loss(loss_fn, params, example, *key)
+def _likely_calls(
+    loss_fn: LossFn, one: PyTree, rows: PyTree
+) -> Iterator[tuple[_Call, PyTree, str]]:
+    """Yield calls that the author may have intended: the call, its example, and advice.
 
-
-def _calls_with_parts(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
-    """Yield calls that pass the parts of an example as arguments.
-
-    Each call comes with the advice to give if the call works.
+    The advice is the rest of a sentence, which holds if the call works. `one` has the shapes of one
+    example, and `rows` those of a batch.
     """
+    call_with_key = partial(call_with_any_key, loss_fn)
+    calls_with_parts: dict[str, _Call] = {
+        "*example": lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
+        "**example": lambda params, example: loss_fn(params, **_parts(example, dict)),
+    }
+    for written, call in calls_with_parts.items():
+        advice = (
+            ", got a function that takes the parts of the example as arguments; write "
+            f"`lambda params, example: loss_fn(params, {written})`"
+        )
+        remark = ", and remove vmap and the mean over the batch from the loss."
+        yield call, one, f"{advice}."
+        yield call, rows, f" without batch axis{advice}{remark}"
     yield (
-        lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
-        "got a function that takes the parts of the example as arguments; write "
-        "`lambda params, example: loss_fn(params, *example)`",
+        call_with_key,
+        rows,
+        f", got the loss of a whole batch: it fails on {describe_arrays(one)} and works on "
+        f"{describe_arrays(rows)}; remove vmap and the mean over the batch from the loss, or pass "
+        "keep_batch_axis=True, which calls it on batches of one example (for `fit`, pass "
+        "`training.keep_batch_axis(loss_fn)`; for `check_model`, pass batched=True).",
     )
     yield (
-        lambda params, example: loss_fn(params, **_parts(example, dict)),
-        "got a function that takes the parts of the example as arguments; write "
-        "`lambda params, example: loss_fn(params, **example)`",
-    )
-
-
-def _other_calls(loss_fn: LossFn) -> Iterator[tuple[_Call, str]]:
-    """Yield other likely calls of a loss, each with the advice to give if the call works."""
-    yield (
-        lambda params, example: _call_with_any_key(loss_fn, example, params),
-        "got a function that takes the example first; write "
-        "`lambda params, example: loss_fn(example, params)`",
+        lambda params, example: call_with_key(example, params),
+        one,
+        ", got a function that takes the example first; write "
+        "`lambda params, example: loss_fn(example, params)`.",
     )
     yield (
         lambda params, example: loss_fn(params, jax.random.key(0), example),
-        "and then a key, got a function that takes the key before the example; write "
-        "`lambda params, example, key: loss_fn(params, key, example)`",
+        one,
+        ", and then a key, got a function that takes the key before the example; write "
+        "`lambda params, example, key: loss_fn(params, key, example)`.",
     )
     yield (
-        lambda params, example: _call_with_any_key(loss_fn, params, _squeeze(example)),
-        "got arrays of shape (1,) in the example, and a loss that works with scalars; remove the "
-        "last axis of such arrays from the data, as in labels[:, 0]",
+        lambda params, example: call_with_key(params, _squeeze(example)),
+        one,
+        ", got arrays of shape (1,) in the example, and a loss that works with scalars; remove the "
+        "last axis of such arrays from the data, as in labels[:, 0].",
     )
     yield (
-        lambda params, example: _call_with_any_key(loss_fn, {"params": params}, example),
-        "got a function that takes its parameters in a dict; write "
-        '`lambda params, example: loss_fn({"params": params}, example)`',
+        lambda params, example: call_with_key({"params": params}, example),
+        one,
+        ", got a function that takes its parameters in a dict; write "
+        '`lambda params, example: loss_fn({"params": params}, example)`.',
     )
 
 
@@ -251,32 +319,15 @@ def _returns_a_loss(function: _Call, params: optax.Params, example: PyTree) -> b
     except Exception:
         return False
     value = found[0] if isinstance(found, tuple) and found else found
-    is_real = hasattr(value, "dtype") and jnp.issubdtype(value.dtype, jnp.floating)
     lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(example)}
-    return is_real and (value.shape == () or {value.shape} == lengths)
+    return is_floating(value) and (value.shape == () or {value.shape} == lengths)
 
 
 def _shapes(tree: PyTree, *rows: int) -> PyTree:
     """Return the shapes and dtypes of all leaves, with additional leading axes `rows`."""
-    return jax.tree.map(
-        lambda x: (
-            jax.ShapeDtypeStruct((*rows, *jnp.shape(x)), jnp.result_type(x))
-            if not hasattr(x, "dtype")
-            else jax.ShapeDtypeStruct((*rows, *x.shape), x.dtype)
-        ),
-        tree,
-    )
 
+    def describe(leaf: PyTree) -> jax.ShapeDtypeStruct:
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        return jax.ShapeDtypeStruct((*rows, *jnp.shape(leaf)), dtype)
 
-def _describe_arrays(example: PyTree) -> PyTree:
-    return jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", example)
-
-
-def _describe_call(example: PyTree) -> str:
-    """Return a note that says what a loss was called with."""
-    return (
-        f"`loss_fn(params, example)` was called with one example without batch axis, "
-        f"{_describe_arrays(_shapes(example))}. If a batch has several arrays, the example is one "
-        "tuple. To get a batch axis of length 1, pass keep_batch_axis=True (for `fit`, pass "
-        "`training.keep_batch_axis(loss_fn)`)."
-    )
+    return jax.tree.map(describe, tree)

@@ -22,11 +22,10 @@ def path_name(path: tuple[object, ...]) -> str:
 def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[str]:
     """Return one address per leaf: a text that is unique within the tree.
 
-    If all keys on a leaf's path are plain (keys of dicts and lists, and attributes), the address is
-    the `keystr` of the path. Two different keys that are not plain may have the same `keystr`, and
-    so may one such key and two joined keys. The address of such a key therefore also contains the
-    length of its text, and the number of earlier siblings with the same text. Masking out other
-    leaves does not change an address.
+    The address of plain keys (of dicts, lists and attributes) is the `keystr` of the path. Other
+    keys may have the same `keystr` as another key, or as two joined keys. So their address also
+    contains the length of its text, and the number of earlier siblings with the same text. Masking
+    out other leaves does not change an address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:
@@ -88,6 +87,11 @@ def dtype_name(leaf: object) -> str:
     return str(getattr(leaf, "dtype", type(leaf).__name__))
 
 
+def describe_arrays(tree: PyTree) -> PyTree:
+    """Return the tree with each array replaced by a text, such as "float32[2, 3]"."""
+    return jax.tree.map(lambda x: f"{dtype_name(x)}{list(jnp.shape(x))}", tree)
+
+
 def is_floating(leaf: PyTree) -> bool:
     """Return whether a leaf is a real floating-point array."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -129,12 +133,7 @@ def check_mask(mask: object, size: int) -> None:
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if an argument of `update` looks like a mask or weights, which would be ignored.
-
-    Args:
-        extra_args: keyword arguments of `update`, by name.
-        height: the number of examples, or None if it is unknown.
-    """
+    """Raise if an extra argument of `update` looks like a mask or weights of `height` examples."""
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
@@ -170,11 +169,8 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def compute_once(tree: PyTree) -> PyTree:
-    """Return the tree unchanged, and keep XLA from computing it twice.
-
-    If XLA computed a value twice, it could round the value to half precision for the sum, but not
-    for the norm. The norm would then not be the norm of the value that is added.
-    """
+    """Return the tree unchanged, and keep XLA from computing it twice."""
+    # Otherwise XLA could round a value to half precision for the sum, but not for the norm.
     return jax.lax.optimization_barrier(tree)
 
 
@@ -204,8 +200,7 @@ def usable_scale(largest: jax.Array) -> jax.Array:
     """Return min(largest, max/8) as a divisor, or 1 where `largest` is zero.
 
     Here max is the largest finite number of the dtype, so largest/divisor is at most 8. XLA
-    multiplies by the reciprocal of the divisor. Without the limit max/8, XLA could flush the
-    reciprocal to zero.
+    multiplies by the reciprocal of the divisor, and could flush a smaller reciprocal to zero.
     """
     most = jnp.asarray(jnp.finfo(largest.dtype).max / 8, largest.dtype)
     return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))
@@ -231,10 +226,7 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
 
 
 def _block_size(size: int) -> int:
-    """Return how many terms to add at a time: all, or at most 128.
-
-    Above 128 terms, prefer a divisor of `size`, so that no padding is needed.
-    """
+    """Return how many terms to add at a time: all, or at most 128, a divisor of `size` if any."""
     if size <= _BLOCK:
         return max(size, 1)
     return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)

@@ -24,7 +24,7 @@ def own(*names):
 
 
 FREE = own("_checks", "_schemes", "_types")  # without JAX: every file may import them
-SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_loss", "_mesh", "_trees")
+SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_layers", "_loss", "_mesh", "_trees")
 STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing")
 # What a file may import besides the standard library, FREE and its own folder; the longest match
 # rules. A name stands for the public names of that module or folder.
@@ -39,8 +39,9 @@ MAY_IMPORT = {
     "_mesh": {"jax"},
     "_trees": {"jax", "numpy"},
     "_clipped": {"jax", "optax"} | own("_trees"),
-    "_isolation": {"jax", "optax"} | own("_jaxpr", "_mesh", "_trees"),
-    "_loss": {"jax", "optax"} | own("_isolation"),
+    "_isolation": {"jax", "optax"} | own("_jaxpr", "_mesh"),
+    "_layers": {"jax", "optax"} | own("_jaxpr", "_trees"),
+    "_loss": {"jax", "optax"} | own("_layers", "_trees"),
     "accounting": LIGHT | {"dp_accounting"},
     "sampling": {"jax", "numpy", "scipy"} | own("_keys"),
     "clipping": JAX | SHARED,

@@ -19,8 +19,9 @@ from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._clipped import mark
-from optax_lsdp._isolation import ValueAndAux, check_no_layer_state, is_example_split
+from optax_lsdp._isolation import ValueAndAux, is_example_split
 from optax_lsdp._keys import is_key
+from optax_lsdp._layers import check_no_layer_state
 from optax_lsdp._loss import call_or_explain, check_loss_signature
 from optax_lsdp._mesh import (
     axis_names,

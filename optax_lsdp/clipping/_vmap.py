@@ -8,7 +8,8 @@ from __future__ import annotations
 import jax
 import optax
 
-from optax_lsdp._isolation import ValueAndAux, trace_loss, warn_of_batch_norms
+from optax_lsdp._isolation import ValueAndAux, trace_loss
+from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._mesh import varying_axes
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipGroup, ClipStyle, clip_and_sum

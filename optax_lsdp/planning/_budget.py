@@ -1,21 +1,11 @@
-"""The privacy budget of a plan: what steps cost, and how many steps the budget still covers.
+"""The privacy budget of a plan: the steps that it pays for, and the noise that it needs."""
 
-A `Budget` holds the planned steps and the (ε, δ) that they may spend. Its methods compare the
-planned steps with a `Ledger`, the record of the steps that a run has taken.
-"""
-
-from __future__ import annotations
-
-import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property, partial
+from dataclasses import asdict, fields, replace
+from functools import partial
 
-import numpy as np
-
-from optax_lsdp._checks import check_positive, check_whole
+from optax_lsdp._checks import check_positive
 from optax_lsdp.accounting import (
     Composition,
     Ledger,
@@ -27,120 +17,6 @@ from optax_lsdp.planning._settings import Piecewise
 
 RECORDED_AT_MOST = 2  # a ledger may hold 2·T steps, because restarts can repeat steps
 _SHARED = {field.name for field in fields(SampledGaussian)} - {"noise_multiplier", "steps"}
-
-
-@dataclass(frozen=True)
-class Budget:
-    """The planned steps and the (ε, δ) that they may spend.
-
-    Attributes:
-        mechanism: all planned steps.
-        epsilon: the budget ε, at least the ε of the planned steps.
-        delta: the part of δ that covers the noise; see `PrivacyPlan.delta_of_noise`.
-    """
-
-    mechanism: Composition
-    epsilon: float
-    delta: float
-
-    @cached_property
-    def steps(self) -> int:
-        """Return the number of planned steps."""
-        return sum(phase.steps for phase in self.mechanism.phases)
-
-    def event(self, step: int) -> SampledGaussian:
-        """Return a planned step as an argument for `Ledger.append`."""
-        check_whole("step", step, least=0)
-        if step >= self.steps:
-            raise ValueError(
-                f"`step` must be below {self.steps}, the number of planned steps, got {step}."
-            )
-        ends, events = self._events
-        return events[bisect_right(ends, step)]
-
-    @cached_property
-    def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the end of each phase (its last step + 1), and one step of each phase."""
-        phases = self.mechanism.phases
-        ends = list(itertools.accumulate(phase.steps for phase in phases))
-        return ends, [replace(phase, steps=1) for phase in phases]
-
-    def epsilon_after(self, steps: int) -> float:
-        """Return an upper bound on ε after the first `steps` planned steps."""
-        check_whole("steps", steps, least=0)
-        if steps > self.steps:
-            raise ValueError(
-                f"`steps` must be at most {self.steps}, the number of planned steps, got {steps}."
-            )
-        return min(float(self._curve[steps - 1]), self.epsilon) if steps else 0.0
-
-    @cached_property
-    def _curve(self) -> np.ndarray:
-        return Ledger(self.mechanism.phases).epsilons(self.delta)
-
-    def spent(self, ledger: Ledger) -> float:
-        """Return the ε of all steps in the ledger."""
-        _check_ledger(ledger)
-        if self._follows_plan(ledger):
-            return self.epsilon_after(ledger.steps)
-        return ledger.epsilon(self.delta)
-
-    def allows(self, ledger: Ledger, step: int) -> bool:
-        """Return whether the budget covers the steps in the ledger plus the planned step `step`."""
-        _check_ledger(ledger)
-        if ledger.steps == step < self.steps and self._follows_plan(ledger):
-            return True
-        if step >= self.steps or ledger.steps >= RECORDED_AT_MOST * self.steps:
-            return False
-        return (ledger + self.event(step)).epsilon(self.delta) <= self.epsilon
-
-    def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on.
-
-        A run takes these steps after the steps in the ledger, which count too.
-        """
-        _check_ledger(ledger)
-        if ledger.steps == step and self._follows_plan(ledger):
-            return np.minimum(self._curve[step:], self.epsilon)
-        whole = Ledger((*ledger.phases, *self._phases_from(step)))
-        return whole.epsilons(self.delta)[ledger.steps :]
-
-    def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
-        """Return how many planned steps the budget still covers, starting at `step`.
-
-        Args:
-            ledger: the steps that the run has taken.
-            step: the next step. The default, `ledger.steps`, is right for a run that has repeated
-                no step.
-        """
-        _check_ledger(ledger)
-        step = ledger.steps if step is None else step
-        check_whole("step", step, least=0)
-        if ledger.steps == step < self.steps and self._follows_plan(ledger):
-            return self.steps - step
-        most = min(self.steps - step, RECORDED_AT_MOST * self.steps - ledger.steps)
-        if most <= 0:
-            return 0
-        return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
-
-    def _phases_from(self, step: int) -> Iterator[SampledGaussian]:
-        """Yield the planned phases without the steps before `step`."""
-        for phase in self.mechanism.phases:
-            left = phase.steps - max(step, 0)
-            step -= phase.steps
-            if left > 0:
-                yield replace(phase, steps=min(left, phase.steps))
-
-    def _follows_plan(self, ledger: Ledger) -> bool:
-        """Return whether the steps in the ledger are the first planned steps, each taken once."""
-        *whole, last = ledger.phases or (self.event(0),)
-        planned = self.mechanism.phases
-        return (
-            tuple(whole) == planned[: len(whole)]
-            and len(whole) < len(planned)
-            and replace(last, steps=1) == replace(planned[len(whole)], steps=1)
-            and last.steps <= planned[len(whole)].steps
-        )
 
 
 def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) -> Composition:
@@ -158,24 +34,20 @@ def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) 
 
 def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
     """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
-    return Composition(
-        tuple(
-            replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
-            for phase in unit.phases
-        )
-    )
+
+    def scaled(phase: SampledGaussian) -> SampledGaussian:
+        return replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
+
+    return Composition(tuple(map(scaled, unit.phases)))
 
 
 def noise_and_epsilon(
     unit: Composition, delta: float, *, epsilon: float | None, noise_multiplier: float | None
 ) -> tuple[float, float]:
-    """Return the noise multiplier and the budget ε. If one of them is None, compute it.
+    """Return the noise multiplier z and the budget ε. If one of them is None, compute it.
 
-    Args:
-        unit: the planned steps for z = 1. With a noise schedule, z is multiplied by its factors.
-        delta: the part of δ that covers the noise; see `PrivacyPlan.delta_of_noise`.
-        epsilon: the budget. If None, it is the ε that the planned steps spend.
-        noise_multiplier: z. If None, it is the smallest z that stays within the budget.
+    `unit` are the planned steps for z = 1. If `epsilon` is None, the budget is the ε that the steps
+    spend at `delta`. If `noise_multiplier` is None, z is the smallest that stays within the budget.
     """
     if epsilon is not None:
         check_positive("epsilon", epsilon)
@@ -213,9 +85,26 @@ def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
     return calibrate_scale(partial(with_noise, unit), epsilon=epsilon, delta=delta)
 
 
-def _check_ledger(ledger: object) -> None:
+def phases_from(mechanism: Composition, step: int) -> Iterator[SampledGaussian]:
+    """Yield the phases of a mechanism without the steps before `step`."""
+    for phase in mechanism.phases:
+        left = phase.steps - max(step, 0)
+        step -= phase.steps
+        if left > 0:
+            yield replace(phase, steps=min(left, phase.steps))
+
+
+def follows_plan(ledger: Ledger, planned: Composition) -> bool:
+    """Return whether the steps in a ledger are the first planned steps, each taken once."""
     if not isinstance(ledger, Ledger):
         raise TypeError(
             f"`ledger` must be a Ledger, got {type(ledger).__name__}; pass the `ledger` of "
             "the result of `fit`, or `Ledger()` if no step was taken."
         )
+    if not ledger.phases:
+        return True
+    *whole, last = ledger.phases
+    same, rest = planned.phases[: len(whole)], planned.phases[len(whole) :]
+    if tuple(whole) != same or not rest or last.steps > rest[0].steps:
+        return False
+    return last == replace(rest[0], steps=last.steps)

@@ -1,8 +1,7 @@
 """Guards of a plan: the gradient needs a mask, and the optimizer takes only the planned steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +18,14 @@ from optax_lsdp.optimizers import steps_taken
 
 ValueAndGrad = Callable[..., tuple[PerExample, optax.Updates]]
 Mask = jax.Array | np.ndarray
+_Updated = tuple[optax.Updates, optax.OptState]
 
 
 def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
     """Return `value_and_grad` with a check: batches that may be padded must have a mask.
 
-    Poisson batches may be padded, and so may batches longer than `room`. The returned function also
-    refuses batches with more than `room` examples, because no sampler of the plan draws such
-    batches.
+    Poisson batches may be padded, and so may batches longer than `room`. Batches with more than
+    `room` examples are refused, because no sampler of the plan draws such batches.
     """
 
     def guarded(
@@ -37,8 +36,7 @@ def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) ->
             if SCHEMES[sampling].random_size or size > room:
                 raise ValueError(
                     f"`mask` must be given with {sampling!r} batches that are padded, got none; "
-                    "pass the mask of `sampler.batch(step)`, so that padding does not count as "
-                    "examples."
+                    "pass the mask of `sampler.batch(step)`: padding must not count as examples."
                 )
             mask = jnp.ones(size, bool)  # a batch of at most `room` examples has no padding
         private, total = value_and_grad(params, batch, mask, **options)
@@ -48,10 +46,7 @@ def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) ->
 
 
 def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
-    """Return `total`, but raise if the mask has more than `room` examples.
-
-    Code inside `jit` cannot raise, so the result is NaN there.
-    """
+    """Return `total`. If the mask has more than `room` examples, raise, or in `jit` return NaN."""
     count = jnp.sum(mask)
     if not isinstance(count, jax.core.Tracer) and count > room:
         raise ValueError(
@@ -67,11 +62,8 @@ def limit_steps(
     """Return an optimizer that accepts only sums with a mask, and takes at most `steps` steps."""
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **options: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        updates: optax.Updates, state: optax.OptState, params: PyTree = None, **options: object
+    ) -> _Updated:
         _check_masked(updates)
         taken = steps_taken(state)
         is_planned = taken < steps
@@ -82,7 +74,7 @@ def limit_steps(
                 f"got {taken} steps; make a plan for more steps and start again."
             )
 
-        def take_step() -> tuple[optax.Updates, optax.OptState]:
+        def take_step() -> _Updated:
             return optimizer.update(updates, state, params, **options)
 
         return _if_planned(is_planned, take_step, state) if is_traced else take_step()
@@ -91,10 +83,8 @@ def limit_steps(
 
 
 def _if_planned(
-    is_planned: jax.Array,
-    take_step: Callable[[], tuple[optax.Updates, optax.OptState]],
-    state: optax.OptState,
-) -> tuple[optax.Updates, optax.OptState]:
+    is_planned: jax.Array, take_step: Callable[[], _Updated], state: optax.OptState
+) -> _Updated:
     """Return the result of a planned step. For any other step, return zero updates and `state`.
 
     Code inside `jit` cannot raise, so further steps change nothing. The state must not change
@@ -102,21 +92,16 @@ def _if_planned(
     """
     if jax.sharding.get_abstract_mesh().explicit_axes:  # `cond` would need explicit shardings
         moves, after = take_step()
-        still = jax.tree.map(lambda x: jnp.where(is_planned, x, jnp.zeros_like(x)), moves)
-        kept = jax.tree.map(lambda new, old: jnp.where(is_planned, new, old), after, state)
-        return still, kept
+        still, kept = jax.tree.map(jnp.zeros_like, moves), state
+        return jax.tree.map(partial(jnp.where, is_planned), (moves, after), (still, kept))
     like_moves, like_state = jax.eval_shape(take_step)
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), like_moves)
 
-    def skip_step() -> tuple[optax.Updates, optax.OptState]:
-        return jax.tree.map(_zeros_like, like_moves), jax.tree.map(_cast, state, like_state)
+    def skip_step() -> _Updated:
+        return jax.tree.map(_cast, zeros, like_moves), jax.tree.map(_cast, state, like_state)
 
     # `cond`, not `where`: with `where`, XLA would draw the noise again for each array.
     return jax.lax.cond(is_planned, take_step, skip_step)
-
-
-def _zeros_like(like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Return zeros with the shape, dtype and varying axes of `like`."""
-    return vary(jnp.zeros(like.shape, like.dtype), varying_axes(like))
 
 
 def _cast(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
@@ -131,8 +116,7 @@ def _check_masked(updates: optax.Updates) -> None:
         if not (is_marked(leaf) and leaf.masked):
             got = "a sum without a mask" if is_marked(leaf) else "arrays"
             raise ValueError(
-                "`updates` must be clipped sums that were computed with a mask, because samplers "
-                f"pad batches, got {got}; compute them with the plan's `clipped_grad(loss)(params, "
-                "batch, mask)`, and pass an ordinary optimizer to the plan or `fit`, not a private "
-                "optimizer."
+                f"`updates` must be clipped sums that were computed with a mask, got {got}; "
+                "compute them with the plan's `clipped_grad(loss)(params, batch, mask)`, and pass "
+                "an ordinary optimizer to the plan or `fit`, not a private optimizer."
             )

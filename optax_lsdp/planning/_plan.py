@@ -1,22 +1,22 @@
 """PrivacyPlan: the settings of a private training run, and the parts that are made from them."""
 
-from __future__ import annotations
-
 import hashlib
+import itertools
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 import optax
 
 import optax_lsdp.sampling as samplers
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_whole, is_number
+from optax_lsdp._checks import check_at_most, check_delta, check_whole, is_number
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
@@ -26,14 +26,14 @@ from optax_lsdp.accounting import (
     SampledGaussian,
     show_epsilon,
     statement,
-    steps_of_epochs,
 )
 from optax_lsdp.clipping import PerExample, value_and_clipped_grad
 from optax_lsdp.optimizers import Smoothing, privatize
 from optax_lsdp.planning._budget import (
     RECORDED_AT_MOST,
-    Budget,
+    follows_plan,
     noise_and_epsilon,
+    phases_from,
     planned_steps,
     with_noise,
 )
@@ -42,6 +42,7 @@ from optax_lsdp.planning._settings import (
     Piecewise,
     check_schedules,
     check_sizes,
+    number_of_steps,
     read_settings,
     write_settings,
 )
@@ -54,10 +55,10 @@ _RESERVED = 0.01  # the fraction of δ that covers truncated Poisson batches
 class PrivacyPlan:
     """The settings of a private training run, with a matching sampler, gradient and optimizer.
 
-    Pass `steps` or `epochs`, but not both. Pass `epsilon`, and the plan computes the smallest noise
-    multiplier that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε.
-    Pass both `epsilon` and `noise_multiplier` for a budget that is larger than the planned steps
-    need. The rest of the budget then pays for steps that a restarted run repeats.
+    Pass `steps` or `epochs`. Pass `epsilon`, and the plan computes the smallest noise multiplier
+    that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε. If you pass
+    both, the budget may be larger than the planned steps need. The rest of the budget then pays for
+    steps that a restarted run repeats.
 
     Plans are immutable. To change a setting, make a new plan. Do not use `dataclasses.replace`,
     which would keep the noise multiplier that was computed for the old setting.
@@ -79,12 +80,11 @@ class PrivacyPlan:
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
             has no amplification by sampling); see `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
-            `accounting.SampledGaussian`. The default is "add_remove". With a sampling scheme that
-            does not allow "add_remove", choose a relation.
+            `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes.
         max_batch_size: the size to which larger Poisson batches are truncated. The accountant
-            analyses this truncation. By default, the plan computes a size, `room`, that batches
-            exceed so rarely that a hundredth of δ covers the truncation.
+            analyses this truncation. The default is `room`, which batches exceed so rarely that a
+            hundredth of δ covers the truncation.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -111,7 +111,6 @@ class PrivacyPlan:
     group_size: int = 1
     max_batch_size: int | None = None
     digest: str = field(init=False, repr=False, compare=False)  # a hash of all settings
-    budget: Budget = field(init=False, repr=False, compare=False)  # the planned steps and (ε, δ)
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -123,16 +122,34 @@ class PrivacyPlan:
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
-                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
-                f"{self.delta:g}; choose a smaller δ, because a mechanism that publishes one "
-                "example outright has δ = 1/n.",
+                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
+                f"mechanism that publishes one example outright, got {self.delta:g}; choose a "
+                "smaller δ.",
                 stacklevel=3,
             )
-        self._set("steps", _number_of_steps(self))
+        sizes = self.dataset_size, self.expected_batch_size
+        self._set("steps", number_of_steps(self.steps, self.epochs, self.sampling, *sizes))
         self._set("epochs", None)
         for name, value in vars(self).items():  # convert subclasses of int and float
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
+        self._set("neighbouring", self._unit.phases[0].neighbouring)
+        noise_multiplier, epsilon = noise_and_epsilon(
+            self._unit,
+            self.delta_of_noise,
+            epsilon=self.epsilon,
+            noise_multiplier=self.noise_multiplier,
+        )
+        self._set("noise_multiplier", noise_multiplier)
+        self._set("epsilon", epsilon)
+        self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    @cached_property
+    def _unit(self) -> Composition:
+        """Return the planned steps for z = 1. The noise schedule multiplies z by its factors."""
         step = SampledGaussian(
             1.0,
             self.expected_batch_size / self.dataset_size,
@@ -143,19 +160,7 @@ class PrivacyPlan:
             dataset_size=None if self.max_batch_size is None else self.dataset_size,
             group_size=self.group_size,
         )
-        self._set("neighbouring", step.neighbouring)
-        unit = planned_steps(step, self.steps, self.noise_schedule)
-        delta = self.delta_of_noise
-        noise_multiplier, epsilon = noise_and_epsilon(
-            unit, delta, epsilon=self.epsilon, noise_multiplier=self.noise_multiplier
-        )
-        self._set("noise_multiplier", noise_multiplier)
-        self._set("epsilon", epsilon)
-        self._set("budget", Budget(with_noise(unit, noise_multiplier), epsilon, delta))
-        self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
-
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+        return planned_steps(step, self.steps, self.noise_schedule)
 
     @property
     def delta_of_noise(self) -> float:
@@ -202,17 +207,8 @@ class PrivacyPlan:
         `options` are further arguments of `optax_lsdp.clipped_grad`. Poisson batches are padded, so
         pass the mask of `sampler.batch(step)` to the returned function.
         """
-        value_and_grad = self.value_and_clipped_grad(loss_fn, **options)
-
-        def grad(
-            params: optax.Params,
-            batch: PyTree,
-            mask: jax.Array | np.ndarray | None = None,
-            **step: object,
-        ) -> optax.Updates:
-            return value_and_grad(params, batch, mask, **step)[1]
-
-        return grad
+        function = self.value_and_clipped_grad(loss_fn, **options)
+        return lambda params, batch, mask=None, **step: function(params, batch, mask, **step)[1]
 
     def value_and_clipped_grad(
         self, loss_fn: Callable[..., PyTree], **options: Any
@@ -238,23 +234,22 @@ class PrivacyPlan:
     ) -> optax.GradientTransformationExtraArgs:
         """Return `privatize(optimizer, …)` with the plan's noise, clip norm and batch size.
 
-        The returned optimizer accepts only clipped sums that were computed with a mask. Without a
-        mask, padding would count as examples. After the planned steps, `update` raises a
-        ValueError. Inside `jit`, where it cannot raise, it returns zero updates and leaves its
-        state unchanged.
+        The returned optimizer accepts only clipped sums that were computed with a mask. After the
+        planned steps, `update` raises a ValueError. Inside `jit`, where it cannot raise, it returns
+        zero updates and leaves its state unchanged.
 
         Args:
             optimizer: an ordinary Optax optimizer.
             key: one typed key. You can pass the same key to `sampler`, because both methods derive
                 their own keys from it.
             smoothing: σ or a `laplacian_smooth(...)` transform, to be used instead of the plan's σ.
-            shard_specs: how updates are split inside `shard_map`; see `privatize`.
-            replicated_axes: mesh axes over which updates are replicated; see `privatize`.
+            shard_specs: see `privatize`.
+            replicated_axes: see `privatize`.
         """
         noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
-            values = [self.noise_multiplier * value for value in self.noise_schedule.values]
-            noise = Piecewise(self.noise_schedule.starts, tuple(values))
+            values = tuple(self.noise_multiplier * value for value in self.noise_schedule.values)
+            noise = Piecewise(self.noise_schedule.starts, values)
         private = privatize(
             optimizer,
             clip_norm=self.clip_norm,
@@ -273,33 +268,56 @@ class PrivacyPlan:
         self._check_unchanged()
         return fold_in_text(fold_in_text(key, self.digest), label)
 
-    @property
+    @cached_property
     def mechanism(self) -> Composition:
         """Return all planned steps, as the accountant describes them."""
-        return self.budget.mechanism
+        return with_noise(self._unit, self.noise_multiplier)
 
     def event(self, step: int) -> SampledGaussian:
         """Return a planned step as an argument for `Ledger.append`."""
-        return self.budget.event(step)
+        check_whole("step", step, least=0)
+        check_at_most("step", step, self.steps - 1, "the last planned step")
+        ends, events = self._events
+        return events[bisect_right(ends, step)]
+
+    @cached_property
+    def _events(self) -> tuple[list[int], list[SampledGaussian]]:
+        """Return the end of each phase (its last step + 1), and one step of each phase."""
+        phases = self.mechanism.phases
+        ends = list(itertools.accumulate(phase.steps for phase in phases))
+        return ends, [replace(phase, steps=1) for phase in phases]
 
     def epsilon_after(self, steps: int) -> float:
         """Return an upper bound on ε after the first `steps` planned steps."""
-        return self.budget.epsilon_after(steps)
+        check_whole("steps", steps, least=0)
+        check_at_most("steps", steps, self.steps, "the number of planned steps")
+        return float(self._epsilons[steps - 1]) if steps else 0.0
+
+    @cached_property
+    def _epsilons(self) -> np.ndarray:
+        """Return ε after each planned step of a run that repeats no step."""
+        return np.minimum(Ledger(self.mechanism.phases).epsilons(self.delta_of_noise), self.epsilon)
 
     def spent(self, ledger: Ledger) -> float:
         """Return the ε of all steps in the ledger."""
-        return self.budget.spent(ledger)
+        if follows_plan(ledger, self.mechanism):
+            return self.epsilon_after(ledger.steps)
+        return ledger.epsilon(self.delta_of_noise)
 
     def allows(self, ledger: Ledger, step: int) -> bool:
         """Return whether the budget covers the steps in the ledger plus the planned step `step`."""
-        return self.budget.allows(ledger, step)
+        if follows_plan(ledger, self.mechanism) and ledger.steps == step < self.steps:
+            return True
+        if step >= self.steps or ledger.steps >= RECORDED_AT_MOST * self.steps:
+            return False
+        return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on.
-
-        A run takes these steps after the steps in the ledger, which count too.
-        """
-        return self.budget.epsilons(ledger, step)
+        """Return ε after each planned step from `step` on, taken after all steps in the ledger."""
+        if follows_plan(ledger, self.mechanism) and ledger.steps == step:
+            return self._epsilons[step:]
+        whole = Ledger((*ledger.phases, *phases_from(self.mechanism, step)))
+        return whole.epsilons(self.delta_of_noise)[ledger.steps :]
 
     def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
         """Return how many planned steps the budget still covers, starting at `step`.
@@ -307,18 +325,19 @@ class PrivacyPlan:
         `step` is the next step. The default, `ledger.steps`, is right for a run that has repeated
         no step.
         """
-        return self.budget.remaining_steps(ledger, step)
+        is_planned = follows_plan(ledger, self.mechanism)
+        step = ledger.steps if step is None else step
+        check_whole("step", step, least=0)
+        most = min(self.steps - step, RECORDED_AT_MOST * self.steps - ledger.steps)
+        if most <= 0 or (is_planned and ledger.steps == step):
+            return max(most, 0)
+        return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
 
     def statement(self) -> str:
         """Return a text that says what is protected, from whom, and under which assumptions.
 
         >>> plan = PrivacyPlan(
-        ...     dataset_size=1000,
-        ...     expected_batch_size=1000,
-        ...     steps=50,
-        ...     epsilon=1.0,
-        ...     delta=1e-4,
-        ...     sampling="full",
+        ...     dataset_size=1000, expected_batch_size=50, steps=100, epsilon=1.0, delta=1e-4
         ... )
         >>> print(plan.statement().splitlines()[0])
         ε = 1.0000 at δ = 0.0001.
@@ -353,30 +372,10 @@ class PrivacyPlan:
         return write_settings({name: getattr(self, name) for name in _setting_names()})
 
     @classmethod
-    def from_json(cls, text: str) -> PrivacyPlan:
+    def from_json(cls, text: str) -> Self:
         """Return the plan that `to_json` wrote. Raise if its steps spend more than its ε."""
         return cls(**read_settings(text, set(_setting_names())))
 
 
 def _setting_names() -> list[str]:
     return [field.name for field in fields(PrivacyPlan) if field.init]
-
-
-def _number_of_steps(plan: PrivacyPlan) -> int:
-    """Return T, from `steps` or from `epochs`."""
-    if (plan.steps is None) == (plan.epochs is None):
-        raise ValueError(
-            "`steps` or `epochs` must be given, but not both, got "
-            f"steps={plan.steps!r} and epochs={plan.epochs!r}."
-        )
-    if plan.epochs is None:
-        check_whole("steps", plan.steps)
-        if plan.steps > MOST_STEPS:
-            raise ValueError(f"`steps` must be {MOST_STEPS:.0e} at most, got {plan.steps}.")
-        return plan.steps
-    return steps_of_epochs(
-        plan.epochs,
-        dataset_size=plan.dataset_size,
-        batch_size=plan.expected_batch_size,
-        sampling=plan.sampling,
-    )

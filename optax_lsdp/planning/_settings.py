@@ -3,13 +3,11 @@
 Plans are saved as JSON, so a schedule must be a `Piecewise`, which consists of numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +15,8 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import (
+    MOST_STEPS,
+    check_at_most,
     check_choice,
     check_depth,
     check_non_negative,
@@ -26,6 +26,7 @@ from optax_lsdp._checks import (
 )
 from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import sensitivity
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
@@ -37,9 +38,7 @@ _VERSION = 1  # of the JSON format
 class Piecewise:
     """A schedule of constant pieces: `values[i]` from step `starts[i]` on.
 
-    Args:
-        starts: the first step of each piece. The first piece starts at step 0.
-        values: the value of each piece, a positive number.
+    The first piece starts at step 0. All values are positive.
 
     >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
     >>> float(halved(99)), float(halved(100))
@@ -64,16 +63,11 @@ class Piecewise:
         object.__setattr__(self, "values", values)
 
     @classmethod
-    def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Piecewise:
+    def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Self:
         """Return a piecewise constant approximation of a schedule, such as an Optax schedule.
 
-        Each piece has the value of `schedule` at its first step.
-
-        Args:
-            schedule: a function from a step to a positive number.
-            steps: how many steps to approximate.
-            pieces: how many pieces of equal length to use. There are never more than `steps`
-                pieces.
+        The `steps` are split into `pieces` of equal length, but never into more pieces than steps.
+        Each piece has the value of `schedule` at its first step, which must be positive.
         """
         check_whole("steps", steps)
         starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
@@ -91,16 +85,11 @@ def check_sizes(
     """Raise unless the sizes are whole numbers that are possible with the sampling scheme."""
     check_choice("sampling", sampling, SCHEMES)
     check_whole("dataset_size", dataset_size)
-    for name, size in (
-        ("expected_batch_size", expected_batch_size),
-        ("max_batch_size", expected_batch_size if max_batch_size is None else max_batch_size),
-    ):
+    most = expected_batch_size if max_batch_size is None else max_batch_size
+    for name, size in (("expected_batch_size", expected_batch_size), ("max_batch_size", most)):
         check_whole(name, size)
-        if size > dataset_size:
-            raise ValueError(
-                f"`{name}` must be at most the dataset's size, {dataset_size}, got {size}."
-            )
-    if max_batch_size is not None and max_batch_size < expected_batch_size:
+        check_at_most(name, size, dataset_size, "the dataset's size")
+    if most < expected_batch_size:
         raise ValueError(
             f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
             f"got {max_batch_size}; pass a larger size, or most batches would be truncated."
@@ -110,6 +99,24 @@ def check_sizes(
             f"`expected_batch_size` must be the dataset's size, {dataset_size}, with "
             f"sampling={sampling!r}, got {expected_batch_size}."
         )
+
+
+def number_of_steps(
+    steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
+) -> int:
+    """Return T, from `steps` or from `epochs`. Raise unless exactly one of them is given."""
+    if epochs is not None and steps is None:
+        return steps_of_epochs(
+            epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling
+        )
+    if epochs is not None or steps is None:
+        raise ValueError(
+            "`steps` or `epochs` must be given, but not both, got "
+            f"steps={steps!r} and epochs={epochs!r}."
+        )
+    check_whole("steps", steps)
+    check_at_most("steps", steps, MOST_STEPS)
+    return steps
 
 
 def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
@@ -138,12 +145,7 @@ def write_settings(settings: Mapping[str, object]) -> str:
 
 
 def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
-    """Return the settings in a text that `write_settings` wrote. Raise if it is any other text.
-
-    Args:
-        text: the JSON text.
-        names: the names of all settings. The text must have exactly these names.
-    """
+    """Return the settings in a JSON text of `write_settings`. Raise unless it has all `names`."""
     try:
         found = read_json(text)
         version = found.pop("optax_lsdp_plan")
@@ -186,17 +188,15 @@ def _to_json(name: str, value: object) -> Json:
 
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Return the value that `_to_json` converted."""
-    if isinstance(value, dict) and set(value) == {"$piecewise"}:
-        match value["$piecewise"]:
-            case [list(starts), list(values)]:
-                return Piecewise(tuple(starts), tuple(values))
-        raise ValueError(
-            f"`{name}` must be a Piecewise of starts and values, got {str(value)[:200]}."
-        )
-    if isinstance(value, dict) and set(value) == {"$tuple"}:
-        if not isinstance(value["$tuple"], list):
-            raise ValueError(f"`{name}` must be a tuple of parts, got {str(value)[:200]}.")
-        return tuple(_from_json(name, part) for part in value["$tuple"])
-    if isinstance(value, dict):
-        return {key: _from_json(name, part) for key, part in value.items()}
-    return [_from_json(name, part) for part in value] if isinstance(value, list) else value
+    match value:
+        case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
+            return Piecewise(tuple(starts), tuple(values))
+        case {"$tuple": list(parts), **rest} if not rest:
+            return tuple(_from_json(name, part) for part in parts)
+        case {"$piecewise": _} | {"$tuple": _}:
+            raise ValueError(f"`{name}` must be what to_json returned, got {str(value)[:200]}.")
+        case dict():
+            return {key: _from_json(name, part) for key, part in value.items()}
+        case list():
+            return [_from_json(name, part) for part in value]
+    return value

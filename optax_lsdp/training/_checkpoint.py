@@ -6,16 +6,13 @@ A run's folder holds:
 - `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
 - `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
 - `<name>.json`: the manifest of this checkpoint, written last. A checkpoint without a manifest is
-  incomplete. If the hash of the manifest or of a file does not match, the checkpoint is damaged,
-  and the run uses the checkpoint before it.
+  incomplete. If a hash in the manifest does not match, the checkpoint is damaged, and the run uses
+  the checkpoint before it.
 - `lock-<process>`: locked while a run uses the folder.
 
-The name of a checkpoint consists of two numbers: how often the run has started or restarted, and
-the step. So checkpoints that are sorted by name are sorted by time. Only the last two checkpoints
-are kept.
+The name of a checkpoint is made of two numbers: how often the run has started or restarted, and the
+step. So the order of names is the order of time. Only the last two checkpoints are kept.
 """
-
-from __future__ import annotations
 
 import hashlib
 import json
@@ -29,16 +26,23 @@ from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
+from jax.experimental.multihost_utils import sync_global_devices
 
 from optax_lsdp._keys import is_key
-from optax_lsdp._trees import path_name
+from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._files import cannot_write, lock, make_private_folder, write_atomically
+from optax_lsdp.training._files import (
+    START_AGAIN,
+    cannot_write,
+    lock,
+    make_private_folder,
+    write_atomically,
+)
 from optax_lsdp.training._journal import Journal
-from optax_lsdp.training._multihost import any_process, barrier
-from optax_lsdp.training._step import State
+from optax_lsdp.training._multihost import any_process
+from optax_lsdp.training._step import State, describe
 from optax_lsdp.training._validation import warn_caller
 
 FORMAT = 1  # the version of the manifest and of all files that it describes
@@ -47,31 +51,34 @@ _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
 
 
 class Checkpoint(NamedTuple):
-    """Everything a run needs to resume. It holds the noise key, so keep it as secret as the data.
-
-    Attributes:
-        state: parameters, optimizer state, average and key.
-        step: how many steps were taken.
-        ledger: the privacy spent, including steps that count twice.
-        nonce: the nonce of the run's last start or restart.
-        initial: hashes of the initial parameters and optimizer state.
-    """
+    """Everything a run needs to resume. It holds the noise key: keep it as secret as the data."""
 
     state: State
-    step: int
-    ledger: Ledger
-    nonce: str
-    initial: dict[str, str]
+    step: int  # how many steps were taken
+    ledger: Ledger  # the privacy spent, including steps that count twice
+    nonce: str  # of the run's last start or restart
+    initial: dict[str, str]  # hashes of the initial parameters and optimizer state
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR or "orbax" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(keep)
+    try:
+        yield
+    finally:
+        logger.removeFilter(keep)
 
 
 class RunFolder:
-    """The folder of a run: its plan, journal and checkpoints. It is locked until `close`.
+    """The folder of a run: its plan, journal and checkpoints. It is locked until `close`."""
 
-    Attributes:
-        path: the path of the folder, without symbolic links.
-        journal: the run's journal.
-    """
-
+    @_quiet_orbax()
     def __init__(self, path: Path | str, plan: PrivacyPlan) -> None:
         if not (isinstance(path, str | Path) and str(path)):
             raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
@@ -87,8 +94,7 @@ class RunFolder:
         try:
             self._check_plan()
             self.journal = Journal(self.path, plan.steps)
-            with _quiet_orbax():
-                self._checkpointer = ocp.StandardCheckpointer()
+            self._checkpointer = ocp.StandardCheckpointer()
         except BaseException:
             self._lock.close()
             raise
@@ -106,8 +112,7 @@ class RunFolder:
             if not same:
                 raise ValueError(
                     f"`plan` must be the plan of the run in {str(self.path)!r}, got a different "
-                    "plan; read the plan of the run with PrivacyPlan.from_json, or choose another "
-                    "folder."
+                    "plan; read its plan with PrivacyPlan.from_json, or choose another folder."
                 )
             return
         if self._manifests() or (self.path / "journal.jsonl").exists():
@@ -116,7 +121,7 @@ class RunFolder:
                 "the privacy spent is unknown; restore plan.json, or start again in another folder "
                 "and add the ε of the lost plan."
             )
-        barrier("plan")
+        sync_global_devices("plan")
         if jax.process_index() == 0:
             write_atomically(path, self._plan.to_json())
 
@@ -127,27 +132,24 @@ class RunFolder:
     def _arrays_of(self, name: str) -> Path:
         return self.path / "checkpoints" / name
 
+    @_quiet_orbax()
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint, unless it exists already.
-
-        The manifest comes last: a checkpoint without a manifest is incomplete.
-        """
+        """Write a checkpoint and then its manifest, unless they exist already."""
         name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
         target = self._arrays_of(name)
         if (self.path / f"{name}.json").exists():
             return
         if jax.process_index() == 0 and target.exists():  # incomplete because of a crash
             shutil.rmtree(target)
-        barrier("clean")
+        sync_global_devices("clean")
         try:
-            with _quiet_orbax():
-                self._checkpointer.save(target, _without_keys(checkpoint.state))
-                self._checkpointer.wait_until_finished()
+            self._checkpointer.save(target, _without_keys(checkpoint.state))
+            self._checkpointer.wait_until_finished()
             if jax.process_index() == 0:
                 self._write_manifest(target, checkpoint)
         except Exception as error:  # Orbax raises errors of many types
             raise cannot_write(self.path, error) from error
-        barrier("saved")
+        sync_global_devices("saved")
 
     def _write_manifest(self, target: Path, checkpoint: Checkpoint) -> None:
         manifest = {
@@ -172,11 +174,8 @@ class RunFolder:
     def restore(self, template: State) -> Checkpoint | None:
         """Return the last intact checkpoint, or None if the folder has no checkpoints.
 
-        Its arrays get the shardings of the arrays in `template`.
-
-        Raises:
-            ValueError: if all checkpoints are damaged, if a checkpoint has a different format, or
-                if the arrays of the checkpoint differ from `template` in paths, shapes or dtypes.
+        Raise if all checkpoints are damaged, or if a checkpoint has a different format or other
+        arrays than `template`. The arrays get the shardings of the arrays in `template`.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):
@@ -188,17 +187,14 @@ class RunFolder:
             if jax.process_index() == 0:
                 for one in damaged:
                     one.rename(one.with_suffix(".damaged"))
+            ledger = Ledger.from_json(json.dumps(manifest["ledger"]))
             return Checkpoint(
-                state,
-                manifest["step"],
-                Ledger.from_json(json.dumps(manifest["ledger"])),
-                manifest["nonce"],
-                manifest["initial"],
+                state, manifest["step"], ledger, manifest["nonce"], manifest["initial"]
             )
         if damaged:
             raise ValueError(
-                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; start "
-                "again in another folder, and add the ε that the run in this folder has spent."
+                f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; "
+                f"{START_AGAIN}."
             )
         return None
 
@@ -214,8 +210,7 @@ class RunFolder:
             got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
-                "resume with the version of optax_lsdp that wrote it, or start again in another "
-                "folder, and add the ε that the run in this folder has spent."
+                f"resume with the version of optax_lsdp that wrote it, or {START_AGAIN}."
             )
         if damage:
             warn_caller(
@@ -233,46 +228,28 @@ class RunFolder:
             return "its files were changed"
         return "" if manifest["plan"] == self._plan.digest else "it belongs to another plan"
 
+    @_quiet_orbax()
     def _read_state(self, name: str, stored: dict[str, str], template: State) -> State:
         """Return the arrays of a checkpoint; raise if they do not match `template`."""
         wanted = _describe(template)
         for place in sorted(wanted | stored):
             if wanted.get(place) != stored.get(place):
+                got, like = (found.get(place, "nothing") for found in (stored, wanted))
                 raise ValueError(
-                    f"`folder` must hold parameters and optimizer state like those of this run, "
-                    f"got {stored.get(place, 'nothing')} at {place!r} in {str(self.path)!r} instead"
-                    f" of {wanted.get(place, 'nothing')}; resume with the same model, optimizer "
-                    "and average, or choose another folder."
+                    "`folder` must hold parameters and optimizer state like those of this run, got "
+                    f"{got} at {place!r} in {str(self.path)!r} instead of {like}; resume with the "
+                    "same model, optimizer and average, or choose another folder."
                 )
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            _without_keys(template),
-        )
-        with _quiet_orbax():
-            found = self._checkpointer.restore(self._arrays_of(name), like)
+        like = describe(_without_keys(template), with_sharding=True)
+        found = self._checkpointer.restore(self._arrays_of(name), like)
         return jax.tree.map(_with_key_of, found, template)
 
+    @_quiet_orbax()
     def close(self) -> None:
         """Close the files and unlock the folder."""
         self.journal.close()
-        with _quiet_orbax():
-            self._checkpointer.close()
+        self._checkpointer.close()
         self._lock.close()
-
-
-@contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
-
-    def keep(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or "orbax" not in record.pathname
-
-    logger = logging.getLogger("absl")
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
 
 
 def _without_keys(state: State) -> PyTree:
@@ -288,11 +265,9 @@ def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
 
 
 def _describe(state: State) -> dict[str, str]:
-    """Return a dict from the path of each array to its dtype and shape."""
-    return {
-        path_name(place): f"{x.dtype}{list(x.shape)}"
-        for place, x in jax.tree.leaves_with_path(state)
-    }
+    """Map the path of each array to its dtype and shape."""
+    leaves = jax.tree.leaves_with_path(describe_arrays(state))
+    return {path_name(path): text for path, text in leaves}
 
 
 def _hash_files(folder: Path) -> dict[str, str]:

@@ -5,19 +5,20 @@ plan's sampler chooses the indices of a batch. In each process, a thread reads t
 process's own devices, one microbatch ahead.
 """
 
-from __future__ import annotations
-
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import check_whole
+from optax_lsdp._trees import describe_arrays
 from optax_lsdp._types import PyTree
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._multihost import Placement, raise_everywhere
@@ -47,10 +48,8 @@ class Source(Protocol):
 class ArrayExamples:
     """Examples in arrays whose first axis counts the examples. Arrays may be memory-mapped.
 
-    Attributes:
-        size: how many examples there are.
-        first: the first example.
-        is_hashed: whether `digest` covers every example.
+    `size` is the number of examples, and `first` is the first example. `is_hashed` says whether
+    `digest` covers every example.
     """
 
     def __init__(self, data: PyTree) -> None:
@@ -82,14 +81,8 @@ class ArrayExamples:
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
         """Return the examples at `indices`, with zeros where the mask is False."""
-
-        def select(path: jax.tree_util.KeyPath, leaf: np.ndarray) -> np.ndarray:
-            rows = np.asarray(leaf[indices])
-            rows[~mask] = 0
-            check_values(describe_path(path), rows, indices)
-            return rows
-
-        return jax.tree.map_with_path(select, self._arrays)
+        rows = jax.tree.map(lambda leaf: leaf[indices[mask]], self._arrays)
+        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
 
     def contains(self, array: np.ndarray) -> bool:
         """Return whether an array equals a whole array of the data, not only a part."""
@@ -121,19 +114,11 @@ class SourceExamples:
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
         """Return the examples at `indices`, with zeros where the mask is False."""
         examples = [self._read_checked(int(index)) for index in indices[mask]]
+        rows = jax.tree.map(lambda _, *leaves: leaves, self.first, *examples)
+        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
 
-        def stack(path: jax.tree_util.KeyPath, first: np.ndarray, *rows: np.ndarray) -> np.ndarray:
-            stacked = np.zeros((len(indices), *first.shape), first.dtype)
-            if rows:
-                stacked[mask] = rows
-            check_values(describe_path(path), stacked, indices)
-            return stacked
-
-        return jax.tree.map_with_path(stack, self.first, *examples)
-
-    def contains(self, array: np.ndarray) -> bool:
+    def contains(self, _: np.ndarray) -> bool:
         """Return False: a source has no array of all examples."""
-        del array
         return False
 
     def digest(self) -> str:
@@ -152,15 +137,12 @@ class SourceExamples:
     def _read_checked(self, index: int) -> PyTree:
         """Return an example; raise if structure, shapes or dtypes differ from the first example."""
         example = as_arrays(self._read(index))
-
-        def describe(tree: PyTree) -> PyTree:
-            return jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)
-
-        if describe(example) != describe(self.first):
+        got, wanted = describe_arrays(example), describe_arrays(self.first)
+        if got != wanted:
             raise DataError(
-                f"`data` must return examples with the same structure, shapes and dtypes as the "
-                f"first one, {describe(self.first)}, got {describe(example)} at index {index}; "
-                "pad or convert the examples in the source."
+                "`data` must return examples with the same structure, shapes and dtypes as the "
+                f"first one, {wanted}, got {got} at index {index}; pad or convert the examples in "
+                "the source."
             )
         return example
 
@@ -174,6 +156,17 @@ def open_data(data: PyTree | Source) -> Examples:
         return ArrayExamples(data)
     check_kind(data)
     return SourceExamples(data)
+
+
+def _pad(
+    indices: np.ndarray, mask: np.ndarray, path: KeyPath, first: np.ndarray, rows: Sequence
+) -> np.ndarray:
+    """Return an array with `rows` where the mask is True, and zeros elsewhere."""
+    padded = np.zeros((len(indices), *first.shape), first.dtype)
+    if len(rows):
+        padded[mask] = rows
+    check_values(describe_path(path), padded, indices)
+    return padded
 
 
 def _check_size(size: int) -> None:
@@ -228,26 +221,18 @@ def describe_microbatch(
 
 
 class Read(NamedTuple):
-    """A microbatch that was read.
+    """A microbatch that was read."""
 
-    Attributes:
-        microbatch: the microbatch, with its arrays on the devices.
-        is_last: whether this microbatch is the last one of its batch.
-        digest: a hash of everything that this process has read of the batch so far. It is empty if
-            the reader does not hash.
-    """
-
-    microbatch: Microbatch
-    is_last: bool
-    digest: str
+    microbatch: Microbatch  # on the devices
+    is_last: bool  # whether it is the last microbatch of its batch
+    digest: str  # hash of what this process has read of the batch so far; "" without hashing
 
 
 class BatchReader:
     """Reads the batches of all steps from `first_step` on, one microbatch after the other.
 
-    The plan's `sampler` chooses the examples. A microbatch has `size` examples, including padding.
-    `key` is derived from the run's key and its nonce. If `hashed`, each `Read` has a digest for the
-    journal.
+    A microbatch has `size` examples, including padding. `key` is derived from the run's key and its
+    nonce. If `hashed`, each `Read` has a digest for the journal.
     """
 
     def __init__(
@@ -266,21 +251,18 @@ class BatchReader:
         self._key = plan.derive_key(key, "examples")
         self._examples, self._size, self._placement = examples, size, placement
         self._thread, self._hashed = thread, hashed
+        self._local_rows = np.full(size, placement.split is None)  # those of this process's devices
+        if placement.split is not None:
+            for where in placement.split.addressable_devices_indices_map((size,)).values():
+                self._local_rows[where] = True
         self._has_x64 = bool(jax.config.read("jax_enable_x64"))  # not inherited by threads
         self._reads = self._read_steps(range(first_step, plan.steps))
         self._upcoming = thread.submit(self._read_one)
 
     def next(self) -> Read:
-        """Return the next microbatch, and start to read the microbatch after it.
-
-        If an example cannot be read in one process, all processes raise.
-        """
-        error: BaseException | None = None
-        try:
+        """Return the next microbatch, and start to read the microbatch after it."""
+        with raise_everywhere():
             read = self._upcoming.result()
-        except Exception as found:
-            error = found
-        raise_everywhere(error)
         self._upcoming = self._thread.submit(self._read_one)
         return read
 
@@ -299,12 +281,9 @@ class BatchReader:
                 yield Read(microbatch, place == count - 1, digest.hexdigest() if digest else "")
 
     def _count(self, mask: np.ndarray) -> int:
-        """Return how many microbatches of a batch to read: all that contain examples.
-
-        If a batch can have several microbatches, read at least two, because the compiled step
-        expects the sums of earlier microbatches.
-        """
+        """Return how many microbatches of a batch to read: all that contain examples."""
         filled = -(-int(mask.sum()) // self._size)  # padding comes after all examples
+        # If there can be several microbatches, the compiled step expects the sums of earlier ones.
         return max(filled, min(2, self.sampler.size // self._size))
 
     def _read(
@@ -315,39 +294,21 @@ class BatchReader:
         mask: np.ndarray,
         digest: hashlib.blake2b | None,
     ) -> Microbatch:
+        """Read the rows of this process's devices."""
+        indices, mask = indices[self._local_rows], mask[self._local_rows]
+        found = self._examples.take(indices, mask)
+        if digest:
+            update_digest(digest, (indices, mask, found))
+        examples, masks = jax.tree.map(self._put, (found, mask))
         key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
-        number, split = np.int32(step), self._placement.split
+        return Microbatch(examples, masks, self._placement.replicate(key), np.int32(step))
 
-        def take(rows: slice) -> PyTree:
-            found = self._examples.take(indices[rows], mask[rows])
-            if digest:
-                update_digest(digest, (indices[rows], mask[rows], found))
-            return found
-
+    def _put(self, rows: np.ndarray) -> jax.Array:
+        """Put rows on the devices of this process."""
+        split = self._placement.split
         if split is None:
-            found = jax.tree.map(jnp.asarray, take(slice(None)))
-            return Microbatch(found, jnp.asarray(mask), key, number)
-
-        def rows_of(where: tuple[slice, ...] | None) -> slice:
-            start, stop, _ = (where or (slice(None),))[0].indices(self._size)
-            return slice(start, stop)
-
-        parts: dict[int, PyTree] = {}  # examples and mask of each local device, by the first row
-        for where in split.addressable_devices_indices_map((self._size,)).values():
-            rows = rows_of(where)
-            if rows.start not in parts:
-                parts[rows.start] = take(rows), mask[rows]
-
-        def spread(like: np.ndarray, *shards: np.ndarray) -> jax.Array:
-            by_start = dict(zip(parts, shards, strict=True))
-            dtype = jax.dtypes.canonicalize_dtype(like.dtype)  # no warning, like jnp.asarray
-            return jax.make_array_from_callback(
-                (self._size, *like.shape),
-                split,
-                lambda where: by_start[rows_of(where).start].astype(dtype, copy=False),
-                dtype=dtype,
-            )
-
-        like = self._examples.first, np.zeros((), bool)
-        found, masks = jax.tree.map(spread, like, *parts.values())
-        return Microbatch(found, masks, self._placement.replicate(key), number)
+            return jnp.asarray(rows)
+        dtype = jax.dtypes.canonicalize_dtype(rows.dtype)  # as jnp.asarray does, without a warning
+        whole = np.zeros((self._size, *rows.shape[1:]), dtype)
+        whole[self._local_rows] = rows
+        return jax.make_array_from_callback(whole.shape, split, whole.__getitem__)

@@ -3,12 +3,10 @@
 The format is NumPy's .npz, one array per leaf, named by its path in the tree.
 """
 
-from __future__ import annotations
-
 import unicodedata
 import zipfile
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +21,7 @@ from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._progress import StepReport
 
 _LONGEST = 1000  # the largest number of characters in a name
-# Errors that NumPy and zipfile raise for other files. A malformed header raises SyntaxError, and an
-# unknown compression raises NotImplementedError.
+# NumPy and zipfile raise these errors if `export_params` did not write the file.
 _UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -38,15 +35,12 @@ def export_params(path: Path | str, params: optax.Params) -> None:
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:
     clipped sums, per-example losses and norms, reports to callbacks, and keys. But an array that
-    was taken out of such an object looks like a parameter, and cannot be refused.
+    was taken out of such an object looks like a parameter, and cannot be refused. A name that a
+    program could read as a path to another place is refused, too.
 
     Args:
         path: the file. If its name does not end in ".npz", this suffix is appended.
-        params: a tree of arrays.
-
-    Raises:
-        ValueError: if `params` holds a private object or a leaf that is not a floating-point array,
-            or if a program could read the name of a leaf as a path to another place.
+        params: a tree of floating-point arrays.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -89,13 +83,8 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
     """Return the parameters in a file of `export_params`, with structure and dtypes of `like`.
 
-    Args:
-        path: the file, as passed to `export_params`.
-        like: a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`.
-
-    Raises:
-        ValueError: if names or shapes in the file differ from those of `like`, or if
-            `export_params` did not write the file.
+    `like` is a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`. Raise if
+    names or shapes in the file differ from those of `like`.
 
     >>> import tempfile
     >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -143,10 +132,8 @@ def _why_private(part: object) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy.
-
-    Names may differ only in case: NumPy distinguishes W and w, and models use both.
-    """
+    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy."""
+    # Names that differ only in case are safe: NumPy distinguishes W and w, and models use both.
     has_odd_character = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
     has_drive = name[1:2] == ":" and name[0].isalpha()
     has_odd_part = not {"", ".", ".."}.isdisjoint(name.split("/"))
@@ -161,19 +148,13 @@ def _check_name(name: str) -> None:
     )
 
 
-class _Unread(NamedTuple):
-    """An array in the file that was not read, because its name or shape is not wanted."""
-
-    shape: tuple[int, ...]
-
-
-def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray | _Unread]:
-    """Return the arrays of a file. For arrays that do not match `shapes`, return only the shape.
+def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+    """Return the arrays of a file, but zeros that need no memory for arrays not in `shapes`.
 
     So a malicious file cannot use more memory than the wanted arrays need, neither with a wrong
     header nor with compressed content.
     """
-    found: dict[str, np.ndarray | _Unread] = {}
+    found: dict[str, np.ndarray] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
         for member in archive.namelist():
             name = member.removesuffix(".npy")
@@ -186,7 +167,7 @@ def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarra
                 shape, _, dtype = _READ_HEADER[version](content)
             if dtype.kind not in "fc":
                 raise ValueError(f"{name[:_LONGEST]!r} holds {dtype}, not floating-point numbers")
-            found[name] = _Unread(shape)
+            found[name] = np.broadcast_to(np.float32(0), shape)
             if shapes.get(name) == shape:
                 with archive.open(member) as content:
                     found[name] = np.lib.format.read_array(content, allow_pickle=False)

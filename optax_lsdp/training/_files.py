@@ -4,8 +4,6 @@ Checkpoints hold the noise key, and whoever has the key can subtract the noise. 
 run is closed to other users.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -24,17 +22,16 @@ _FILES_OF_A_RUN = re.compile(
     r"|\d{4}-\d{9}\.(json|draft|damaged)"
 )
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
+START_AGAIN = "start again in another folder, and add the ε of the plan in this folder"
 _LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def make_private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter; return its path without symbolic links.
 
-    A new folder gets mode 0700. If other users have permissions on an existing folder and it holds
-    only files of a run, remove these permissions and warn. If it holds other files, raise a
-    ValueError, because other users may need these files, as in a home directory. A folder of
-    another user raises a ValueError too. If the file system stores no permissions, warn that
-    nothing protects the noise key.
+    If other users have permissions on an existing folder, remove these permissions and warn. Raise
+    if the folder belongs to another user, or if it holds files that are not part of a run, because
+    other users may need these files. Warn if the file system stores no permissions.
     """
     path = path.resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -42,8 +39,7 @@ def make_private_folder(path: Path) -> Path:
     if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
         raise ValueError(
             f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
-            "read the noise key in its checkpoints; choose a new folder, which may be inside this "
-            "folder."
+            "read the noise key in its checkpoints; choose a new folder, perhaps inside this one."
         )
     if _mode(path) & _OTHERS:
         _close_to_others(path)
@@ -66,7 +62,7 @@ def _close_to_others(path: Path) -> None:
     if strays:
         raise ValueError(
             f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
-            "a new folder, which may be inside this folder, or change the mode to 0700."
+            "a new folder, perhaps inside this folder, or change the mode to 0700."
         )
     try:
         path.chmod(before & ~_OTHERS)
@@ -142,14 +138,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 def cannot_write(folder: Path, error: BaseException) -> OSError:
     """Return the error to raise if a run cannot write to its folder; it states the true reason."""
-    is_full = any(  # Orbax reports system errors as text
-        getattr(error, "errno", None) == number or os.strerror(number) in str(error)
-        for number in _DISK_IS_FULL
-    )
-    if is_full:
-        demand, remedy = "have room for journal and checkpoints", "free some space"
-    else:
-        demand, remedy = "accept journal and checkpoints", "correct this error"
+    demand, remedy = "accept journal and checkpoints", "correct this error"
+    for number in _DISK_IS_FULL:
+        if number == getattr(error, "errno", None) or os.strerror(number) in str(error):
+            # Orbax reports errors of the operating system only as text.
+            demand, remedy = "have room for journal and checkpoints", "free some space"
     return OSError(
         f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
         f"{remedy} and call `fit` again: the run resumes from its last checkpoint."

@@ -4,8 +4,6 @@ If the fingerprint is unchanged, a resumed run repeats its steps exactly. If any
 run must restart with new noise; see `_resume.py`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -22,26 +20,19 @@ from optax_lsdp._keys import is_key
 from optax_lsdp._types import PyTree
 from optax_lsdp.training._data import Examples, update_digest
 from optax_lsdp.training._multihost import gather_text
+from optax_lsdp.training._validation import warn_caller
 
 _PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
 
 
 class Compiler:
-    """Compiles the functions of a run, and hashes what they compute.
-
-    Attributes:
-        digest: the hash of all functions compiled so far.
-    """
+    """Compiles the functions of a run. `digest` is a hash of everything that they compute."""
 
     def __init__(self, examples: Examples | None = None) -> None:
         self.digest, self._examples = hashlib.blake2b(), examples
 
     def compile(self, function: jax.stages.Wrapped, *arguments: PyTree) -> jax.stages.Compiled:
-        """Compile a jitted function for these arguments, and hash its program and constants.
-
-        Raises:
-            ValueError: if the function closes over all examples.
-        """
+        """Compile and hash a jitted function. Raise if it closes over an array of all examples."""
         traced = function.trace(*arguments)
         for constant in constants(traced.jaxpr):  # JAX may omit constants from the program's text
             constant = jnp.asarray(constant)
@@ -85,19 +76,28 @@ def compute_fingerprint(
 
 
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
-    """Return hashes of a run's initial parameters and optimizer state, without its keys.
+    """Return hashes of a run's initial parameters and optimizer state, without its keys."""
 
-    With several processes, return an empty dict, because each process holds only a part of the
-    arrays.
-    """
-    if jax.process_count() > 1:
-        return {}
-    hashes = {}
-    for name, tree in (("params", params), ("optimizer", optimizer_state)):
+    def hash_arrays(tree: PyTree) -> str:
         digest = hashlib.blake2b(digest_size=16)
         update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
-        hashes[name] = digest.hexdigest()
-    return hashes
+        return digest.hexdigest()
+
+    if jax.process_count() > 1:
+        return {}  # each process holds only a part of the arrays
+    return {"params": hash_arrays(params), "optimizer": hash_arrays(optimizer_state)}
+
+
+def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
+    """Warn if hashes of `hash_initial` differ: a resumed run ignores what was `passed` to it."""
+    remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
+    for name, digest in passed.items():
+        if initial.get(name, digest) != digest:
+            warn_caller(
+                f"`{name}`{remark.get(name, '')} should be the same as when the run in this folder "
+                "began, got a different value, which the resumed run ignores; choose another "
+                "folder to train with the new value."
+            )
 
 
 def _hash(*texts: str) -> str:

@@ -5,15 +5,13 @@ read a batch, announce the step in the journal, take the step, record it in the 
 save a checkpoint.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import get_args
 
 import jax
@@ -30,31 +28,22 @@ from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
-from optax_lsdp.training._fingerprint import Compiler, compute_fingerprint, hash_initial
-from optax_lsdp.training._journal import FIRST_NONCE
-from optax_lsdp.training._multihost import (
-    Placement,
-    any_process,
-    broadcast_fresh_key,
-    raise_everywhere,
-)
-from optax_lsdp.training._progress import (
-    Callback,
-    FitResult,
-    LossMonitor,
-    ProgressBar,
-    StepReport,
-    Stopped,
-    call_all,
-    check_callbacks,
+from optax_lsdp.training._fingerprint import (
+    Compiler,
+    compute_fingerprint,
+    hash_initial,
     warn_if_ignored,
 )
-from optax_lsdp.training._resume import Account, Run, Start
+from optax_lsdp.training._journal import FIRST_NONCE
+from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
+from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._resume import Run, Start
 from optax_lsdp.training._step import (
     Average,
     CompiledStep,
     State,
     describe,
+    explain_out_of_memory,
     initial_average,
     make_step,
 )
@@ -85,11 +74,10 @@ def fit(
         plan: the privacy budget, and how to spend it.
         loss_fn: a function `loss_fn(params, example)` that returns the scalar loss of one example.
             The example has no batch axis. For dropout or `average_views`, write a loss with a third
-            argument, `key`; `fit` passes a different key for each example. Batch normalisation is
-            refused. `check_model` finds problems of a loss on public examples. See also
-            `mixed_precision` and `keep_batch_axis`. If the loss of a batch is not finite, `fit`
-            warns once. This warning depends on private data, so release no log that contains it.
-            Examples whose gradient is not finite contribute nothing.
+            argument, `key`; `fit` passes a different key for each example. See also `check_model`,
+            `mixed_precision` and `keep_batch_axis`. Batch normalisation is refused. Examples whose
+            gradient is not finite contribute nothing. If the loss of a batch is not finite, `fit`
+            warns once. The warning depends on private data, so release no log that contains it.
         params: the initial parameters. If they are on a mesh, they keep their sharding.
         data: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis of
             each array counts the examples. `data` can also be a list of examples, or a source of
@@ -102,27 +90,25 @@ def fit(
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
         microbatch_size: how many examples to differentiate at a time, a multiple of the number of
             devices. A smaller number needs less memory. Microbatches that contain only padding are
-            skipped. This saves time, because Poisson batches have room for more examples than most
-            batches contain. But the duration of a step then reveals the size of its batch.
+            skipped. This saves time, but the duration of a step then reveals the size of its batch.
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
-            key, so keep the folder as secret as the data. To release the parameters, write them
-            with `export_params`. If other users have permissions on the folder, `fit` removes these
-            permissions and warns, or raises an error.
+            key, so keep the folder as secret as the data. If other users have permissions on it,
+            `fit` removes these permissions and warns, or raises an error. To release parameters,
+            write them with `export_params`.
         save_every: how many steps to take between two checkpoints.
         callbacks: functions that receive a `StepReport` after each step. If a callback raises
-            `StopTraining`, the run ends, and `fit` saves it and returns the result so far. If a
-            callback raises any other exception, the run stops as after a crash. It can be resumed
-            from its last checkpoint. Callbacks then receive the reports of all steps after this
-            checkpoint again.
+            `StopTraining`, `fit` saves the run and returns the result so far. After any other
+            exception, the run stops as after a crash. When it is resumed from its last checkpoint,
+            callbacks receive the reports of all steps after this checkpoint again.
         progress: whether to show a progress bar.
         key: the random key of a new run. The default is a fresh key. A resumed run ignores `key`
             and keeps the key with which it began.
 
     If a run was killed, call `fit` again with the same folder. The run continues from its last
-    checkpoint. If nothing has changed, it ends with exactly the same parameters as without the
-    interruption. If data, code, package versions or devices have changed, it draws new noise, and
-    steps after the checkpoint whose results may have been seen count twice.
+    checkpoint, and ends with exactly the same parameters as without the interruption. If data,
+    code, package versions or devices have changed, it draws new noise, and steps after the
+    checkpoint whose results may have been seen count twice.
 
     On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
     then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.
@@ -130,6 +116,8 @@ def fit(
     Raises:
         DataError: if an example cannot be read or used. The message names the index of the example.
             The run can be resumed.
+        MemoryError: if a step needs more memory than the devices have. The message names a
+            `microbatch_size` that fits.
 
     >>> import jax.numpy as jnp
     >>> from optax_lsdp import PrivacyPlan
@@ -187,23 +175,34 @@ def fit(
                 warn_if_ignored(initial, saved.initial)
                 state = saved.state  # frees the memory of the initial state
         compiler = Compiler(examples)
-        program = CompiledStep(
-            make_step(plan, loss_fn, make_private(state.key), average, clip_style),
-            state,
-            describe_microbatch(examples, size, state.key, placement),
-            count=plan.sampler(state.key, multiple_of=size).size // size,
-            compile=compiler.compile,
-            replicated=placement.replicated,
-        )
+        step = make_step(plan, loss_fn, make_private(state.key), average, clip_style)
+        shapes_of_state = describe(state, mesh is not None)
+
+        def compile_step(size: int) -> CompiledStep:
+            return CompiledStep(
+                step,
+                shapes_of_state,
+                describe_microbatch(examples, size, shapes_of_state.key, placement),
+                count=-(-plan.room // size),
+                compile=compiler.compile,
+                replicated=placement.replicated,
+                guard=guard,
+            )
+
+        guard = partial(explain_out_of_memory, size, placement.devices, compile_step)
+        with guard():
+            program = compile_step(size)
         # This check comes after the compiler's, which names a loss that closes over the data.
         check_uses_params(loss, shapes)
         fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
         run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
         start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, initial), saved)
-        with _stop_signals() as stop:
-            result = _train(run, start, save_every, callbacks, progress, stop)
-        if stop.number == signal.SIGINT:
+        first = start.checkpoint.step
+        reporter = Reporter(callbacks, steps=plan.steps, step=first, bar=progress)
+        with _stop_signals() as received:
+            result = _train(run, start, save_every, reporter, received)
+        if signal.SIGINT in received:
             raise KeyboardInterrupt
         return result
 
@@ -224,22 +223,16 @@ def _initial_state(
 
 
 def _train(
-    run: Run,
-    start: Start,
-    save_every: int,
-    callbacks: Sequence[Callback],
-    progress: bool,
-    stop: _StopSignal,
+    run: Run, start: Start, save_every: int, reporter: Reporter, signals: list[int]
 ) -> FitResult:
-    """Take the remaining steps, as far as the budget covers them."""
+    """Take the remaining steps, as far as the budget covers them; stop if there are `signals`."""
     at, account, reader = start
     program, folder = run.program, run.folder
-    bar, monitor = ProgressBar(run.plan.steps, at.step, visible=progress), LossMonitor()
     wants_stop, is_between_steps = False, True
     try:
-        with bar.bar:
+        with reporter.bar:
             while at.step < account.last_step:
-                if any_process(stop.is_set() or wants_stop):
+                if any_process(bool(signals) or wants_stop):
                     break
                 sums, batch = None, reader.next()
                 while not batch.is_last:
@@ -250,18 +243,18 @@ def _train(
                         at, account, reader = run.restart(folder, at, ["data"])
                         continue
                     # Announce the step before taking it, so that it counts even after a crash.
-                    is_hashed = run.examples.is_hashed
-                    folder.journal.record(at.step, batch.digest, sync=not is_hashed)
+                    folder.journal.record(at.step, batch.digest, sync=not run.examples.is_hashed)
                 is_between_steps = False
                 # Compiled: clip, add noise, smooth, update, average.
                 state, loss = program.take(at.state, sums, batch.microbatch)
                 account.record(at.step)
                 at = at._replace(state=state, step=at.step + 1)
-                wants_stop = _report(at, account, loss, callbacks, bar)
+                is_last = at.step == account.last_step
+                wants_stop = reporter.report(at.step, state, loss, account.epsilon, is_last)
                 is_between_steps = True
                 is_due = at.step % save_every == 0
-                if is_due or at.step in (account.first_step + 1, account.last_step):
-                    monitor.check(loss, at.step)
+                if is_due or is_last or at.step == account.first_step + 1:
+                    reporter.check_loss(loss, at.step)
                 if is_due:
                     run.save(at)
     finally:
@@ -274,57 +267,23 @@ def _train(
     return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
 
 
-def _report(
-    at: Checkpoint,
-    account: Account,
-    loss: jax.Array,
-    callbacks: Sequence[Callback],
-    bar: ProgressBar,
-) -> bool:
-    """Show a step and call all callbacks; return whether a callback raised `StopTraining`.
-
-    If a callback fails in one process, all processes raise.
-    """
-    error, wants_stop = None, False
-    try:
-        bar.show(at.step, account.epsilon, last=at.step == account.last_step)
-        if callbacks:
-            epsilon = account.epsilon(at.step)
-            report = StepReport(at.step, at.state.params, at.state.average, epsilon, loss)
-            wants_stop = call_all(callbacks, report)
-    except Exception as found:
-        error = found
-    raise_everywhere(error)
-    return wants_stop
-
-
-class _StopSignal(threading.Event):
-    """An event that SIGTERM or Ctrl-C sets. `number` is the number of the signal."""
-
-    number: int | None = None
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """Record a signal. If an earlier signal was recorded, stop at once on Ctrl-C."""
-        del frame
-        if self.is_set() and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.number = number
-        self.set()
-
-
 @contextmanager
-def _stop_signals() -> Iterator[_StopSignal]:
-    """Let SIGTERM and Ctrl-C set an event.
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and Ctrl-C in a list, instead of stopping. A second Ctrl-C stops at once."""
+    received: list[int] = []
 
-    Outside of the main thread, where Python allows no signal handlers, nothing sets the event.
-    """
-    stop = _StopSignal()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {n: signal.signal(n, stop.handle) for n in (signal.SIGTERM, signal.SIGINT)}
+    def handle(number: int, frame: object) -> None:
+        del frame
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    # Python allows signal handlers only in the main thread.
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield stop
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

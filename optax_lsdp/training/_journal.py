@@ -1,32 +1,30 @@
 """The journal of a run: it announces each step in advance, so that every step counts after a crash.
 
-If a run repeats a step with the same key and the same clipped sum, the result is the same, and the
-repetition costs no privacy. With the same key and a different sum, the two results would reveal the
-difference of the sums. So the journal stores the fingerprint of the run, and a hash of the examples
-that each step has read. If the fingerprint or a hash has changed, the run restarts with a new
-nonce. The nonce gives new noise and new batches, and the steps that the run repeats count twice.
+A repeated step with the same key and the same clipped sum has the same result, and costs no
+privacy. With a different sum, the two results would reveal the difference of the sums. So the
+journal stores the fingerprint of the run, and a hash of the examples that each step has read. If
+one of them has changed, the run restarts with a new nonce. The nonce gives new noise and new
+batches, and the steps that the run repeats count twice.
 
 The files hold one JSON object per line:
 
-- `journal.jsonl`, written by the first process, has a line with `nonce`, `fingerprint` and `start`
-  for each start or restart. It also has lines with a number `announced`: the run may have taken all
-  steps below this number.
-- `examples-<process>.jsonl`, written by each process, has a line per step with `nonce`, `step` and
-  `examples`, the hash of the examples that the process has read for this step.
+- `journal.jsonl`, of the first process: `nonce`, `fingerprint` and `start` for each start or
+  restart, and `announced`, a number. The run may have taken all steps below this number.
+- `examples-<process>.jsonl`: `nonce`, `step` and `examples` for each step. `examples` is the hash
+  of the examples that the process has read for this step.
 """
-
-from __future__ import annotations
 
 import json
 import os
 import secrets
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from optax_lsdp.training._files import cannot_write
+from optax_lsdp.training._files import START_AGAIN, cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
@@ -34,30 +32,34 @@ FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key d
 
 
 class Journal:
-    """The journal in a folder. The first process reads it and sends its lines to all processes.
-
-    One line announces several steps, about a hundredth of all `steps`, because writing it waits for
-    the disk.
-    """
+    """The journal in a folder. The first process reads it and sends its lines to all processes."""
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder = folder
+        # One line announces a hundredth of all steps, because writing it waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
         self._digests: dict[int, str] = {}  # step → hash, for steps that may be repeated
         self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
-        for line in json.loads(broadcast_text(json.dumps(self._shared.read()))):
-            if "nonce" in line:
-                self._seen[line["nonce"]] = range(line["start"], line["start"])
-                self._fingerprint = line.get("fingerprint", {})
-            else:
-                start = self._seen[self.nonce].start
-                self._seen[self.nonce] = range(start, line["announced"])
-        for line in self._own.read():
-            if line["nonce"] == self.nonce:
-                self._digests[line["step"]] = line["examples"]
+        shared = json.loads(broadcast_text(json.dumps(self._shared.read())))
+        self._shared.apply(self._read_shared, shared)
+        self._own.apply(self._read_own, self._own.read())
+
+    def _read_shared(self, line: dict[str, Any]) -> None:
+        if "nonce" in line:
+            self._seen[line["nonce"]] = range(line["start"], line["start"])
+            self._fingerprint = dict(line.get("fingerprint", {}))
+        elif not self._seen:
+            raise KeyError("nonce")
+        else:
+            start = self._seen[self.nonce].start
+            self._seen[self.nonce] = range(start, line["announced"])
+
+    def _read_own(self, line: dict[str, Any]) -> None:
+        if line["nonce"] == self.nonce:
+            self._digests[line["step"]] = line["examples"]
 
     @property
     def nonce(self) -> str:
@@ -98,13 +100,10 @@ class Journal:
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
-        """Announce a step. This must happen before its result can be seen.
+        """Announce a step, with a hash of the examples that this process has read for it.
 
-        Args:
-            step: the number of the step, from 0.
-            digest: a hash of the examples that this process has read for the step.
-            sync: whether to wait until the digest is on the disk. Waiting is necessary if the
-                fingerprint does not cover all examples.
+        This must happen before the result of the step can be seen. With `sync`, wait until the hash
+        is on the disk. This is necessary if the fingerprint does not cover all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
@@ -128,8 +127,7 @@ class Journal:
         if nonce not in self._seen:
             raise ValueError(
                 f"`folder` must hold the journal that belongs to its checkpoints, got a different "
-                f"journal in {str(self.folder)!r}, so the privacy spent is unknown; start again in "
-                "another folder, and add the ε of the plan in this folder."
+                f"journal in {str(self.folder)!r}, so the privacy spent is unknown; {START_AGAIN}."
             )
         return self._seen[nonce]
 
@@ -183,12 +181,24 @@ class _Lines:
             if not isinstance(line, dict):
                 raise ValueError("not an object")
         except ValueError as error:  # from JSON or Unicode
-            raise ValueError(
-                f"`folder` must hold an intact journal, got {text[:40]!r} in line {number} of "
-                f"{self._path}; start again in another folder, and add the ε of the plan in this "
-                "folder."
-            ) from error
+            raise self._damaged(repr(text[:40]), number) from error
         return line
+
+    def apply(self, read: Callable[[dict[str, Any]], None], lines: list[dict[str, Any]]) -> None:
+        """Call `read` on each line. Raise if a key is missing, or if a value has a wrong type."""
+        for number, line in enumerate(lines, 1):
+            try:
+                read(line)
+            except KeyError as error:
+                raise self._damaged(f"no {error}", number) from error
+            except (TypeError, ValueError) as error:
+                raise self._damaged(str(line)[:40], number) from error
+
+    def _damaged(self, got: str, number: int) -> ValueError:
+        return ValueError(
+            f"`folder` must hold an intact journal, got {got} in line {number} of {self._path}; "
+            f"{START_AGAIN}."
+        )
 
     def close(self) -> None:
         """Close the file."""

@@ -1,11 +1,11 @@
 """Agreement between the processes of a run, and the placement of arrays on their devices.
 
 A run may span several processes, each with its own devices. All processes must agree on what to do
-next. For this, the functions here broadcast, gather and compare values. With one process, they
-return at once.
+next. For this, the functions here broadcast, gather and compare values.
 """
 
-from __future__ import annotations
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -17,18 +17,12 @@ from optax_lsdp._keys import fresh_key, is_key
 
 
 class Placement:
-    """Where the arrays of a run are placed: on one device, or on all devices of a mesh.
-
-    Attributes:
-        mesh: the mesh, or None.
-        devices: how many devices share a batch.
-        split: the sharding of an array whose rows are split over all devices; None without a mesh.
-        replicated: the sharding of an array with a full copy on every device; None without a mesh.
-    """
+    """Where the arrays of a run are placed: on one device, or on all devices of a mesh."""
 
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
         self.devices = 1 if mesh is None else mesh.size
+        # The shardings of arrays whose rows are split, and of arrays with a copy on every device.
         self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
         self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
 
@@ -49,8 +43,6 @@ class Placement:
 
 def broadcast_text(text: str) -> str:
     """Return the first process's `text`, in every process."""
-    if jax.process_count() == 1:
-        return text
     sent = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     buffer = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)
@@ -59,43 +51,30 @@ def broadcast_text(text: str) -> str:
 
 def gather_text(text: str) -> str:
     """Return the joined texts of all processes. All texts must have the same length."""
-    if jax.process_count() == 1:
-        return text
     sent = np.frombuffer(text.encode(), np.uint8)
     return bytes(np.asarray(multihost_utils.process_allgather(sent)).ravel()).decode()
 
 
 def broadcast_fresh_key() -> jax.Array:
     """Return a fresh key, the same in every process."""
-    key = fresh_key()
-    if jax.process_count() == 1:
-        return key
-    data = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(key)))
+    data = multihost_utils.broadcast_one_to_all(np.asarray(jax.random.key_data(fresh_key())))
     return jax.random.wrap_key_data(jnp.asarray(np.asarray(data)))
 
 
 def any_process(flag: bool) -> bool:
     """Return whether `flag` is true in any process."""
-    if jax.process_count() == 1:
-        return flag
     return bool(np.any(multihost_utils.process_allgather(np.array(flag))))
 
 
-def raise_everywhere(error: BaseException | None) -> None:
-    """If any process has an error, raise in all processes.
-
-    A process that has no error itself raises a RuntimeError.
-    """
-    if not any_process(error is not None):
-        return
-    if error is None:
-        raise RuntimeError(
+@contextmanager
+def raise_everywhere() -> Iterator[None]:
+    """If the body of the `with` statement raises in one process, raise in all processes."""
+    error = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    if any_process(error is not None):
+        raise error or RuntimeError(
             "another process has failed; read the error in the output of that process."
         )
-    raise error
-
-
-def barrier(name: str) -> None:
-    """Wait until all processes have reached this call."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)

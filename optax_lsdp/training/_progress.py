@@ -1,6 +1,4 @@
-"""The output of a run: reports to callbacks, the progress bar, warnings, and the result."""
-
-from __future__ import annotations
+"""The output of a run: reports to callbacks, the progress bar, a warning, and the result."""
 
 import inspect
 import time
@@ -8,14 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from tqdm import tqdm
 
-from optax_lsdp._trees import dtype_name, path_name
+from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.training._multihost import raise_everywhere
+from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
 
 Stopped = Literal["done", "budget", "callback", "signal"]
@@ -32,9 +31,8 @@ class StepReport(NamedTuple):
         params: the parameters. The next step reuses their memory, so copy parameters that you keep.
         average: the average of the parameters, or an empty tuple.
         epsilon: the ε spent so far, at the plan's δ.
-        private_loss: the sum of the batch's losses, divided by the expected batch size. This loss
-            has no noise: use it only if you may look at the data, and release nothing that depends
-            on it.
+        private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
+            noise: use it only if you may see the data, and release nothing that depends on it.
     """
 
     step: int
@@ -44,11 +42,9 @@ class StepReport(NamedTuple):
     private_loss: jax.Array
 
     def __repr__(self) -> str:
-        return (
-            f"StepReport(step={self.step}, params=<{_summary(self.params)}>, "
-            f"average=<{_summary(self.average)}>, epsilon={self.epsilon:.6g}, "
-            "private_loss=<private>)"
-        )
+        params, average = _summary(self.params), _summary(self.average)
+        text = f"step={self.step}, params=<{params}>, average=<{average}>"
+        return f"StepReport({text}, epsilon={self.epsilon:.6g}, private_loss=<private>)"
 
 
 class FitResult(NamedTuple):
@@ -70,18 +66,16 @@ class FitResult(NamedTuple):
     stopped: Stopped
 
     def __repr__(self) -> str:
-        return (
-            f"FitResult(params=<{_summary(self.params)}>, average=<{_summary(self.average)}>, "
-            f"steps={self.steps}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
-        )
+        params, average = _summary(self.params), _summary(self.average)
+        text = f"params=<{params}>, average=<{average}>, steps={self.steps}"
+        return f"FitResult({text}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
 
 
 class StopTraining(Exception):
     """Raise this in a callback to end a run. `fit` saves the run and returns the result so far.
 
-    The other callbacks still receive the report of this step. The run can be resumed from its
-    folder. The result reveals at which step the run stopped. So decide when to stop from public
-    data only, never from `private_loss`.
+    The other callbacks still receive the report of this step, and the run can be resumed. The
+    result reveals at which step it stopped, so decide from public data, never from `private_loss`.
 
     >>> def stop_after_100(report):
     ...     if report.step == 100:
@@ -110,32 +104,41 @@ def check_callbacks(callbacks: object) -> None:
             ) from error
 
 
-def call_all(callbacks: Sequence[Callback], report: StepReport) -> bool:
-    """Pass a report to all callbacks; return whether a callback raised `StopTraining`."""
-    stops = False
-    for callback in callbacks:
-        try:
-            callback(report)
-        except StopTraining:
-            stops = True
-    return stops
+class Reporter:
+    """Reports the steps of a run to the callbacks, in the progress bar, and by a warning."""
 
+    def __init__(self, callbacks: Sequence[Callback], *, steps: int, step: int, bar: bool) -> None:
+        self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not bar)
+        self._callbacks, self._due, self._has_warned = callbacks, 0.0, False
 
-class LossMonitor:
-    """Warns if the loss of a batch is not finite, at most once in a run.
+    def report(
+        self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float], last: bool
+    ) -> bool:
+        """Report a step, and return whether a callback raised `StopTraining`.
 
-    If a wrong label makes the loss NaN, the run goes on. Without this warning, nobody would notice.
-    The warning reveals one bit about private data, which ε does not cover. So the warning is only
-    for users who may look at the data, and its text says that it depends on private data. It is
-    stored nowhere. The training loop calls `check` only where it waits for the devices anyway: at
-    its first step, at checkpoints, and at its last step.
-    """
+        The bar changes at most ten times a second, but always if this is the last step. If any
+        other exception is raised in one process, all processes raise.
+        """
+        wants_stop = False
+        with raise_everywhere():
+            now = time.monotonic()
+            if not self.bar.disable and (now >= self._due or last):
+                self._due, self.bar.n = now + _REFRESH_SECONDS, step
+                # No loss, which is private: bars end up in logs.
+                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}")
+            for callback in self._callbacks:
+                try:
+                    callback(StepReport(step, state.params, state.average, epsilon(step), loss))
+                except StopTraining:
+                    wants_stop = True
+        return wants_stop
 
-    def __init__(self) -> None:
-        self._has_warned = False
+    def check_loss(self, loss: jax.Array, step: int) -> None:
+        """Warn if the loss of a step is not finite, at most once in a run.
 
-    def check(self, loss: jax.Array, step: int) -> None:
-        """Warn if the loss of a step is not finite, unless this monitor has already warned."""
+        Without a warning, nobody would notice a loss that a wrong label makes NaN. The warning
+        depends on private data, so it is only for users who may see the data, as its text says.
+        """
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True
@@ -147,70 +150,9 @@ class LossMonitor:
         )
 
 
-class ProgressBar:
-    """A progress bar with ε. It omits the loss: the loss is private, and bars end up in logs."""
-
-    def __init__(self, steps: int, step: int, *, visible: bool) -> None:
-        self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not visible)
-        self._due = 0.0
-
-    def show(self, step: int, epsilon: Callable[[int], float], *, last: bool) -> None:
-        """Show the step and its ε, at most ten times a second, but always if `last`."""
-        now = time.monotonic()
-        if self.bar.disable or (now < self._due and not last):
-            return
-        self._due, self.bar.n = now + _REFRESH_SECONDS, step
-        self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}")
-
-
 def _summary(tree: PyTree) -> str:
-    """Return names, dtypes and shapes of a tree's arrays, for at most `_NAMED_ARRAYS` arrays."""
-    leaves = jax.tree.leaves_with_path(tree)
-    arrays = [
-        f"{path_name(path)} {dtype_name(x)}{list(jnp.shape(x))}".strip() for path, x in leaves
-    ]
+    """Return names, dtypes and shapes of a tree's first arrays."""
+    leaves = jax.tree.leaves_with_path(describe_arrays(tree))
+    arrays = [f"{path_name(path)} {text}".strip() for path, text in leaves]
     more = f", and {len(arrays) - _NAMED_ARRAYS} more" if len(arrays) > _NAMED_ARRAYS else ""
     return (", ".join(arrays[:_NAMED_ARRAYS]) or "nothing") + more
-
-
-def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn that a resumed run ignores changed initial `params` or optimizer state.
-
-    Args:
-        passed: hashes of the arguments of this call, by name.
-        initial: hashes of the arguments with which the run began, by name.
-    """
-    for name, digest in passed.items():
-        if initial.get(name, digest) != digest:
-            remark = (
-                "" if name == "params" else " (its initial state, which may hold hyper-parameters)"
-            )
-            warn_caller(
-                f"`{name}`{remark} should be the same as when the run in this folder began, got "
-                "a different value, which the resumed run ignores; choose another folder to train "
-                "with the new value."
-            )
-
-
-def warn_of_restart(
-    changed: Sequence[str], step: int, *, repeated: int, last_step: int, steps: int
-) -> None:
-    """Warn that a run restarts because something has changed, and name the consequences.
-
-    Args:
-        changed: what has changed.
-        step: the step at which the run restarts.
-        repeated: how many steps count although the result does not contain them.
-        last_step: the step at which the run will end.
-        steps: how many steps were planned.
-    """
-    begin = f"The run in this folder was made with different {', '.join(changed)}: "
-    if step == steps:
-        warn_caller(
-            f"{begin}it is finished and returned unchanged; choose another folder to train again."
-        )
-        return
-    warn_caller(
-        f"{begin}it restarts from step {step} with new noise, counts {repeated} more steps than "
-        f"its result contains, and ends at step {last_step} of {steps}."
-    )

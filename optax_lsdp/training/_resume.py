@@ -5,8 +5,6 @@ the same noise, so these steps count once. Otherwise the run restarts: a new non
 and new batches. Steps after the checkpoint whose results may have been seen then count twice.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -21,21 +19,18 @@ from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import BatchReader, Examples
+from optax_lsdp.training._files import START_AGAIN
 from optax_lsdp.training._multihost import Placement
-from optax_lsdp.training._progress import warn_of_restart
 from optax_lsdp.training._step import CompiledStep, with_noise_key
+from optax_lsdp.training._validation import warn_caller
 
 
 class Account:
     """The steps that a run has spent, and the step until which its budget lasts.
 
-    `order_start` is the step at which the run last started or restarted. A restart draws new
-    batches.
-
-    Attributes:
-        ledger: all steps that count, some of them twice. `record` appends a step.
-        first_step: the step at which the run starts, resumes or restarts.
-        last_step: the step at which the run must end, because the plan or the budget ends there.
+    `ledger` has all steps that count, some of them twice. The run starts, resumes or restarts at
+    `first_step`. It must end at `last_step`, where the plan or the budget ends. `order_start` is
+    the step at which the run last started or restarted, and drew new batches.
     """
 
     def __init__(
@@ -51,14 +46,12 @@ class Account:
         count_steps(self._plan, self.ledger, range(step, step + 1), self._order_start)
 
     def epsilon(self, step: int) -> float:
-        """Return ε after `step` steps. `step` must be larger than `first_step`.
-
-        The first call takes a second or two, because it computes ε after every step.
-        """
+        """Return ε after `step` steps. `step` must be larger than `first_step`."""
         return float(self._curve[step - self.first_step - 1])
 
     @cached_property
     def _curve(self) -> np.ndarray:
+        """Return ε after every step. This takes a second or two."""
         return self._plan.epsilons(self._before, self.first_step)
 
 
@@ -80,43 +73,25 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
 
 
 class Start(NamedTuple):
-    """The result of starting, resuming or restarting a run: everything that depends on the nonce.
+    """Everything that depends on the nonce, after a run was started, resumed or restarted."""
 
-    Attributes:
-        checkpoint: where the run continues. The noise key in its state is derived from its nonce.
-        account: the steps spent, and the step until which the budget lasts.
-        reader: reads the batches of the steps to come.
-    """
-
-    checkpoint: Checkpoint
-    account: Account
-    reader: BatchReader
+    checkpoint: Checkpoint  # where the run continues; its nonce determines its noise key
+    account: Account  # the steps spent, and the step until which the budget lasts
+    reader: BatchReader  # reads the batches of the steps to come
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that stays the same when a run restarts.
-
-    Attributes:
-        plan: the plan.
-        examples: the data.
-        program: the compiled step.
-        microbatch_size: how many examples a microbatch has.
-        placement: the devices.
-        thread: the thread that reads batches.
-        folder: the folder of the run, or None.
-        fingerprint: hashes of everything that affects the result of a step. It is empty without a
-            folder.
-    """
+    """Everything that stays the same when a run restarts."""
 
     plan: PrivacyPlan
     examples: Examples
     program: CompiledStep
     microbatch_size: int
     placement: Placement
-    thread: ThreadPoolExecutor
+    thread: ThreadPoolExecutor  # reads batches
     folder: RunFolder | None
-    fingerprint: dict[str, str]
+    fingerprint: dict[str, str]  # see `compute_fingerprint`; empty without a folder
 
     def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
         """Start a run at `new`, or resume or restart it at `saved`, its last checkpoint."""
@@ -127,8 +102,7 @@ class Run:
             if journal.has_steps:
                 raise ValueError(
                     "`folder` must hold a checkpoint if its journal has steps, got none in "
-                    f"{str(self.folder.path)!r}, so the privacy spent is unknown; start again in "
-                    "another folder, and add the ε of the plan in this folder."
+                    f"{str(self.folder.path)!r}, so the privacy spent is unknown; {START_AGAIN}."
                 )
             return self._start_at(self._draw_nonce(self.folder, new), order_start=0)
         changed = journal.changed(self.fingerprint)
@@ -141,23 +115,22 @@ class Run:
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with a new nonce, and count all later steps that may have been seen.
-
-        A warning lists what has `changed`.
-        """
+        """Restart from `at` with a new nonce, count all later steps that may be known, and warn."""
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.first_step(at.nonce))
         for seen in later:
             count_steps(plan, at.ledger, seen, order_start=seen.start)
         start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
-        warn_of_restart(
-            changed,
-            at.step,
-            repeated=at.ledger.steps - at.step,
-            last_step=start.account.last_step,
-            steps=plan.steps,
-        )
+        outcome = "is finished and returned unchanged; choose another folder to train again"
+        if at.step < plan.steps:
+            outcome = (
+                f"restarts from step {at.step} with new noise, counts {at.ledger.steps - at.step} "
+                f"more steps than its result contains, and ends at step {start.account.last_step} "
+                f"of {plan.steps}"
+            )
+        made = f"The run in this folder was made with different {', '.join(changed)}"
+        warn_caller(f"{made}: it {outcome}.")
         return start
 
     def save(self, at: Checkpoint) -> None:

@@ -2,26 +2,23 @@
 
 A batch is split into microbatches. `add_microbatch` adds the clipped sum of one microbatch to the
 sum of the earlier microbatches. `take_step` adds the last microbatch and the noise, and updates the
-parameters. This module also has the wrappers of losses: `mixed_precision`, `keep_batch_axis` and
-`average_views`.
+parameters. If the devices have too little memory for a step, `explain_out_of_memory` says which
+size of microbatch fits.
 """
 
-from __future__ import annotations
-
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.stages import Compiled
-from jax.typing import DTypeLike
 
-from optax_lsdp._checks import check_whole, is_number
-from optax_lsdp._loss import LossFn, call_loss, takes_key, with_key_in_example
+from optax_lsdp._checks import is_number
+from optax_lsdp._loss import LossFn, takes_key, with_key_in_example
 from optax_lsdp._trees import widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import ClipStyle
@@ -34,38 +31,24 @@ _IN_FLIGHT = 2  # microbatches that may be unfinished when the next one is sent 
 
 
 class State(NamedTuple):
-    """The arrays that a run carries from step to step. They include keys, so keep them secret.
+    """The arrays that a run carries from step to step. They include keys, so keep them secret."""
 
-    Attributes:
-        params: the parameters, which may be released.
-        optimizer: the state of the optimizer, including the noise key.
-        average: the average of the parameters, which may be released, or an empty tuple.
-        key: the key of the run.
-    """
-
-    params: optax.Params
-    optimizer: optax.OptState
-    average: optax.Params
-    key: jax.Array
+    params: optax.Params  # may be released
+    optimizer: optax.OptState  # includes the noise key
+    average: optax.Params  # of the parameters; may be released; or an empty tuple
+    key: jax.Array  # the key of the run
 
     def __repr__(self) -> str:
         return f"State({self.params!r}, {self.optimizer!r}, {self.average!r}, key=<secret>)"
 
 
 class Microbatch(NamedTuple):
-    """A part of a batch, as an argument of the compiled functions.
+    """A part of a batch, as an argument of the compiled functions."""
 
-    Attributes:
-        examples: arrays with a leading axis of examples.
-        mask: True where there is an example, False where there is padding.
-        key: the key that is split into one key per example.
-        step: the number of the step, from 0.
-    """
-
-    examples: PyTree
-    mask: jax.Array
-    key: jax.Array
-    step: np.int32
+    examples: PyTree  # arrays with a leading axis of examples
+    mask: jax.Array  # True where there is an example, False where there is padding
+    key: jax.Array  # to be split into one key per example
+    step: np.int32  # the number of the step, from 0
 
 
 class Sums(NamedTuple):
@@ -75,8 +58,8 @@ class Sums(NamedTuple):
     loss: jax.Array
 
 
-AddMicrobatch = Callable[[optax.Params, Sums | None, Microbatch], tuple[Sums, jax.Array]]
-TakeStep = Callable[[State, Sums | None, Microbatch], tuple[State, jax.Array]]
+_AddMicrobatch = Callable[[optax.Params, Sums | None, Microbatch], tuple[Sums, jax.Array]]
+_TakeStep = Callable[[State, Sums | None, Microbatch], tuple[State, jax.Array]]
 
 
 def make_step(
@@ -85,12 +68,12 @@ def make_step(
     optimizer: optax.GradientTransformation,
     average: Average,
     clip_style: ClipStyle = "threshold",
-) -> tuple[AddMicrobatch, TakeStep]:
+) -> tuple[_AddMicrobatch, _TakeStep]:
     """Return `add_microbatch(params, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
-    `sums` is None for the first microbatch. Both functions also return a loss, which is private:
-    `add_microbatch` returns the sum of the losses so far, and `take_step` returns the sum of the
-    batch's losses, divided by the expected batch size.
+    `sums` is None for the first microbatch. Both functions also return a private loss:
+    `add_microbatch` the sum of the losses so far, and `take_step` the sum of the batch's losses,
+    divided by the expected batch size.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
     loss = with_key_in_example(loss_fn) if keyed else loss_fn
@@ -122,20 +105,14 @@ def make_step(
 
 
 def initial_average(kind: Average, params: optax.Params) -> optax.Params:
-    """Return the average before the first step, in float32 or wider.
-
-    In half precision the average would stop moving, because its changes are smaller than the
-    rounding error.
-
-    Raises:
-        ValueError: if `kind` is not "polyak", a decay above 0 and below 1, or None.
-    """
+    """Return the average before the first step, in float32 or wider."""
     if kind is None:
         return ()
     if kind != "polyak" and not (is_number(kind) and 0 < kind < 1):
         raise ValueError(
             f'`average` must be "polyak", a decay above 0 and below 1, or None, got {kind!r}.'
         )
+    # In half precision, the average's changes would be below the rounding error.
     return jax.tree.map(lambda x: jnp.copy(widen(x)), params)
 
 
@@ -155,11 +132,8 @@ def _update_average(
 
 
 def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
-    """Return an optimizer state in which the plan's noise is drawn from `key`.
-
-    The plan's noise comes first in the state. Any other noise in the optimizer keeps its key.
-    """
-    keys = iter([key])
+    """Return an optimizer state in which the plan's noise is drawn from `key`."""
+    keys = iter([key])  # for the plan's noise, which comes first; any other noise keeps its key
     return jax.tree.map(
         lambda x: x._replace(key=jnp.copy(next(keys, x.key))) if is_noise_state(x) else x,
         state,
@@ -172,18 +146,20 @@ class CompiledStep:
 
     A batch has at most `count` microbatches. `compile(function, *arguments)` compiles a jitted
     function. On a mesh, `replicated` is the sharding of replicated arrays; without a mesh, it is
-    None. To bound memory, each call waits until at most two microbatches are unfinished.
+    None. To bound memory, each call waits until at most two microbatches are unfinished. Calls run
+    inside `guard()`, which can explain errors.
     """
 
     def __init__(
         self,
-        step: tuple[AddMicrobatch, TakeStep],
+        step: tuple[_AddMicrobatch, _TakeStep],
         state: State,
         microbatch: Microbatch,
         *,
         count: int,
         compile: Callable[..., Compiled],
         replicated: jax.sharding.NamedSharding | None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         add_microbatch, take_step = step
         on_mesh = replicated is not None
@@ -202,14 +178,16 @@ class CompiledStep:
         whole = jax.jit(take_step, donate_argnums=0, out_shardings=outputs)
         self.compiled = compile(whole, shapes, sums, batch)
         self._in_flight: deque[jax.Array] = deque()
+        self._guard = guard
+
+    def needed_bytes(self) -> int:
+        """Return how much memory of a device a call needs, or 0 if this is unknown."""
+        return max(map(_needed_bytes, (*self._adders, self.compiled)))
 
     def add(self, params: optax.Params, sums: Sums | None, microbatch: Microbatch) -> Sums:
         """Return `sums` plus the clipped sum of a microbatch that is not the last of its batch."""
         add_first, add_next = self._adders
-        add = add_first if sums is None else add_next
-        sums, loss = add(params, sums, microbatch)
-        self._wait(loss)
-        return sums
+        return self._call(add_first if sums is None else add_next, params, sums, microbatch)[0]
 
     def take(
         self, state: State, sums: Sums | None, microbatch: Microbatch
@@ -218,15 +196,62 @@ class CompiledStep:
 
         The step reuses the memory of `state`, so `state` cannot be used afterwards.
         """
-        state, loss = self.compiled(state, sums, microbatch)
-        self._wait(loss)
-        return state, loss
+        return self._call(self.compiled, state, sums, microbatch)
 
-    def _wait(self, result: jax.Array) -> None:
-        """Wait until at most `_IN_FLIGHT` microbatches are unfinished."""
-        self._in_flight.append(result)
-        if len(self._in_flight) > _IN_FLIGHT:
-            jax.block_until_ready(self._in_flight.popleft())
+    def _call(self, compiled: Compiled, *arguments: PyTree) -> tuple[Any, jax.Array]:
+        """Call a function that returns a loss too; wait for all but `_IN_FLIGHT` microbatches."""
+        with self._guard():
+            result, loss = compiled(*arguments)
+            self._in_flight.append(loss)
+            if len(self._in_flight) > _IN_FLIGHT:
+                jax.block_until_ready(self._in_flight.popleft())
+        return result, loss
+
+
+@contextmanager
+def explain_out_of_memory(
+    size: int, devices: int, compile_step: Callable[[int], CompiledStep]
+) -> Iterator[None]:
+    """Turn XLA's error RESOURCE_EXHAUSTED into a MemoryError that names a microbatch that fits.
+
+    `size` is the number of examples in a microbatch, a multiple of the number of `devices`.
+    `compile_step` compiles the step for other sizes: half of `size`, a quarter, and so on.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        smaller = size // devices  # examples per device
+        while smaller > 1:
+            smaller //= 2
+            if _fits(compile_step, smaller * devices):
+                remedy = f"pass microbatch_size={smaller * devices}, which fits"
+                break
+        else:
+            remedy = "no smaller microbatch fits, so use a smaller model or larger devices"
+        raise MemoryError(
+            f"`microbatch_size` must be small enough for the memory of the devices, got {size}; "
+            f"{remedy}."
+        ) from error
+
+
+def _needed_bytes(compiled: Compiled) -> int:
+    found = compiled.memory_analysis()
+    if found is None:
+        return 0
+    needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
+    return needed - found.alias_size_in_bytes  # outputs that reuse the memory of arguments
+
+
+def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
+    """Return whether a step with microbatches of this size fits into memory, as far as is known."""
+    try:
+        needed = compile_step(size).needed_bytes()
+    except jax.errors.JaxRuntimeError:
+        return False
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    return all(limit is None or needed <= limit for limit in limits)
 
 
 def describe(tree: PyTree, with_sharding: bool) -> PyTree:
@@ -237,79 +262,3 @@ def describe(tree: PyTree, with_sharding: bool) -> PyTree:
         ),
         tree,
     )
-
-
-def mixed_precision(loss_fn: LossFn, dtype: DTypeLike = jnp.bfloat16) -> LossFn:
-    """Return a loss that computes with parameters and examples in half precision.
-
-    The parameters themselves, norms, sums, noise and updates stay in float32.
-
-    >>> loss = mixed_precision(lambda w, x: jnp.vdot(w, x))
-    >>> jax.grad(loss)(jnp.ones(2), jnp.ones(2)).dtype
-    dtype('float32')
-    """
-
-    def cast(tree: PyTree) -> PyTree:
-        return jax.tree.map(
-            lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-        )
-
-    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
-        return call_loss(loss_fn, cast(params), cast(example), *key).astype(jnp.float32)
-
-    return _with_arguments_of(loss_fn, loss)
-
-
-def keep_batch_axis(loss_fn: LossFn) -> LossFn:
-    """Return a loss for `fit` that calls `loss_fn` on examples with a leading axis of length 1.
-
-    >>> loss = keep_batch_axis(lambda w, x: jnp.sum(x @ w))
-    >>> print(loss(jnp.ones(3), jnp.ones(3)))
-    3.0
-    """
-
-    def loss(params: optax.Params, example: PyTree, *key: jax.Array) -> jax.Array:
-        return call_loss(loss_fn, params, jax.tree.map(lambda x: x[None], example), *key)
-
-    return _with_arguments_of(loss_fn, loss)
-
-
-def average_views(
-    loss_fn: LossFn, augment: Callable[[jax.Array, PyTree], PyTree], views: int
-) -> LossFn:
-    """Return a loss that averages `loss_fn` over random views of an example.
-
-    This technique is called augmentation multiplicity. The losses of the views are averaged before
-    the gradient is clipped, so all views together count as one example.
-
-    Args:
-        loss_fn: `loss_fn(params, example)`, or `loss_fn(params, example, key)`, which gets a
-            different key for each view.
-        augment: `augment(key, example)`, which returns a random view of the example.
-        views: how many views to average.
-
-    >>> def loss_fn(params, x):
-    ...     return (params - x) ** 2
-    >>> loss = average_views(loss_fn, lambda key, x: x + jax.random.normal(key), 10_000)
-    >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
-    1.0
-    """
-    check_whole("views", views)
-    keyed = takes_key(loss_fn)
-
-    def loss(params: optax.Params, example: PyTree, key: jax.Array) -> jax.Array:
-        keys = jax.random.split(key, views)
-        seen = jax.vmap(augment, (0, None))(keys, example)
-        if keyed:
-            others = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
-            return jax.vmap(partial(call_loss, loss_fn), (None, 0, 0))(params, seen, others).mean()
-        return jax.vmap(loss_fn, (None, 0))(params, seen).mean()
-
-    return loss
-
-
-def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
-    """Return `loss` with a key as third argument if `loss_fn` takes a key, otherwise without."""
-    if takes_key(loss_fn):
-        return lambda params, example, key: loss(params, example, key)
-    return lambda params, example: loss(params, example)

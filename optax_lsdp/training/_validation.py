@@ -1,10 +1,7 @@
 """Checks of data, parameters and loss before a run begins; warnings that point to the caller."""
 
-from __future__ import annotations
-
 import sys
 import warnings
-from collections.abc import Mapping
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -16,10 +13,10 @@ import optax
 from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import is_number
-from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._keys import is_key
-from optax_lsdp._loss import LossFn, call_loss, raise_explained, takes_key
+from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
+from optax_lsdp._loss import LossFn, call_with_any_key, raise_explained
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 from optax_lsdp._types import PyTree
 
@@ -134,10 +131,8 @@ def _remedy_for(array: np.ndarray) -> str:
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
-    Args:
-        name: the place of the array for the error message, as `describe_path` returns it.
-        rows: an array with some examples as rows.
-        indices: the index of each of these examples in the data.
+    `rows` are some examples, and `indices` are their indices in the data. `name` is the place of
+    the array in an error message, as `describe_path` returns it.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)
@@ -167,11 +162,6 @@ def check_params(params: optax.Params) -> None:
             f"`params` must be a tree of arrays, got {type(params).__name__}, a training state; "
             "pass the `.params` of this state."
         )
-    if isinstance(params, Mapping) and "batch_stats" in params:
-        raise ValueError(
-            "`params` must hold only parameters to train, got 'batch_stats', to which noise would "
-            "be added; pass variables['params'], and let the loss close over the other variables."
-        )
     check_no_layer_state(params)
     arrays = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), params)
     check_not_empty("params", arrays)
@@ -185,25 +175,17 @@ def check_params(params: optax.Params) -> None:
 
 
 def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
-    """Return the jaxpr of a loss. Raise if `fit` cannot train with this loss.
-
-    Args:
-        loss_fn: the loss of one example, with or without a key.
-        params: the parameters, or their shapes.
-        example: one example.
-    """
+    """Return the jaxpr of a loss, with or without a key. Raise if `fit` cannot train with it."""
     example = jax.tree.map(jnp.asarray, example)
-    key = (jax.random.key(0),) if takes_key(loss_fn) else ()
     try:
-        trace = jax.make_jaxpr(partial(call_loss, loss_fn), return_shape=True)
-        program, output = trace(params, example, *key)
+        trace = jax.make_jaxpr(partial(call_with_any_key, loss_fn), return_shape=True)
+        program, output = trace(params, example)
     except Exception as error:
         raise_explained(error, loss_fn, params, example)
     if isinstance(output, tuple):
         raise ValueError(
             f"`loss_fn` must return only the loss, got a tuple of {len(output)}; drop auxiliary "
-            "values, which are private, or write your own loop with "
-            "`value_and_clipped_grad(..., has_aux=True)`."
+            "values, or write your own loop with `value_and_clipped_grad(..., has_aux=True)`."
         )
     layers = batch_norms(program)
     if layers:
@@ -215,7 +197,6 @@ def check_uses_params(loss: ClosedJaxpr, params: optax.Params) -> None:
     """Raise if a traced loss uses none of its parameters: only noise would change them."""
     if not uses_inputs(loss, len(jax.tree.leaves(params))):
         raise ValueError(
-            "`loss_fn` must depend on `params`, got a function that uses none of them, so only "
-            "noise would change them; compute the loss from its first argument, not from a model "
-            "that it closes over."
+            "`loss_fn` must depend on `params`, got a function that uses none of them; compute the "
+            "loss from its first argument, not from a model that it closes over."
         )

@@ -22,7 +22,7 @@ from tests.auditing._patches import Mutation, Patch, StaleMutation, replace, rew
 from tests.auditing.mutations_of_clipping import MUTATIONS_OF_CLIPPING
 
 NOISE, KEYS, OPTIMIZERS = "optax_lsdp.noise", "optax_lsdp._keys", "optax_lsdp.optimizers"
-SAMPLERS = "optax_lsdp.sampling._samplers"
+SAMPLERS = "optax_lsdp.sampling"
 PLANNING, TRAINING = "optax_lsdp.planning", "optax_lsdp.training"
 
 
@@ -214,7 +214,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         PLAN,
         (
             replace(
-                f"{PLANNING}._budget:Budget.remaining_steps",
+                f"{PLANNING}:PrivacyPlan.remaining_steps",
                 lambda self, ledger, step=0: self.steps,
             ),
         ),

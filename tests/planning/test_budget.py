@@ -91,9 +91,7 @@ def test_an_event_is_a_single_step():
 
 def test_a_step_beyond_the_plan_is_refused():
     plan = make()
-    with pytest.raises(
-        ValueError, match=f"`step` must be below {plan.steps}, the number of planned"
-    ):
+    with pytest.raises(ValueError, match="`step` must be at most the last planned step, 99"):
         plan.event(plan.steps)
     assert not plan.allows(Ledger(), plan.steps)
 

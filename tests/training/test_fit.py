@@ -5,6 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from optax_lsdp import training
 from optax_lsdp._keys import fold_in_text
 from optax_lsdp.training import _data
 from optax_lsdp.training._data import BatchReader, describe_microbatch, open_data
+from optax_lsdp.training._fingerprint import Compiler
 from optax_lsdp.training._multihost import Placement
 from optax_lsdp.training._step import CompiledStep, State, make_step
 from tests.training.problem import (
@@ -236,3 +238,58 @@ def test_data_are_hashed_only_for_a_folder(tmp_path, monkeypatch):
     assert not hashed
     fit(SHORT, folder=tmp_path)
     assert hashed
+
+
+def refuse_above(most, monkeypatch, *, at_run_time):
+    """Refuse microbatches of more than `most` examples; return the sizes that are compiled."""
+    compile, sizes = Compiler.compile, []
+
+    def compile_or_refuse(self, function, *arguments):
+        sizes.append(arguments[-1].mask.shape[0])
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        compiled = compile(self, function, *arguments)
+        if sizes[-1] <= most:
+            return compiled
+        if not at_run_time:
+            raise error
+        refusing = mock.Mock(wraps=compiled, side_effect=error)
+        refusing.output_shardings = compiled.output_shardings
+        return refusing
+
+    monkeypatch.setattr(Compiler, "compile", compile_or_refuse)
+    return sizes
+
+
+@pytest.mark.parametrize("at_run_time", [False, True])
+@pytest.mark.parametrize(("passed", "most", "fitting"), [(None, 30, 20), (40, 10, 10), (2, 1, 1)])
+def test_a_step_without_enough_memory_names_a_microbatch_that_fits(
+    passed, most, fitting, at_run_time, monkeypatch
+):
+    sizes = refuse_above(most, monkeypatch, at_run_time=at_run_time)
+    if at_run_time:  # the devices tell how much memory they have
+        needed = CompiledStep.needed_bytes
+        monkeypatch.setattr(
+            CompiledStep, "needed_bytes", lambda self: needed(self) * (sizes[-1] > most)
+        )
+        device = mock.Mock(memory_stats=lambda: {"bytes_limit": 1})
+        monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(lsdp.PrivacyPlan, "room", 80)
+    with pytest.raises(MemoryError, match=f"pass microbatch_size={fitting}, which fits") as caught:
+        fit(SHORT, microbatch_size=passed)
+    assert "RESOURCE_EXHAUSTED" in str(caught.value.__cause__)
+    fit(SHORT, microbatch_size=fitting)
+
+
+def test_a_model_without_a_fitting_microbatch_is_refused(monkeypatch):
+    refuse_above(0, monkeypatch, at_run_time=False)
+    with pytest.raises(MemoryError, match="got 4; no smaller microbatch fits"):
+        fit(SHORT, microbatch_size=4)
+
+
+def test_other_errors_of_the_devices_are_not_explained(monkeypatch):
+    def fail(*arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    monkeypatch.setattr(Compiler, "compile", fail)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        fit(SHORT)

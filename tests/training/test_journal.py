@@ -49,6 +49,25 @@ def test_a_damaged_line_is_refused(damage, tmp_path):
         open_journal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "got"),
+    [
+        ("journal", '{"announced": 3}', "no 'nonce' in line 1"),
+        ("journal", '{"nonce": "first", "fingerprint": {}}', "no 'start' in line 1"),
+        ("journal", '{"nonce": "a", "start": 0}\n{}', "no 'announced' in line 2"),
+        ("journal", '{"nonce": "a", "start": "b"}', r"\{'nonce': 'a', 'start': 'b'\} in line 1"),
+        ("journal", '{"nonce": "a", "start": 0, "fingerprint": "b"}', ".* in line 1"),
+        ("examples-0", '{"step": 0, "examples": "a"}', "no 'nonce' in line 1"),
+        ("examples-0", '{"nonce": "", "step": 0}', "no 'examples' in line 1"),
+    ],
+)
+def test_a_line_without_a_key_or_with_a_wrong_type_is_named(name, line, got, tmp_path):
+    (tmp_path / f"{name}.jsonl").write_text(line + "\n")
+    sentence = f"`folder` must hold an intact journal, got {got} of .*{name}.jsonl; start again in"
+    with pytest.raises(ValueError, match=sentence):
+        open_journal(tmp_path)
+
+
 def test_examples_of_sources_are_on_the_disk_before_each_step(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr("os.fsync", lambda number: synced.append(number))

@@ -1,16 +1,15 @@
-"""Samplers, which decide which examples are in the batch of a step.
+"""Samplers, one for each sampling scheme: they decide which examples are in the batch of a step.
 
-A batch depends only on the key and the step. Any host can draw the batch of any step, in any order,
-in NumPy or inside `jax.jit`, and gets the same bits, because the only source of randomness is
-Threefry with a key per step. The cost grows with the batch, not with the dataset. A Poisson sampler
-draws 64 random bits and looks up the size of the batch in a table of cumulative probabilities. It
-then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The
-relative error of an example's sampling rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step, because all randomness is Threefry with a key per
+step. So any host can draw the batch of any step, in NumPy or inside `jax.jit`, with the same bits.
+The cost grows with the batch, not with the dataset. A Poisson sampler draws 64 random bits and
+looks up the size of the batch in a table of cumulative probabilities. It then draws this many
+different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The relative error of an
+example's sampling rate is at most n·2⁻⁶⁴.
 """
 
-from __future__ import annotations
-
 import math
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import ModuleType
@@ -21,8 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
-from optax_lsdp._checks import check_rate, check_whole
+from optax_lsdp._checks import check_at_most, check_rate, check_whole
 from optax_lsdp._keys import check_key, is_threefry, threefry
+
+__all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
+__all__ += ["ShuffledSampler", "room_for_batch"]
 
 Array: TypeAlias = np.ndarray | jax.Array
 Step: TypeAlias = int | np.integer | jax.Array
@@ -68,8 +70,8 @@ class Sampler(Protocol):
 class PoissonSampler:
     """Draw each example into each batch with probability q, independently of all else.
 
-    The number of examples in a batch is random, but the length of the batch's arrays is fixed. If a
-    batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
+    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. If
+    a batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
     subset of this size. `overflow_probability` is the probability of a truncation in one step. The
     accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
     `accounting.SampledGaussian`, or use a `PrivacyPlan`.
@@ -77,9 +79,8 @@ class PoissonSampler:
     Args:
         dataset_size: n, at most 2³¹ − 1.
         sampling_rate: q = b/n, with b the expected batch size.
-        key: one typed key, used for nothing else. Keep it as secret as the data. Everybody who has
-            the key knows which examples are in which batch, and the guarantee assumes that this is
-            unknown.
+        key: one typed key, used for nothing else. Keep it as secret as the data: the guarantee
+            assumes that nobody knows which examples are in which batch.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
             probability 1e-15 or less.
         multiple_of: the length of the arrays is rounded up to a multiple of this number, such as
@@ -96,6 +97,7 @@ class PoissonSampler:
     key: jax.Array = field(repr=False)
     max_batch_size: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
         check_rate("sampling_rate", self.sampling_rate)
@@ -103,13 +105,8 @@ class PoissonSampler:
         if self.max_batch_size is None:
             room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
             object.__setattr__(self, "max_batch_size", room)
-        _check_sizes(self.dataset_size, "max_batch_size", self.max_batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.max_batch_size, self.multiple_of)
+        _set_size(self, "max_batch_size")
 
     @property
     def overflow_probability(self) -> float:
@@ -130,10 +127,9 @@ class PoissonSampler:
         # `above` is precise where `below` is near 1.
         above = binom.sf(k, self.dataset_size, self.sampling_rate)
         whole = [
-            math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - math.floor(b * 2.0**64)
+            math.ceil(a * 2.0**64) if a < 0.5 else 2**64 - max(math.floor(b * 2.0**64), 1)
             for a, b in zip(below, above, strict=True)
         ]
-        whole = [min(x, 2**64 - 1) for x in whole]
         words = np.array([divmod(x, 2**32) for x in whole], np.uint32).reshape(-1, 2)
         return words[:, 0], words[:, 1]
 
@@ -142,13 +138,8 @@ class PoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        batch_size: b, the number of examples in each batch.
-        key: one typed key; see `PoissonSampler`.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    The accountant calls this `sampling="without_replacement"`. `batch_size` is b, the number of
+    examples in each batch. For the other arguments, see `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -159,15 +150,11 @@ class FixedSizeSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.batch_size, self.multiple_of)
+        _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
@@ -181,14 +168,9 @@ class ShuffledSampler:
 
     Data loaders that drop the last batch do the same. The accountant (`sampling="shuffled"`) claims
     no amplification by sampling, so the same ε needs many times the noise. Use this sampler for
-    comparison, or if the data cannot be read in any other way. The sampler sorts n numbers once per
-    epoch, and keeps the order until the next epoch. Inside `jit`, every step sorts again.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        batch_size: b, the number of examples in each batch.
-        key: one typed key; see `PoissonSampler`.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    comparison, or if the data cannot be read in any other way. It sorts n numbers once per epoch,
+    or, inside `jit`, once per step. `batch_size` is b, the number of examples in each batch. For
+    the other arguments, see `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -199,16 +181,12 @@ class ShuffledSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "batch_size", self.batch_size, self.multiple_of)
         _check_threefry(self.key)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.batch_size, self.multiple_of)
+        _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
@@ -234,11 +212,7 @@ class ShuffledSampler:
 class FullBatchSampler:
     """Return the whole dataset as every batch.
 
-    The accountant calls this `sampling="full"`.
-
-    Args:
-        dataset_size: n, at most 2³¹ − 1.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number.
+    The accountant calls this `sampling="full"`. For the arguments, see `PoissonSampler`.
 
     >>> FullBatchSampler(3).batch(0).indices
     array([0, 1, 2], dtype=int32)
@@ -246,14 +220,10 @@ class FullBatchSampler:
 
     dataset_size: int
     multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check_sizes(self.dataset_size, "dataset_size", self.dataset_size, self.multiple_of)
-
-    @property
-    def size(self) -> int:
-        """Return the length of a batch's arrays."""
-        return _round_up(self.dataset_size, self.multiple_of)
+        _set_size(self, "dataset_size")
 
     def batch(self, step: Step) -> Batch:
         """Return all examples, in every step."""
@@ -272,26 +242,24 @@ def room_for_batch(
     393
     """
     rate = expected_batch_size / dataset_size
-    low, high = max(math.floor(expected_batch_size), 1), dataset_size
-    while low < high:  # by bisection: SciPy's inverse fails below 1e-16
-        middle = (low + high) // 2
-        if binom.sf(middle, dataset_size + group_size, rate) > rare:
-            low = middle + 1
-        else:
-            high = middle
-    return high
+    least = max(math.floor(expected_batch_size), 1)
+
+    def is_enough(room: int) -> bool:
+        return binom.sf(room, dataset_size + group_size, rate) <= rare
+
+    # SciPy's inverse of `sf` fails below 1e-16.
+    return least + bisect_left(range(least, dataset_size), True, key=is_enough)
 
 
-def _check_sizes(dataset_size: int, name: str, room: int, multiple_of: int) -> None:
+def _set_size(sampler: Any, name: str) -> None:
+    """Check the sizes of a sampler, and set `size`. `name` names the field that bounds a batch."""
+    room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
-    if dataset_size > _MOST:
-        raise ValueError(f"`dataset_size` must be at most {_MOST}, got {dataset_size}.")
-    check_whole("multiple_of", multiple_of)
+    check_at_most("dataset_size", dataset_size, _MOST)
+    check_whole("multiple_of", sampler.multiple_of)
     check_whole(name, room)
-    if room > dataset_size:
-        raise ValueError(
-            f"`{name}` must be at most the dataset's size, {dataset_size}, got {room}."
-        )
+    check_at_most(name, room, dataset_size, "the dataset's size")
+    object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
 
 
 def _check_threefry(key: jax.Array) -> None:
@@ -301,10 +269,6 @@ def _check_threefry(key: jax.Array) -> None:
             f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
             "between devices; make a key with fresh_key()."
         )
-
-
-def _round_up(number: int, multiple_of: int) -> int:
-    return -(-number // multiple_of) * multiple_of
 
 
 def _namespace(step: Step) -> ModuleType:
@@ -348,8 +312,8 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different indices below `bound`.
 
-        `size` must be at most bound/4. This method draws more indices than needed and moves
-        repeated ones to the end. Too few would be a deviation of twenty standard deviations.
+        `size` must be at most bound/4. More indices are drawn, and repeated ones moved to the end.
+        A draw with too few different indices would be twenty standard deviations from the mean.
         """
         repeated = self.indices(bound, size + size // 2 + 64)
         order = self.xp.argsort(repeated, stable=True)

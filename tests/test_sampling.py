@@ -10,8 +10,7 @@ from scipy.stats import binom, chisquare
 
 from optax_lsdp import FixedSizeSampler, FullBatchSampler, PoissonSampler, ShuffledSampler
 from optax_lsdp._keys import threefry
-from optax_lsdp.sampling import room_for_batch
-from optax_lsdp.sampling._samplers import RandomBits
+from optax_lsdp.sampling import RandomBits, room_for_batch
 
 KEY = jax.random.key(7)
 SAMPLERS = {
