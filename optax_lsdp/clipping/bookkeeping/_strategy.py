@@ -17,6 +17,8 @@ from optax_lsdp.clipping.bookkeeping._leaves import Leaf, Size, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
 
+_GROUPED = 10  # how much dearer a multiplication is in a convolution with many feature groups
+
 Kind = Literal[
     "outer product",
     "Gram matrices",
@@ -79,6 +81,9 @@ def _materialised(leaf: Leaf, platform: Platform) -> Strategy:
     stored = 8 * floats * platform.per_byte
     if platform.keeps and any(term.use.rule.expands for term in leaf.terms):
         stored /= 5  # other strategies make patches twice
+    if not platform.keeps and leaf.terms and is_plain_convolution(leaf.terms[0]):
+        # XLA forms the gradients of kernels by a convolution with many feature groups.
+        stored += _GROUPED * multiplications
     # A product with few rows leaves most of the matrix unit idle.
     idle = sum(
         b * (_padded(t, platform) - t) * p * q

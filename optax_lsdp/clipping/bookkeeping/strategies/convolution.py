@@ -10,7 +10,6 @@ weighted cotangents.
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -125,21 +124,21 @@ def _reach(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> jax.Ar
 
 def _bound_by_gram(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> NormBound:
     """Add up the Gram matrices of all offsets; together they are the Gram matrix of the patches."""
-    offsets, rows, axes = math.prod(_window(term)), math.prod(g.shape[2:]), _AXES[: g.ndim - 2]
-    inner = partial(platform.product, f"nc{axes},nc{axes.upper()}->n{axes}{axes.upper()}")
+    offsets, rows = math.prod(_window(term)), math.prod(g.shape[2:])
+
+    def inner(part: jax.Array) -> jax.Array:
+        flat = part.reshape(*part.shape[:2], rows)
+        return platform.product("nct,ncs->nts", flat, flat)
 
     def add(offset: jax.Array, total: jax.Array) -> jax.Array:
-        part = _shifted(term, x, g.shape[3:], offset)
-        return total + inner(part, part)
+        return total + inner(_shifted(term, x, g.shape[3:], offset))
 
-    shape = (len(x), *g.shape[2:], *g.shape[2:])
-    zeros = vary(jnp.zeros(shape, wide_dtype(x, g)), varying_axes((x, g)))
-    patches = lax.fori_loop(0, offsets, add, zeros)
-    grams = (k.reshape(len(x), 1, rows, rows) for k in (patches, inner(g, g)))
+    zeros = jnp.zeros((len(x), rows, rows), wide_dtype(x, g))
+    patches = lax.fori_loop(0, offsets, add, vary(zeros, varying_axes((x, g))))
     rounded = x.shape[1] + offsets, g.shape[1]
-    return bound_by_grams(
-        [Gram(*grams, *rounded, weighting_error(Factors(x, g), platform))], platform
-    )
+    weighting = weighting_error(Factors(x, g), platform)
+    gram = Gram(patches[:, None], inner(g)[:, None], *rounded, weighting)
+    return bound_by_grams([gram], platform)
 
 
 def convolution_sum(
