@@ -16,7 +16,7 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     Factors,
     NormBound,
     added_in_rows,
-    block_norm,
+    block_bound,
     is_one_hot,
     root,
     sum_of_rows,
@@ -110,7 +110,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     slack += 4 * tiny * max(rounded_a, rounded_g) * rows * (trace_a + trace_g + rows)
     upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, dtype))
     rounding = coarse + rows * unit * reach
-    return NormBound(*(block_norm(x, platform) for x in (root(total, upper), upper, rounding)))
+    return block_bound(NormBound(root(total, upper), upper, rounding), platform)
 
 
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
