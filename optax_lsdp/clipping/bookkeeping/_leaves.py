@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -55,7 +56,8 @@ class Term(NamedTuple):
         return piece_size(self.use, self.piece)
 
 
-class Leaf(NamedTuple):
+@dataclass(frozen=True)
+class ParameterLeaf:
     """A leaf of the parameters, and the terms of its gradient.
 
     Attributes:
@@ -82,7 +84,7 @@ class LossAnalysis(NamedTuple):
     """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
 
     uses: dict[Path, Use]
-    leaves: list[Leaf]
+    leaves: list[ParameterLeaf]
 
 
 def analyse_loss(
@@ -97,7 +99,7 @@ def analyse_loss(
     return program, LossAnalysis(uses.by_rule, leaves)
 
 
-def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> Leaf:
+def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> ParameterLeaf:
     terms = [
         Term(path, use, piece)
         for path, use in uses.by_rule.items()
@@ -109,7 +111,7 @@ def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> Leaf:
     parts = None if without_rule else _disjoint_parts(terms)
     is_entrywise = without_rule <= _ENTRYWISE and not terms
     has_rule = not without_rule or is_entrywise or index in uses.by_choice
-    return Leaf(index, shape, tuple(terms), parts, names, bool(without_rule), has_rule)
+    return ParameterLeaf(index, shape, tuple(terms), parts, names, bool(without_rule), has_rule)
 
 
 def piece_size(use: Use, piece: Piece) -> Size:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lsdp._trees import wide_dtype
-from optax_lsdp.clipping.bookkeeping._leaves import Leaf
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._strategy import Kind
@@ -62,7 +62,7 @@ class ByFactors:
     """A gradient that is never formed: norms come from its factors."""
 
     kind: Kind
-    leaf: Leaf
+    leaf: ParameterLeaf
     leaves: Sequence[jax.Array]
     rounded: Rounded
     platform: Platform
@@ -83,7 +83,7 @@ class Convolved:
     """The gradient of the kernel of a single convolution."""
 
     kind: Kind
-    leaf: Leaf
+    leaf: ParameterLeaf
     leaves: Sequence[jax.Array]
     rounded: Rounded
     platform: Platform
@@ -119,7 +119,11 @@ class Kept:
 
 
 def leaf_gradient(
-    kind: Kind, leaf: Leaf, leaves: Sequence[jax.Array], rounded: Rounded, platform: Platform
+    kind: Kind,
+    leaf: ParameterLeaf,
+    leaves: Sequence[jax.Array],
+    rounded: Rounded,
+    platform: Platform,
 ) -> LeafGradient:
     """Return the gradient of a leaf by the strategy `kind`; `leaves` are all parameters."""
     if kind == "unused":

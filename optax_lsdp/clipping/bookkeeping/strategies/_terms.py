@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from optax_lsdp._trees import wide_dtype, widen
-from optax_lsdp.clipping.bookkeeping._leaves import Leaf, Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._rules import Matrix
@@ -24,7 +24,7 @@ from optax_lsdp.clipping.bookkeeping._uses import Piece, Use
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
 
 
-def part_factors(leaf: Leaf, rounded: Rounded) -> list[list[Factors]]:
+def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
     """Return the factors of a leaf, part by part; transposed terms have a and g swapped."""
     parts = []
     for part in leaf.parts or ():
@@ -84,7 +84,7 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
 
 
 def weighted_leaf(
-    leaf: Leaf,
+    leaf: ParameterLeaf,
     leaves: Sequence[jax.Array],
     rounded: Rounded,
     factors: jax.Array,

@@ -30,7 +30,6 @@ from optax_lsdp.clipping.bookkeeping.strategies._terms import select, weigh
 from optax_lsdp.clipping.bookkeeping.strategies.forgotten import bound_by_squares
 from optax_lsdp.clipping.bookkeeping.strategies.gram import Gram, bound_by_grams
 
-
 _AXES = "bxyzuvw"  # of an image, after those of examples and channels
 
 
@@ -70,7 +69,7 @@ def _window(term: Term) -> list[int]:
 def _shifted(term: Term, x: jax.Array, positions: tuple[int, ...], offset: jax.Array) -> jax.Array:
     """Return what the window sees at one of its offsets: (n, channels, batch, *positions)."""
     params = term.use.equation.params
-    starts = []
+    starts = list[jax.Array]()
     for size, dilation in reversed(list(zip(_window(term), params["rhs_dilation"], strict=True))):
         starts.insert(0, (offset % size) * dilation)
         offset = offset // size
