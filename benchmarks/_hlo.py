@@ -1,0 +1,250 @@
+"""Read compiled programs: cycles that a TPU's compiler expects, bytes that GPU kernels move, collectives.
+
+XLA prints a program as computations, which are lists of instructions. An executed computation is the
+entry, the body of a loop, a branch of a conditional, or the target of a call. Loops count by their
+trip counts and conditionals by their dearest branch.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+ENTRY = "ENTRY"
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4}
+SIZES |= {"f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16}
+# They move no bytes, or their bytes are counted where the copy ends.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "copy-start"}
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+_HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
+_INSTRUCTION = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
+_ARRAY = re.compile(rf"\b({'|'.join(SIZES)})\[([\d,]*)\]")
+
+
+class Instruction(NamedTuple):
+    """One instruction: its name, type, operation, operands, and attributes as printed."""
+
+    name: str
+    shape: str
+    operation: str
+    operands: tuple[str, ...]
+    attributes: str
+    is_root: bool
+
+    def named(self, attribute: str) -> str | None:
+        """Return the computation that an attribute names, if there is one."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.attributes)
+        return found and found[1]
+
+    @property
+    def op_name(self) -> str:
+        """Return the JAX operation that it stems from."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def cycles(self) -> int:
+        """Return the compiler's price, or 0 where it has none."""
+        found = re.search(r'"estimated_cycles":"(\d+)"', self.attributes)
+        return int(found[1]) if found else 0
+
+    @property
+    def trips(self) -> int:
+        """Return how often a loop's body runs, or 1 where the compiler does not know."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(found[1]) if found else 1
+
+    @property
+    def branches(self) -> list[str]:
+        """Return the computations of which a conditional runs one."""
+        found = re.search(r"branch_computations=\{([^}]*)\}", self.attributes)
+        if found:
+            return [name.strip().lstrip("%") for name in found[1].split(",")]
+        names = [self.named(f"{truth}_computation") for truth in ("false", "true")]
+        return [name for name in names if name]
+
+
+Program = dict[str, list[Instruction]]
+
+
+def parse(text: str) -> Program:
+    """Return the instructions of every computation; the entry is called `ENTRY`."""
+    program: Program = {}
+    current: list[Instruction] | None = None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = program.setdefault(ENTRY if header[1] else header[2], [])
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            operands, attributes = _split_at_parenthesis(found[5])
+            names = tuple(re.findall(r"%([\w.\-]+)", operands))
+            current.append(
+                Instruction(found[2], found[3], found[4], names, attributes, bool(found[1]))
+            )
+    return program
+
+
+def _split_at_parenthesis(text: str) -> tuple[str, str]:
+    """Return what is before and after the parenthesis that closes a list of operands."""
+    depth = 1
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return text[:place], text[place + 1 :]
+    return text, ""
+
+
+def size(shape: str) -> int:
+    """Return the bytes of an array, or of all arrays of a tuple.
+
+    >>> size("(f32[2,3]{1,0}, bf16[4])")
+    32
+    """
+    found = _ARRAY.findall(shape)
+    return sum(
+        SIZES[kind] * math.prod(int(n) for n in dims.split(",") if n) for kind, dims in found
+    )
+
+
+def _executed(
+    program: Program, price: Callable[[Instruction], float], name: str = ENTRY, times: int = 1
+) -> Iterator[tuple[Instruction, int]]:
+    """Yield every instruction that runs, and how often; `price` decides between branches."""
+    for instruction in program.get(name, []):
+        if instruction.operation == "while":
+            body = instruction.named("body") or ""
+            yield from _executed(program, price, body, times * instruction.trips)
+        elif instruction.operation == "conditional":
+            runs = [list(_executed(program, price, b, times)) for b in instruction.branches]
+            yield from max(runs, key=lambda run: sum(n * price(i) for i, n in run))
+        elif instruction.operation == "call":
+            yield from _executed(program, price, instruction.named("to_apply") or "", times)
+        else:
+            yield instruction, times
+
+
+def cycles(text: str) -> int:
+    """Return the cycles of a program by the prices of a TPU's compiler."""
+    run = _executed(parse(text), lambda instruction: instruction.cycles)
+    return sum(times * instruction.cycles for instruction, times in run)
+
+
+class Price(NamedTuple):
+    """What one instruction costs in all its runs."""
+
+    cycles: int
+    times: int
+    name: str
+    shape: str
+    op_name: str
+
+
+def dearest(text: str, count: int = 40) -> list[Price]:
+    """Return the instructions with the most cycles, those of loops with all their runs."""
+    run = _executed(parse(text), lambda instruction: instruction.cycles)
+    prices = [Price(n * i.cycles, n, i.name, i.shape, i.op_name) for i, n in run if i.cycles]
+    return sorted(prices, reverse=True)[:count]
+
+
+class Traffic(NamedTuple):
+    """What a program's kernels move."""
+
+    bytes: int
+    kernels: int
+
+
+def traffic(text: str) -> Traffic:
+    """Return the bytes that all kernels read and write, and how often kernels run.
+
+    A kernel reads its operands and writes its results. Of an array that it slices, or updates in
+    place, it moves the slice alone.
+    """
+    program = parse(text)
+    shapes = {name: {i.name: i.shape for i in part} for name, part in program.items()}
+    every = {name: shape for part in shapes.values() for name, shape in part.items()}
+
+    def moved(instruction: Instruction) -> int:
+        if instruction.operation in FREE:
+            return 0
+        fused = instruction.named("calls") if instruction.operation == "fusion" else None
+        if fused in program:
+            return _moved_by_fusion(program[fused], instruction, every)
+        operands = [size(every.get(name, "")) for name in instruction.operands]
+        return _moved(instruction.operation, operands, size(instruction.shape))
+
+    run = [(i, n) for i, n in _executed(program, moved) if i.operation not in FREE]
+    return Traffic(sum(n * moved(i) for i, n in run), sum(n for _, n in run))
+
+
+def _moved(operation: str, operands: list[int], result: int) -> int:
+    """Return the bytes that an instruction moves, which is a kernel of its own."""
+    if operation in ("dynamic-slice", "gather", "slice"):
+        return 2 * result + sum(operands[1:])
+    if operation == "dynamic-update-slice":
+        return 2 * operands[1] + sum(operands[2:])
+    return sum(operands) + result
+
+
+def _moved_by_fusion(body: list[Instruction], kernel: Instruction, shapes: dict[str, str]) -> int:
+    """Return the bytes that a fusion moves: a slice of what it only slices, otherwise all."""
+    own = {i.name: i for i in body}
+    parameters = [i for i in body if i.operation == "parameter"]
+    updates = {i.operands[0]: i for i in body if i.operation == "dynamic-update-slice"}
+    total = 0
+    for parameter in parameters:
+        users = [i for i in body if parameter.name in i.operands]
+        sliced = [i for i in users if i.operands[0] == parameter.name]
+        if users and len(sliced) == len(users):
+            if all(i.operation in ("dynamic-slice", "gather", "slice") for i in users):
+                total += min(size(parameter.shape), sum(size(i.shape) for i in users))
+                continue
+            if parameter.name in updates and len(users) == 1:  # written in place
+                continue
+        total += size(parameter.shape)
+    root = next((i for i in body if i.is_root), body[-1])
+    results = [own[n] for n in root.operands if n in own] if root.operation == "tuple" else [root]
+    for result in results:
+        in_place = result.operation == "dynamic-update-slice" and result.operands[0] in own
+        in_place = in_place and own[result.operands[0]].operation == "parameter"
+        written = result.operands[1] if in_place else result.name
+        total += size(own[written].shape) if written in own else size(result.shape)
+    return total
+
+
+class Collectives(NamedTuple):
+    """The communication of one kind: how often, how many bytes in all, and the largest one's."""
+
+    count: int
+    bytes: int
+    largest: int
+
+
+def collectives(text: str) -> dict[str, Collectives]:
+    """Return what a program communicates by kind of collective, in bytes of the results."""
+    counts: Counter[str] = Counter()
+    totals: Counter[str] = Counter()
+    largest: dict[str, int] = {}
+    for instruction, times in _executed(parse(text), lambda i: size(i.shape)):
+        kind = instruction.operation.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        result = _result_size(instruction)
+        counts[kind] += times
+        totals[kind] += times * result
+        largest[kind] = max(largest.get(kind, 0), result)
+    return {kind: Collectives(n, totals[kind], largest[kind]) for kind, n in counts.items()}
+
+
+def _result_size(instruction: Instruction) -> int:
+    """Return the bytes of a collective's result; the start of an asynchronous one names more."""
+    if not instruction.operation.endswith("-start") or instruction.operation.startswith(
+        "all-reduce"
+    ):
+        return size(instruction.shape)
+    return max(
+        (size(array[0]) for array in re.finditer(r"\w+\[[\d,]*\]", instruction.shape)), default=0
+    )
