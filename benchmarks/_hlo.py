@@ -1,8 +1,8 @@
-"""Read compiled programs: cycles that a TPU's compiler expects, bytes that GPU kernels move, collectives.
+"""Read compiled programs: a TPU's cycles, the bytes that GPU kernels move, collectives.
 
-XLA prints a program as computations, which are lists of instructions. An executed computation is the
-entry, the body of a loop, a branch of a conditional, or the target of a call. Loops count by their
-trip counts and conditionals by their dearest branch.
+XLA prints a program as computations, which are lists of instructions. What runs are the entry, the
+bodies of loops, branches of conditionals, and the targets of calls. Loops count by their trip
+counts and conditionals by their dearest branch.
 """
 
 import math

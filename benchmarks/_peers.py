@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_lsdp as lsdp
-from benchmarks.zoo import Model
+from benchmarks._models import Model
 
 MICROBATCH = 16
 

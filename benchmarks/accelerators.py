@@ -1,9 +1,9 @@
 """What accelerators make of clipping, by their compilers: priced by the compiler, not measured.
 
-`python -m benchmarks.accelerators tpu` (or `gpu`) compiles every model's gradient in every way, each
-in a process of its own, and writes each result at once. A run that was interrupted goes on.
-`--models` and `--ways` name what to price anew. On a machine with such a device the same command
-measures, and its record says so.
+`python -m benchmarks.accelerators tpu` (or `gpu`) compiles every model's gradient in every way.
+Each compilation runs in its own process, and its result is written at once. A run that was
+interrupted goes on. `--models` and `--ways` name what to price anew. On a machine with such a
+device the same command measures, and its record says so.
 
 For TPU v5e the compiler writes its price of every instruction into the program: cycles, with loops
 by their trip counts. It also says how much memory the program takes, and refuses what does not fit.

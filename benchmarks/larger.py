@@ -1,7 +1,8 @@
 """Larger models, of the size that people train, as shapes without arrays.
 
-Transformers have four layers, because every layer takes a compiler more time and costs the same. Each
-model exists in float32 and in bfloat16. The dtype is that of the computation; parameters are float32.
+Transformers have four layers: more layers take a compiler longer, and each costs the same. Every
+model exists in float32 and in bfloat16, which is the dtype of the computation. Parameters are
+float32.
 """
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import optax
 from flax import traverse_util
 from jax.typing import DTypeLike
 
-from benchmarks.zoo import Model
+from benchmarks._models import Model
 
 LAYERS, WIDTH, HEADS = 4, 768, 12
 BERT_VOCABULARY, GPT_VOCABULARY, LSTM_VOCABULARY = 30_522, 50_257, 10_000
