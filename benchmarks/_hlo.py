@@ -216,7 +216,7 @@ def _moved_by_fusion(body: list[Instruction], kernel: Instruction, shapes: dict[
 
 
 class Collectives(NamedTuple):
-    """The communication of one kind: how often, how many bytes in all, and the largest one's."""
+    """The collectives of one kind: how many run, their bytes in all, and the largest one's."""
 
     count: int
     bytes: int
@@ -224,27 +224,30 @@ class Collectives(NamedTuple):
 
 
 def collectives(text: str) -> dict[str, Collectives]:
-    """Return what a program communicates by kind of collective, in bytes of the results."""
-    counts: Counter[str] = Counter()
-    totals: Counter[str] = Counter()
-    largest: dict[str, int] = {}
-    for instruction, times in _executed(parse(text), lambda i: size(i.shape)):
-        kind = instruction.operation.removesuffix("-start")
-        if kind not in COLLECTIVES:
-            continue
-        result = _result_size(instruction)
-        counts[kind] += times
-        totals[kind] += times * result
-        largest[kind] = max(largest.get(kind, 0), result)
-    return {kind: Collectives(n, totals[kind], largest[kind]) for kind, n in counts.items()}
+    """Return what a program communicates, by kind of collective, in bytes of the whole array.
 
-
-def _result_size(instruction: Instruction) -> int:
-    """Return the bytes of a collective's result; the start of an asynchronous one names more."""
-    if not instruction.operation.endswith("-start") or instruction.operation.startswith(
-        "all-reduce"
-    ):
-        return size(instruction.shape)
-    return max(
-        (size(array[0]) for array in re.finditer(r"\w+\[[\d,]*\]", instruction.shape)), default=0
-    )
+    An asynchronous collective stands in several fusions, all of which name the same channel. It
+    counts once. XLA:TPU writes a reduce-scatter as a fusion of an all-reduce.
+    """
+    program = parse(text)
+    shapes = {i.name: i.shape for part in program.values() for i in part}
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    for instruction, times in _executed(program, lambda i: size(i.shape)):
+        fused = instruction.named("calls") or ""
+        for part in (instruction, *program.get(fused, [])):
+            kind = part.operation.removesuffix("-start")
+            if kind not in COLLECTIVES:
+                continue
+            if fused.startswith("all-reduce-scatter"):
+                kind = "reduce-scatter"
+            channel = re.search(r"channel_id=(\d+)", part.attributes)
+            operands = sum(size(shapes.get(name, "")) for name in part.operands)
+            whole = max(operands, 0 if part.operation.endswith("-start") else size(part.shape))
+            if kind == "all-gather" and part.operation.endswith("-start"):
+                whole = size(part.shape) - operands  # the type names operands and results
+            found[kind, channel[1] if channel else part.name] = times, whole
+    rows: dict[str, Collectives] = {}
+    for (kind, _), (times, whole) in found.items():
+        count, total, largest = rows.get(kind, (0, 0, 0))
+        rows[kind] = Collectives(count + times, total + times * whole, max(largest, whole))
+    return rows

@@ -13,8 +13,6 @@ kernels, and memory.
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -27,34 +25,21 @@ from tqdm import tqdm
 from benchmarks import _compilers, _hlo, _timing
 from benchmarks._compilers import MODELS, TARGETS, Target
 from benchmarks._peers import WAYS
+from benchmarks._processes import in_process
 from benchmarks._results import RESULTS
 
-SECONDS = 600  # for one compilation
 SEARCHED = ("GPT-2, bfloat16", "BERT, bfloat16", "ViT, bfloat16", "WRN-16-4, bfloat16")
 SEARCHED_WAYS = ("non-private", "bookkeeping")
 CHIP_BYTES = int(15.75 * 2**30)  # what a program may use of a v5e chip's memory
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "flax", "optax", "jax-privacy")
 
 
-def in_process(target_name: str, model: str, way: str, batch_size: int | None = None) -> Any:
-    """Return the row of one compilation, which runs in a process of its own."""
+def price(target_name: str, model: str, way: str, batch_size: int | None = None) -> dict[str, Any]:
+    """Return the row of one compilation, or its error."""
     target = TARGETS[target_name]
     words = [target_name, "--one", model, way, *([str(batch_size)] if batch_size else [])]
-    environment = {**os.environ, **({} if target.is_here else target.environment)}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.accelerators", *words],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"did not compile in {SECONDS} seconds"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"error": f"the compiler crashed with exit code {done.returncode}"}
-    return json.loads(lines[-1])
+    environment = {} if target.is_here else target.environment
+    return in_process("benchmarks.accelerators", words, environment)
 
 
 def print_one(target: Target, model: str, way: str, batch_size: int | None) -> None:
@@ -159,7 +144,7 @@ def run(record: Record, models: list[str], ways: list[str], only_missing: bool) 
     for model, way in tqdm(pairs, desc=record.name):
         known = record.read()["models"].get(model, {})
         if not (only_missing and way in known):
-            record.write("models", model, way, in_process(record.name, model, way))
+            record.write("models", model, way, price(record.name, model, way))
     if record.name != "tpu":
         return
     searched = [(m, w) for m in SEARCHED for w in SEARCHED_WAYS if m in models and w in ways]
@@ -168,7 +153,7 @@ def run(record: Record, models: list[str], ways: list[str], only_missing: bool) 
             continue
 
         def used(size: int, model: str = model, way: str = way) -> int | None:
-            row = in_process(record.name, model, way, size)
+            row = price(record.name, model, way, size)
             parts = ("temp_bytes", "argument_bytes", "output_bytes")
             return None if "error" in row else sum(row[part] for part in parts)
 
