@@ -7,7 +7,6 @@ counts and conditionals by their dearest branch.
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -28,6 +28,7 @@ from benchmarks._peers import WAYS
 from benchmarks._processes import in_process
 from benchmarks._results import RESULTS
 
+PARTS = ("models", "largest_batch")
 SEARCHED = ("GPT-2, bfloat16", "BERT, bfloat16", "ViT, bfloat16", "WRN-16-4, bfloat16")
 SEARCHED_WAYS = ("non-private", "bookkeeping")
 CHIP_BYTES = int(15.75 * 2**30)  # what a program may use of a v5e chip's memory
@@ -114,7 +115,7 @@ class Record:
         """Return what is known of the target."""
         target = TARGETS[self.name]
         known = _timing.load_record(self.path).get(self.name, {})
-        empty: dict[str, Any] = {"models": {}, "largest_batch": {}}
+        empty: dict[str, Any] = {part: {} for part in PARTS}
         return empty | known | {"device": target.device, "versions": _versions()}
 
     def write(self, part: str, model: str, way: str, row: dict[str, Any]) -> None:
@@ -138,28 +139,31 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def run(record: Record, models: list[str], ways: list[str], only_missing: bool) -> None:
-    """Price the models in these ways, then search the largest batches on one TPU chip."""
-    pairs = [(model, way) for way in ways for model in models]
-    for model, way in tqdm(pairs, desc=record.name):
-        known = record.read()["models"].get(model, {})
-        if not (only_missing and way in known):
-            record.write("models", model, way, price(record.name, model, way))
-    if record.name != "tpu":
-        return
-    searched = [(m, w) for m in SEARCHED for w in SEARCHED_WAYS if m in models and w in ways]
-    for model, way in tqdm(searched, desc="largest batch"):
-        if only_missing and way in record.read()["largest_batch"].get(model, {}):
-            continue
+def run(
+    record: Record, models: list[str], ways: list[str], *, parts: list[str], only_missing: bool
+) -> None:
+    """Price the models in these ways, and search the largest batches that one TPU chip accepts."""
+    todo: list[tuple[str, str, str, Callable[[str, str, str], dict[str, Any]]]] = []
+    if "models" in parts:
+        todo += [("models", model, way, price) for way in ways for model in models]
+    if "largest_batch" in parts and record.name == "tpu":
+        pairs = [(m, w) for m in SEARCHED for w in SEARCHED_WAYS if m in models and w in ways]
+        todo += [("largest_batch", model, way, search_batch) for model, way in pairs]
+    for part, model, way, work in tqdm(todo, desc=record.name):
+        if not (only_missing and way in record.read()[part].get(model, {})):
+            record.write(part, model, way, work(record.name, model, way))
 
-        def used(size: int, model: str = model, way: str = way) -> int | None:
-            row = price(record.name, model, way, size)
-            parts = ("temp_bytes", "argument_bytes", "output_bytes")
-            return None if "error" in row else sum(row[part] for part in parts)
 
-        start = _compilers.batch_size_of(model)
-        found = largest_batch(used, start, CHIP_BYTES)
-        record.write("largest_batch", model, way, found)
+def search_batch(target_name: str, model: str, way: str) -> dict[str, Any]:
+    """Return the largest batch of a model that one chip accepts."""
+
+    def used(size: int) -> int | None:
+        row = price(target_name, model, way, size)
+        kinds = ("temp_bytes", "argument_bytes", "output_bytes")
+        return None if "error" in row else sum(row[kind] for kind in kinds)
+
+    found = largest_batch(used, _compilers.batch_size_of(model), CHIP_BYTES)
+    return {"how": _compilers.PRICED, **found}
 
 
 def main() -> None:
@@ -169,6 +173,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "accelerators.json")
     parser.add_argument("--models", nargs="*", choices=MODELS, help="to be priced anew")
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="to be priced anew")
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS))
     parser.add_argument("--missing", action="store_true", help="of these, only what is missing")
     parser.add_argument("--detail", choices=MODELS, help="print a model's dearest instructions")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
@@ -184,7 +189,13 @@ def main() -> None:
             jax.config.update("jax_platforms", "cpu")
         is_missing_only = args.missing or (args.models is None and args.ways is None)
         record = Record(args.output, args.target)
-        run(record, args.models or MODELS, args.ways or list(WAYS), is_missing_only)
+        run(
+            record,
+            args.models or MODELS,
+            args.ways or list(WAYS),
+            parts=args.parts,
+            only_missing=is_missing_only,
+        )
 
 
 if __name__ == "__main__":
