@@ -4,6 +4,7 @@ libtpu and XLA:GPU compile for a device from its description. They need no devic
 has one, the same function measures instead.
 """
 
+import os
 import re
 import statistics
 import time
@@ -63,6 +64,12 @@ class Target(NamedTuple):
     def is_here(self) -> bool:
         """Return whether the machine has such a device."""
         return any(any(Path("/dev").glob(pattern)) for pattern in self.files)
+
+    def prepare(self) -> None:
+        """Let this process and its children compile without the device, if there is none."""
+        if not self.is_here:
+            os.environ.update(self.environment)
+            jax.config.update("jax_platforms", "cpu")  # JAX has read the variable already
 
 
 def tpu_topology(shape: str = "2x2") -> Any:

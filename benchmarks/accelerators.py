@@ -19,7 +19,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
 from benchmarks import _compilers, _hlo, _timing
@@ -37,10 +36,8 @@ PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "flax", "optax", "jax-
 
 def price(target_name: str, model: str, way: str, batch_size: int | None = None) -> dict[str, Any]:
     """Return the row of one compilation, or its error."""
-    target = TARGETS[target_name]
     words = [target_name, "--one", model, way, *([str(batch_size)] if batch_size else [])]
-    environment = {} if target.is_here else target.environment
-    return in_process("benchmarks.accelerators", words, environment)
+    return in_process("benchmarks.accelerators", words)
 
 
 def print_one(target: Target, model: str, way: str, batch_size: int | None) -> None:
@@ -179,14 +176,13 @@ def main() -> None:
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     target = TARGETS[args.target]
+    target.prepare()
     if args.one:
         model, way, *size = args.one
         print_one(target, model, way, int(size[0]) if size else None)
     elif args.detail:
         print_detail(target, args.detail, (args.ways or ["bookkeeping"])[0])
     else:
-        if not target.is_here:
-            jax.config.update("jax_platforms", "cpu")
         is_missing_only = args.missing or (args.models is None and args.ways is None)
         record = Record(args.output, args.target)
         run(

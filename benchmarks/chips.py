@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="of these, only what is missing")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    _compilers.TARGETS["tpu"].prepare()
     if args.one:
         chips, layout, way = args.one
         try:
@@ -128,7 +129,6 @@ def main() -> None:
             found = {"error": _compilers.in_short(error)}
         sys.stdout.write(json.dumps(found) + "\n")
         return
-    jax.config.update("jax_platforms", "cpu")
     only_missing = args.missing or args.ways is None
     cases = [
         (way, layout, chips)
@@ -141,9 +141,8 @@ def main() -> None:
         rows = record.setdefault("steps", {}).setdefault(way, {}).setdefault(layout, {})
         if only_missing and str(chips) in rows:
             continue
-        environment = _compilers.TARGETS["tpu"].environment
         words = ["--one", str(chips), layout, way]
-        rows[str(chips)] = in_process("benchmarks.chips", words, environment)
+        rows[str(chips)] = in_process("benchmarks.chips", words)
         record.pop("circumstances", None)
         _timing.write(args.output, record | {"model": MODEL, "examples": EXAMPLES})
 

@@ -240,11 +240,11 @@ def test_a_process_that_crashes_or_hangs_is_a_result(tmp_path, monkeypatch):
     (tmp_path / "crash.py").write_text("import os; os._exit(3)")
     (tmp_path / "hang.py").write_text("import time; time.sleep(60)")
     (tmp_path / "fine.py").write_text(
-        "import os; print('noise'); print('{\"x\": ' + os.environ['X'] + '}')"
+        "import sys; print('noise'); print('{\"x\": ' + sys.argv[1] + '}')"
     )
-    assert "exit code 3" in _processes.in_process("crash", [], {})["error"]
-    assert "0.5 seconds" in _processes.in_process("hang", [], {}, seconds=0.5)["error"]
-    assert _processes.in_process("fine", [], {"X": "4"}) == {"x": 4}
+    assert "exit code 3" in _processes.in_process("crash", [])["error"]
+    assert "0.5 seconds" in _processes.in_process("hang", [], seconds=0.5)["error"]
+    assert _processes.in_process("fine", ["4"]) == {"x": 4}
 
 
 @pytest.mark.parametrize("name", list(LARGER))
