@@ -2,13 +2,13 @@
 
 XLA prints a program as computations, which are lists of instructions. What runs are the entry, the
 bodies of loops, branches of conditionals, and the targets of calls. Loops count by their trip
-counts and conditionals by their dearest branch.
+counts, or once if these are unknown, and conditionals by their dearest branch.
 """
 
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ENTRY = "ENTRY"
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4}
@@ -23,12 +23,13 @@ _ARRAY = re.compile(rf"\b({'|'.join(SIZES)})\[([\d,]*)\]")
 
 
 class Instruction(NamedTuple):
-    """One instruction: its name, type, operation, operands, and attributes as printed."""
+    """One instruction as printed. `literal` is the text in parentheses: operands or a value."""
 
     name: str
     shape: str
     operation: str
     operands: tuple[str, ...]
+    literal: str
     attributes: str
     is_root: bool
 
@@ -50,10 +51,10 @@ class Instruction(NamedTuple):
         return int(found[1]) if found else 0
 
     @property
-    def trips(self) -> int:
-        """Return how often a loop's body runs, or 1 where the compiler does not know."""
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"', self.attributes)
-        return int(found[1]) if found else 1
+    def value(self) -> int | None:
+        """Return the integer that a constant holds, or None if it is something else."""
+        is_integer = self.operation == "constant" and re.fullmatch(r"-?\d+", self.literal)
+        return int(self.literal) if is_integer else None
 
     @property
     def branches(self) -> list[str]:
@@ -82,7 +83,7 @@ def parse(text: str) -> Program:
             operands, attributes = _split_at_parenthesis(found[5])
             names = tuple(re.findall(r"%([\w.\-]+)", operands))
             current.append(
-                Instruction(found[2], found[3], found[4], names, attributes, bool(found[1]))
+                Instruction(*found.group(2, 3, 4), names, operands, attributes, bool(found[1]))
             )
     return program
 
@@ -109,14 +110,81 @@ def size(shape: str) -> int:
     )
 
 
+def trips(program: Program, caller: str, loop: Instruction) -> int | None:
+    """Return how often the body of a loop runs, or None if that is not a constant.
+
+    XLA:GPU writes the number down. XLA:TPU does not, so it follows from the condition, i < n, and
+    from the counter's first value and its step.
+    """
+    known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    if known:
+        return int(known[1])
+    condition = {i.name: i for i in program.get(loop.named("condition") or "", [])}
+    body = {i.name: i for i in program.get(loop.named("body") or "", [])}
+    outside = {i.name: i for i in program[caller]}
+    test = next((i for i in condition.values() if i.is_root), None)
+    start = _constants_of_tuple(outside, loop.operands[0])
+    if test is None or test.operation != "compare":
+        return None
+    counter, limit = (condition[name] for name in test.operands)
+    place = _index(counter)
+    last = start.get(_index(limit)) if limit.value is None else limit.value
+    direction = re.search(r"direction=(\w+)", test.attributes)
+    step = _step(body, place, start)
+    if None in (place, last, step, start.get(place)) or direction is None:
+        return None
+    distance = last - start[place] + (direction[1] in ("LE", "GE")) * (1 if step > 0 else -1)
+    return max(0, math.ceil(distance / step)) if direction[1] in _DIRECTIONS else None
+
+
+_DIRECTIONS = ("LT", "LE", "GT", "GE", "NE")
+
+
+def _index(instruction: Instruction) -> int | None:
+    """Return which element of a tuple an instruction takes."""
+    found = re.search(r"\bindex=(\d+)", instruction.attributes)
+    return int(found[1]) if found and instruction.operation == "get-tuple-element" else None
+
+
+def _constants_of_tuple(scope: dict[str, Instruction], name: str) -> dict[int | None, int]:
+    """Return the elements of a tuple that are integer constants, by index."""
+    found: dict[int | None, int] = {}
+    source = scope.get(name)
+    for place, operand in enumerate(source.operands if source else ()):
+        value = scope.get(operand)
+        while value is not None and value.operation in ("copy", "bitcast", "convert"):
+            value = scope.get(value.operands[0])
+        if value is not None and value.value is not None:
+            found[place] = value.value
+    return found
+
+
+def _step(body: dict[str, Instruction], place: int | None, start: dict[int | None, int]) -> Any:
+    """Return the constant that a loop's body adds to its counter, or None."""
+    root = next((i for i in body.values() if i.is_root and i.operation == "tuple"), None)
+    if root is None or place is None:
+        return None
+    after = body.get(root.operands[place])
+    while after is not None and after.operation in ("copy", "bitcast"):
+        after = body.get(after.operands[0])
+    if after is None or after.operation != "add":
+        return None
+    terms = [body[name] for name in after.operands if name in body]
+    values = [
+        start.get(_index(i)) if i.value is None else i.value for i in terms if _index(i) != place
+    ]
+    return values[0] if len(values) == 1 and values[0] else None
+
+
 def _executed(
     program: Program, price: Callable[[Instruction], float], name: str = ENTRY, times: int = 1
 ) -> Iterator[tuple[Instruction, int]]:
     """Yield every instruction that runs, and how often; `price` decides between branches."""
     for instruction in program.get(name, []):
         if instruction.operation == "while":
+            count = trips(program, name, instruction)
             body = instruction.named("body") or ""
-            yield from _executed(program, price, body, times * instruction.trips)
+            yield from _executed(program, price, body, times * (1 if count is None else count))
         elif instruction.operation == "conditional":
             runs = [list(_executed(program, price, b, times)) for b in instruction.branches]
             yield from max(runs, key=lambda run: sum(n * price(i) for i, n in run))
@@ -124,6 +192,15 @@ def _executed(
             yield from _executed(program, price, instruction.named("to_apply") or "", times)
         else:
             yield instruction, times
+
+
+def unpriced(text: str) -> dict[str, int]:
+    """Return what the cycles leave out: loops of unknown length, and kernels of users."""
+    program = parse(text)
+    every = [(name, i) for name, part in program.items() for i in part]
+    loops = [trips(program, name, i) for name, i in every if i.operation == "while"]
+    kernels = sum('custom_call_target="tpu_custom_call"' in i.attributes for _, i in every)
+    return {"loops": len(loops), "unknown_loops": loops.count(None), "unpriced_kernels": kernels}
 
 
 def cycles(text: str) -> int:

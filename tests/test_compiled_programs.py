@@ -57,9 +57,63 @@ def test_cycles_count_loops_by_their_trips_and_conditionals_by_the_dearest_branc
     assert _hlo.cycles(PRICED) == 7 * 100 + 40 + 3 + 2000  # and nothing inside a fusion
 
 
-def test_a_loop_of_unknown_length_counts_once():
+def test_a_loop_of_unknown_length_counts_once_and_is_reported():
     text = PRICED.replace('"known_trip_count":{"n":"7"},', "")
     assert _hlo.cycles(text) == 100 + 40 + 3 + 2000
+    assert _hlo.unpriced(text) == {"loops": 1, "unknown_loops": 1, "unpriced_kernels": 0}
+    assert _hlo.unpriced(PRICED)["unknown_loops"] == 0
+
+
+COUNTING = """\
+%body (arg: (s32[], f32[4], s32[])) -> (s32[], f32[4], s32[]) {
+  %arg = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%arg), index=0
+  %x = f32[4]{0} get-tuple-element(%arg), index=1
+  %n = s32[]{:T(128)} get-tuple-element(%arg), index=2
+  %one = s32[]{:T(128)} constant(STEP)
+  %next = s32[]{:T(128)} add(%i, %one)
+  %y = f32[4]{0} tanh(%x), backend_config={"estimated_cycles":"10"}
+  ROOT %out = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) tuple(%next, %y, %n)
+}
+
+%condition (arg.1: (s32[], f32[4], s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(64)
+  %arg.1 = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) parameter(0)
+  %j = s32[]{:T(128)} get-tuple-element(%arg.1), index=0
+  %m = s32[]{:T(128)} get-tuple-element(%arg.1), index=2
+  ROOT %goes-on = pred[]{:T(512)} compare(%j, LIMIT), direction=DIRECTION
+}
+
+ENTRY %main (x0: f32[4]) -> f32[4] {
+  %x0 = f32[4]{0} parameter(0)
+  %first = s32[]{:T(128)} constant(FIRST)
+  %many = s32[]{:T(128)} constant(9)
+  %copied = s32[]{:T(128)} copy(%first)
+  %start = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) tuple(%copied, %x0, %many)
+  %loop = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) while(%start), \
+condition=%condition, body=%body
+  ROOT %r = f32[4]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "step", "limit", "direction", "times"),
+    [
+        (0, 1, "%limit", "LT", 64),  # as XLA:TPU prints a scan
+        (0, 1, "%m", "LT", 9),  # the limit is carried along
+        (1, 2, "%limit", "LT", 32),
+        (0, 1, "%limit", "LE", 65),
+        (70, -1, "%limit", "GT", 6),
+        (70, -1, "%limit", "GE", 7),
+        (80, 1, "%limit", "LT", 0),
+    ],
+)
+def test_a_loop_without_a_trip_count_counts_by_its_condition(first, step, limit, direction, times):
+    text = COUNTING.replace("FIRST", str(first)).replace("STEP", str(step))
+    text = text.replace("LIMIT", limit).replace("DIRECTION", direction)
+    assert _hlo.cycles(text) == 10 * times
+    assert _hlo.unpriced(text)["unknown_loops"] == 0
 
 
 def test_branches_may_have_a_name_each():
