@@ -237,7 +237,7 @@ def traffic(text: str) -> Traffic:
     """Return the bytes that all kernels read and write, and how often kernels run.
 
     A kernel reads its operands and writes its results. Of an array that it slices, or updates in
-    place, it moves the slice alone.
+    place, it moves the slice alone. The scratch memory of library calls does not count.
     """
     program = parse(text)
     shapes = {name: {i.name: i.shape for i in part} for name, part in program.items()}
@@ -250,10 +250,17 @@ def traffic(text: str) -> Traffic:
         if fused in program:
             return _moved_by_fusion(program[fused], instruction, every)
         operands = [size(every.get(name, "")) for name in instruction.operands]
-        return _moved(instruction.operation, operands, size(instruction.shape))
+        return _moved(instruction.operation, operands, size(_without_scratch(instruction)))
 
     run = [(i, n) for i, n in _executed(program, moved) if i.operation not in FREE]
     return Traffic(sum(n * moved(i) for i, n in run), sum(n for _, n in run))
+
+
+def _without_scratch(instruction: Instruction) -> str:
+    """Return the type of the results without the scratch memory that libraries ask for."""
+    if instruction.operation != "custom-call":
+        return instruction.shape
+    return re.sub(r", [su]8\[\d+\]\{0\}\)$", ")", instruction.shape)
 
 
 def _moved(operation: str, operands: list[int], result: int) -> int:

@@ -172,7 +172,9 @@ ENTRY %main (x: f32[10,256], y: f32[256,4], k0: s32[]) -> f32[10,4] {
   %loop = (f32[10,256]{1,0}, s32[]) while(%start), condition=%cond, body=%body, \
 backend_config={"known_trip_count":{"n":"10"}}
   %done = f32[10,256]{1,0} get-tuple-element(%loop), index=0
-  ROOT %product = f32[10,4]{1,0} custom-call(%done, %y), custom_call_target="__cublas$gemm"
+  %both = (f32[10,4]{1,0}, s8[4194304]{0}) custom-call(%done, %y), \
+custom_call_target="__cublas$gemm"
+  ROOT %product = f32[10,4]{1,0} get-tuple-element(%both), index=0
 }
 """
 
