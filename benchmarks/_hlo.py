@@ -124,7 +124,7 @@ def trips(program: Program, caller: str, loop: Instruction) -> int | None:
     outside = {i.name: i for i in program[caller]}
     test = next((i for i in condition.values() if i.is_root), None)
     start = _constants_of_tuple(outside, loop.operands[0])
-    if test is None or test.operation != "compare":
+    if test is None or test.operation != "compare" or not {*test.operands} <= {*condition}:
         return None
     counter, limit = (condition[name] for name in test.operands)
     place = _index(counter)

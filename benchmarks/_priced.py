@@ -38,8 +38,9 @@ def _best(ways: dict[str, Any], way: str) -> dict[str, Any]:
 
 def cost(ways: dict[str, Any], way: str) -> float | None:
     """Return the time of a way as a multiple of the ordinary gradient's."""
-    time, base = _time(_best(ways, way)), _time(ways[ORDINARY])
-    return time / base if time is not None and base else None
+    row, base = _best(ways, way), ways[ORDINARY]
+    field = next((field for field in TIMES if field in row and base.get(field)), None)
+    return row[field] / base[field] if field else None
 
 
 def _cell(ways: dict[str, Any], way: str) -> str:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import _hlo, _processes, accelerators, chips
+from benchmarks import _compilers, _hlo, _priced, _processes, accelerators, chips
 from benchmarks.larger import LARGER
 
 PRICED = """\
@@ -289,6 +289,31 @@ def test_only_what_is_missing_is_priced(tmp_path, monkeypatch):
     assert priced == [("MLP", "vmap"), ("LSTM", "vmap")]
     run(["MLP"], ["vmap"], only_missing=False)
     assert len(priced) == 3
+
+
+@jax.numpy_dtype_promotion("standard")  # which Optax needs
+def test_where_there_is_a_device_the_row_is_measured():
+    cpu = _compilers.Target("CPU", ("null",), {}, lambda: None, lambda text: {})
+    assert cpu.is_here  # /dev/null
+    row = _compilers.row(cpu, "softmax regression", "bookkeeping", 4)
+    assert row["how"] == _compilers.MEASURED and row["milliseconds"] > 0
+    absent = cpu._replace(files=("no such device",))
+    assert not absent.is_here
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"cycles": 30}, "3"),
+        ({"milliseconds": 30}, "–"),  # a measurement and a price do not compare
+        ({"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"}, "too large"),
+        ({"error": "did not compile in 600 seconds"}, "too slow"),
+        ({"error": "TypeError: no"}, "fails"),
+        ({}, "–"),
+    ],
+)
+def test_a_table_says_why_a_price_is_missing(row, text):
+    assert _priced._cell({"non-private": {"cycles": 10}, "vmap": row}, "vmap") == text
 
 
 def test_a_process_that_crashes_or_hangs_is_a_result(tmp_path, monkeypatch):
