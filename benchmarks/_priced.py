@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 from benchmarks._results import PEERS, RESULTS, geometric_mean, markdown
 from benchmarks._timing import load_record
@@ -198,11 +199,14 @@ def draw() -> None:
             axes.plot(list(places.values()), list(places), marker, **style)
         axes.axvline(1, color="black", lw=0.8)
         axes.set_xscale("log")
+        axes.set_xticks([1, 2, 5, 10, 20, 50, 100, 200])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel(f"{label} / of the non-private gradient\n{_how(models)}")
         axes.grid(axis="x", alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(len(names)), names)
-    panels[0].invert_yaxis()
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
     handles, legend = panels[0].get_legend_handles_labels()
     figure.legend(handles, legend, frameon=False, loc="outside lower center", ncols=len(looks))
     figure.savefig(RESULTS / "accelerators.png", dpi=150)
