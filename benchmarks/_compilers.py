@@ -83,7 +83,7 @@ def _a100() -> Any:
 
 def _gpu_price(text: str) -> dict[str, int]:
     moved = _hlo.traffic(text)
-    return {"bytes_moved": moved.bytes, "kernels": moved.kernels, **_hlo.unpriced(text)}
+    return {"bytes_moved": moved.bytes, "kernels": moved.kernels, **_hlo.loops(text)}
 
 
 TARGETS = {
@@ -99,7 +99,7 @@ TARGETS = {
             "TPU_WORKER_ID": "0",
         },
         tpu_topology,
-        lambda text: {"cycles": _hlo.cycles(text), **_hlo.unpriced(text)},
+        lambda text: {"cycles": _hlo.cycles(text)} | _hlo.loops(text) | _hlo.unpriced(text),
     ),
     "gpu": Target(
         "NVIDIA A100",

@@ -60,8 +60,19 @@ def test_cycles_count_loops_by_their_trips_and_conditionals_by_the_dearest_branc
 def test_a_loop_of_unknown_length_counts_once_and_is_reported():
     text = PRICED.replace('"known_trip_count":{"n":"7"},', "")
     assert _hlo.cycles(text) == 100 + 40 + 3 + 2000
-    assert _hlo.unpriced(text) == {"loops": 1, "unknown_loops": 1, "unpriced_kernels": 0}
-    assert _hlo.unpriced(PRICED)["unknown_loops"] == 0
+    assert _hlo.loops(text) == {"loops": 1, "unknown_loops": 1}
+    assert _hlo.loops(PRICED) == {"loops": 1, "unknown_loops": 0}
+
+
+def test_a_kernel_without_a_price_counts_by_the_bytes_that_it_moves():
+    assert _hlo.unpriced(PRICED) == {"unpriced_kernels": 0, "unpriced_bytes": 0}
+    inside_and_at_the_end = PRICED.replace('"estimated_cycles":"100"', "")
+    found = _hlo.unpriced(inside_and_at_the_end)
+    assert found == {"unpriced_kernels": 7, "unpriced_bytes": 7 * 2 * 4 * 8 * 128}
+    mark = PRICED.replace("call(%z), to_apply=%called", 'custom-call(), target="AllocateBuffer"')
+    assert _hlo.unpriced(mark)["unpriced_kernels"] == 0
+    kernel = mark.replace("AllocateBuffer", "Cholesky")
+    assert _hlo.unpriced(kernel) == {"unpriced_kernels": 1, "unpriced_bytes": 4 * 8 * 128}
 
 
 COUNTING = """\
@@ -113,7 +124,7 @@ def test_a_loop_without_a_trip_count_counts_by_its_condition(first, step, limit,
     text = COUNTING.replace("FIRST", str(first)).replace("STEP", str(step))
     text = text.replace("LIMIT", limit).replace("DIRECTION", direction)
     assert _hlo.cycles(text) == 10 * times
-    assert _hlo.unpriced(text)["unknown_loops"] == 0
+    assert _hlo.loops(text) == {"loops": 1, "unknown_loops": 0}
 
 
 def test_branches_may_have_a_name_each():
