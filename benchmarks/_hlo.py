@@ -126,7 +126,9 @@ def trips(program: Program, caller: str, loop: Instruction) -> int | None:
     start = _constants_of_tuple(outside, loop.operands[0])
     if test is None or test.operation != "compare" or not {*test.operands} <= {*condition}:
         return None
-    counter, limit = (condition[name] for name in test.operands)
+    counter, limit = (_origin(condition, name) for name in test.operands)
+    if counter is None or limit is None:
+        return None
     place = _index(counter)
     last = start.get(_index(limit)) if limit.value is None else limit.value
     direction = re.search(r"direction=(\w+)", test.attributes)
@@ -146,34 +148,34 @@ def _index(instruction: Instruction) -> int | None:
     return int(found[1]) if found and instruction.operation == "get-tuple-element" else None
 
 
+def _origin(scope: dict[str, Instruction], name: str) -> Instruction | None:
+    """Return the instruction that makes a value, without the copies on its way."""
+    found = scope.get(name)
+    while found is not None and found.operation in _COPIES:
+        found = scope.get(found.operands[0])
+    return found
+
+
+_COPIES = ("copy", "bitcast", "convert", "copy-start", "copy-done")
+
+
 def _constants_of_tuple(scope: dict[str, Instruction], name: str) -> dict[int | None, int]:
     """Return the elements of a tuple that are integer constants, by index."""
-    found: dict[int | None, int] = {}
-    source = scope.get(name)
-    for place, operand in enumerate(source.operands if source else ()):
-        value = scope.get(operand)
-        while value is not None and value.operation in ("copy", "bitcast", "convert"):
-            value = scope.get(value.operands[0])
-        if value is not None and value.value is not None:
-            found[place] = value.value
-    return found
+    source = _origin(scope, name)
+    origins = [_origin(scope, operand) for operand in (source.operands if source else ())]
+    return {n: x.value for n, x in enumerate(origins) if x is not None and x.value is not None}
 
 
 def _step(body: dict[str, Instruction], place: int | None, start: dict[int | None, int]) -> Any:
     """Return the constant that a loop's body adds to its counter, or None."""
     root = next((i for i in body.values() if i.is_root and i.operation == "tuple"), None)
-    if root is None or place is None:
-        return None
-    after = body.get(root.operands[place])
-    while after is not None and after.operation in ("copy", "bitcast"):
-        after = body.get(after.operands[0])
+    after = _origin(body, root.operands[place]) if root and place is not None else None
     if after is None or after.operation != "add":
         return None
-    terms = [body[name] for name in after.operands if name in body]
-    values = [
-        start.get(_index(i)) if i.value is None else i.value for i in terms if _index(i) != place
-    ]
-    return values[0] if len(values) == 1 and values[0] else None
+    terms = [x for name in after.operands if (x := _origin(body, name)) is not None]
+    others = [x for x in terms if _index(x) != place]
+    values = [start.get(_index(x)) if x.value is None else x.value for x in others]
+    return values[0] if len(terms) == 2 and len(values) == 1 and values[0] else None
 
 
 def _executed(

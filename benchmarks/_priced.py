@@ -38,8 +38,13 @@ def _best(ways: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 def cost(ways: dict[str, Any], way: str) -> float | None:
-    """Return the time of a way as a multiple of the ordinary gradient's."""
+    """Return the time of a way as a multiple of the ordinary gradient's.
+
+    A program with a loop of unknown length has no known price, so it has no multiple either.
+    """
     row, base = _best(ways, way), ways[ORDINARY]
+    if row.get("unknown_loops") or base.get("unknown_loops"):
+        return None
     field = next((field for field in TIMES if field in row and base.get(field)), None)
     return row[field] / base[field] if field else None
 
@@ -49,6 +54,8 @@ def _cell(ways: dict[str, Any], way: str) -> str:
     ratio, row = cost(ways, way), _best(ways, way)
     if ratio is not None:
         return f"**{ratio:.2f}**" if way == OURS else f"{ratio:.3g}"
+    if "error" not in row and row.get("unknown_loops"):
+        return "unknown"
     error = row.get("error", "")
     if "RESOURCE_EXHAUSTED" in error or "memory" in error:
         return "too large"
@@ -59,6 +66,12 @@ def _ratio(ways: dict[str, Any], field: str, way: str = OURS, base: str = ORDINA
     """Return the ratio of two ways in one field, or a dash."""
     one, other = (_best(ways, name).get(field) for name in (way, base))
     return f"{one / other:.2f}" if one is not None and other else "–"
+
+
+def _pair(ways: dict[str, Any], field: str) -> str:
+    """Return bytes of the ordinary gradient and of ours, in megabytes."""
+    sizes = [_best(ways, way).get(field) for way in (ORDINARY, OURS)]
+    return " / ".join("–" if size is None else f"{size / 1e6:,.0f} MB" for size in sizes)
 
 
 def _how(models: Rows) -> str:
@@ -86,24 +99,26 @@ def tpu() -> str:
     rows = []
     for name, ways in models.items():
         ordinary = ways[ORDINARY]
-        memory = [_best(ways, way).get("temp_bytes") for way in (ORDINARY, OURS)]
         rows.append(
             [
                 name,
                 f"{_time(ordinary):,.0f}",
                 _cell(ways, OURS),
                 *(_cell(ways, peer) for peer in PEERS),
-                " / ".join("–" if x is None else f"{x / 1e6:,.0f} MB" for x in memory),
+                _pair(ways, "temp_bytes"),
+                _pair(ways, "unpriced_bytes"),
                 _ratio(ways, "processor_seconds", OURS, "vmap"),
             ]
         )
-    head = ["model", "cycles, non-private", OURS, *PEERS, "memory, non-private / bookkeeping"]
+    head = ["model", "cycles, non-private", OURS, *PEERS, "memory", "not priced"]
     record = _record("tpu")
     return (
         f"{markdown([*head, 'compile / vmap'], rows)}\n\n{record['device']}, one chip, libtpu "
         f"{record['versions']['libtpu']}: {_how(models)}. Cycles as multiples of the non-private "
-        "gradient's;\nmemory is temporary HBM; compile time counts the processor's seconds. "
-        f"Geometric means:\n{_in_all(models)}."
+        "gradient's.\nMemory is temporary HBM. The compiler has no cycles for gathers, scatters and "
+        "Cholesky factors:\n`not priced` are the bytes that they move. Both columns are non-private "
+        "/ bookkeeping.\nCompile time counts the processor's seconds. "
+        f"Geometric means: {_in_all(models)}."
     )
 
 

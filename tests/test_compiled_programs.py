@@ -82,7 +82,8 @@ COUNTING = """\
   %x = f32[4]{0} get-tuple-element(%arg), index=1
   %n = s32[]{:T(128)} get-tuple-element(%arg), index=2
   %one = s32[]{:T(128)} constant(STEP)
-  %next = s32[]{:T(128)} add(%i, %one)
+  %i.copy = s32[]{:T(128)} copy(%i)
+  %next = s32[]{:T(128)} add(%i.copy, %one)
   %y = f32[4]{0} tanh(%x), backend_config={"estimated_cycles":"10"}
   ROOT %out = (s32[]{:T(128)}, f32[4]{0}, s32[]{:T(128)}) tuple(%next, %y, %n)
 }
@@ -316,6 +317,7 @@ def test_where_there_is_a_device_the_row_is_measured():
     ("row", "text"),
     [
         ({"cycles": 30}, "3"),
+        ({"cycles": 30, "unknown_loops": 1}, "unknown"),
         ({"milliseconds": 30}, "–"),  # a measurement and a price do not compare
         ({"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"}, "too large"),
         ({"error": "did not compile in 600 seconds"}, "too slow"),
