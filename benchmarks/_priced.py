@@ -115,9 +115,9 @@ def tpu() -> str:
     return (
         f"{markdown([*head, 'compile / vmap'], rows)}\n\n{record['device']}, one chip, libtpu "
         f"{record['versions']['libtpu']}: {_how(models)}. Cycles as multiples of the non-private "
-        "gradient's.\nMemory is temporary HBM. The compiler has no cycles for gathers, scatters and "
-        "Cholesky factors:\n`not priced` are the bytes that they move. Both columns are non-private "
-        "/ bookkeeping.\nCompile time counts the processor's seconds. "
+        "gradient's.\nMemory is temporary HBM. The compiler has no cycles for gathers, scatters "
+        "and Cholesky factors:\n`not priced` are the bytes that they move. Both columns are "
+        "non-private / bookkeeping.\nCompile time counts the processor's seconds. "
         f"Geometric means: {_in_all(models)}."
     )
 
