@@ -152,14 +152,20 @@ def run(
 
 
 def search_batch(target_name: str, model: str, way: str) -> dict[str, Any]:
-    """Return the largest batch of a model that one chip accepts."""
+    """Return the largest batch of a model that one chip accepts, or what else went wrong."""
 
     def used(size: int) -> int | None:
         row = price(target_name, model, way, size)
-        kinds = ("temp_bytes", "argument_bytes", "output_bytes")
-        return None if "error" in row else sum(row[kind] for kind in kinds)
+        if "RESOURCE_EXHAUSTED" in row.get("error", ""):
+            return None
+        if "error" in row:  # a timeout says nothing about memory
+            raise RuntimeError(f"batch of {size}: {row['error']}")
+        return sum(row[kind] for kind in ("temp_bytes", "argument_bytes", "output_bytes"))
 
-    found = largest_batch(used, _compilers.batch_size_of(model), CHIP_BYTES)
+    try:
+        found = largest_batch(used, _compilers.batch_size_of(model), CHIP_BYTES)
+    except RuntimeError as error:
+        return {"error": str(error)}
     return {"how": _compilers.PRICED, **found}
 
 

@@ -273,6 +273,21 @@ def test_not_even_one_example_may_fit():
     assert accelerators.largest_batch(lambda size: None, 8, 100) == {"largest": 0, "refused": 1}
 
 
+def test_only_want_of_memory_refuses_a_batch(monkeypatch):
+    def price(target, model, way, size):
+        if size <= 100:
+            return {"temp_bytes": size, "argument_bytes": 0, "output_bytes": 0}
+        return {"error": error}
+
+    monkeypatch.setattr(accelerators, "price", price)
+    error = "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"
+    found = accelerators.search_batch("tpu", "GPT-2, bfloat16", "non-private")
+    assert found["largest"] <= 100 < found["refused"] and found["how"] == _compilers.PRICED
+    error = "did not compile in 600 seconds"
+    found = accelerators.search_batch("tpu", "GPT-2, bfloat16", "non-private")
+    assert "did not compile" in found["error"]
+
+
 def test_a_record_keeps_what_another_target_wrote(tmp_path):
     path = tmp_path / "accelerators.json"
     for target in ("tpu", "gpu"):
