@@ -273,6 +273,7 @@ def test_not_even_one_example_may_fit():
     assert accelerators.largest_batch(lambda size: None, 8, 100) == {"largest": 0, "refused": 1}
 
 
+@jax.numpy_dtype_promotion("standard")  # which Flax needs
 def test_only_want_of_memory_refuses_a_batch(monkeypatch):
     def price(target, model, way, size):
         if size <= 100:
