@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
-from optax_lsdp.clipping.bookkeeping._leaves import Leaf, Size, Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Size, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
 
@@ -47,7 +47,7 @@ class Strategy(NamedTuple):
     cost: float
 
 
-def choose(leaf: Leaf, platform: Platform) -> Strategy:
+def choose(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cheapest strategy that the uses of a leaf allow."""
     if not leaf.primitives:
         return Strategy("unused", 0, 0, 0)
@@ -67,7 +67,7 @@ def is_plain_convolution(term: Term) -> bool:
     return term.use.rule is CONVOLUTION and is_whole
 
 
-def _materialised(leaf: Leaf, platform: Platform) -> Strategy:
+def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cost of storing all gradients and reading them back.
 
     Forming them takes no extra multiplications, because it replaces the product of the sum.
@@ -95,7 +95,7 @@ def _materialised(leaf: Leaf, platform: Platform) -> Strategy:
     return Strategy(kind, multiplications or floats, floats, stored + idle)
 
 
-def _by_factors(leaf: Leaf, platform: Platform) -> list[Strategy]:
+def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     """Return the costs of strategies that work with the factors of the gradient."""
     parts = leaf.parts or ()
     held = sum(b * t * (p + q) for b, t, p, q in (term.size for term in leaf.terms))

@@ -155,7 +155,7 @@ def test_a_gradient_of_any_magnitude_is_clipped_or_contributes_nothing(clip_norm
     lengths = np.linalg.norm(np.concatenate(rows, axis=1) / clip_norm, axis=1)
     assert np.all(np.isfinite(lengths)) and lengths.max() <= 1 + 1e-6
     exact = np.hypot(8 * x * s, np.sqrt(8) * s) / clip_norm
-    usual = (exact > 1) & (exact < 1e18) & (1e-18 < x) & (x < 1e18) & (s / clip_norm < 1e18)
+    usual = (exact > 1) & (exact < 1e18) & (x > 1e-18) & (x < 1e18) & (s / clip_norm < 1e18)
     usual &= exact * clip_norm < 1e37  # float32 holds the gradient itself
     assert lengths[usual].min() >= 1 - 1e-4
 

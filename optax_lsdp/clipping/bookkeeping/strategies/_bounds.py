@@ -68,9 +68,30 @@ def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
     if len(bounds) == 1:
         return bounds[0]
     squares = [[x * x for x in items] for items in zip(*bounds, strict=True)]
-    norm, upper, rounding = (jnp.sqrt(sum(items[1:], items[0])) for items in squares)
-    grow = platform.growth(len(bounds) / 2 + 1, upper.dtype)
-    return NormBound(norm, grow * upper, grow * rounding)
+    return _roots(NormBound(*(sum(x[1:], x[0]) for x in squares)), len(bounds), platform)
+
+
+def block_bound(bound: NormBound, platform: Platform) -> NormBound:
+    """Return the bound over disjoint blocks: √Σ² of each quantity, (n, blocks) → (n,)."""
+    blocks = bound.upper.shape[1]
+    if blocks == 1:
+        return NormBound(*(x[:, 0] for x in bound))
+    return _roots(NormBound(*(jnp.sum(x * x, axis=1) for x in bound)), blocks, platform)
+
+
+def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
+    """Return the square roots of sums of squares, the bounds rounded up.
+
+    Squares that underflow count as zero. With automatic clipping to a huge clip norm, the bound
+    would be too small without them.
+    """
+    dtype = squares.upper.dtype
+    grow, underflow = (
+        platform.growth(terms / 2 + 1, dtype),
+        2 * terms * float(jnp.finfo(dtype).tiny),
+    )
+    upper, rounding = (grow * jnp.sqrt(x + underflow) for x in squares[1:])
+    return NormBound(jnp.sqrt(squares.norm), upper, rounding)
 
 
 def sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
@@ -109,14 +130,6 @@ def sum_of_rows(platform: Platform, *items: jax.Array) -> list[jax.Array]:
 def added_in_rows(platform: Platform, rows: int, columns: int) -> int:
     """Return how often `sum_of_rows` rounds a term."""
     return rows * columns if rows * columns <= platform.longest_sum else rows + columns
-
-
-def block_norm(values: jax.Array, platform: Platform) -> jax.Array:
-    """Return √Σ_b v_b² over disjoint blocks, (n, blocks) → (n,), rounded up."""
-    if values.shape[1] == 1:
-        return values[:, 0]
-    grow = platform.growth(values.shape[1] / 2 + 1, values.dtype)
-    return jnp.sqrt(jnp.sum(values * values, axis=1)) * grow
 
 
 def root(square: jax.Array, fallback: jax.Array) -> jax.Array:

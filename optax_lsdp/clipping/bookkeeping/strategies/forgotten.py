@@ -18,7 +18,7 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     Factors,
     NormBound,
     added_in_rows,
-    block_norm,
+    block_bound,
     root,
     sum_of_rows,
     weighting_error,
@@ -39,8 +39,7 @@ def forgotten_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
     weighting = sum(weighting_error(t, platform) * r for t, r in zip(terms, reaches, strict=True))
     rows = sum(term.g.shape[2] for term in terms)
     bound = bound_by_squares(square, reach, formed.shape[2:], rows, platform)
-    bound = bound._replace(rounding=bound.rounding + weighting)
-    return NormBound(*(block_norm(x, platform) for x in bound))
+    return block_bound(bound._replace(rounding=bound.rounding + weighting), platform)
 
 
 def bound_by_squares(

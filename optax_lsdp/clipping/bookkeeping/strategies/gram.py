@@ -16,7 +16,7 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     Factors,
     NormBound,
     added_in_rows,
-    block_norm,
+    block_bound,
     is_one_hot,
     root,
     sum_of_rows,
@@ -63,8 +63,13 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
 
         s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
 
-    where k is how often the sum itself is rounded, and R = Σ_t ‖a_t‖‖g_t‖. Products that underflow
-    add a little. The norm is at most min(R, √(N² + s)). R holds even where the rows cancel.
+    where k is how often the sum itself is rounded, and R = Σ_t ‖a_t‖‖g_t‖. It is also at most
+
+        s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
+
+    which is smaller if long rows a_t meet short rows g_t and the other way round, as in tied
+    weights of which one use is transposed. Products that underflow add a little. The norm is at
+    most min(R, √(N² + s)). R holds even where the rows cancel.
     """
     dtype = wide_dtype(*(gram.g for gram in grams))
     unit, tiny = platform.unit(dtype), float(jnp.finfo(dtype).tiny)
@@ -96,14 +101,16 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
         rounded_a + rounded_g + adding + rows, dtype
     )  # what was just computed is rounded too
     reach, coarse = grow * reach, grow * coarse
-    norm_a, norm_g = jnp.sqrt(norm_a), jnp.sqrt(norm_g)
+    lost = 2 * rows * rows * tiny  # squares of entries that underflow
+    norm_a, norm_g = jnp.sqrt(norm_a + lost), jnp.sqrt(norm_g + lost)
     slack = unit * (rounded_a * trace_a + adding * norm_a) * norm_g
     slack = grow * (slack + unit * rounded_g * trace_g * norm_a)
+    slack = jnp.minimum(slack, (rounded_a + rounded_g + adding) * unit * jnp.square(reach))
     slack += rounded_a * rounded_g * unit**2 * jnp.square(reach)
     slack += 4 * tiny * max(rounded_a, rounded_g) * rows * (trace_a + trace_g + rows)
     upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, dtype))
     rounding = coarse + rows * unit * reach
-    return NormBound(*(block_norm(x, platform) for x in (root(total, upper), upper, rounding)))
+    return block_bound(NormBound(root(total, upper), upper, rounding), platform)
 
 
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
@@ -122,7 +129,7 @@ def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, i
         taken = taken.swapaxes(-1, -2).astype(wide_dtype(v))
         return jnp.where((u >= 0)[..., None], taken, jnp.zeros_like(taken)), 1
     size = u.shape[-1]
-    pieces = -(-size // max(platform.longest_sum, 1024))
+    pieces = -(-size // platform.longest_product)
     step = -(-size // pieces)
 
     def part(start: int) -> jax.Array:

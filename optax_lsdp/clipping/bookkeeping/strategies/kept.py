@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from optax_lsdp._jaxpr import evaluate, shape_of
 from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import compute_once, widen
-from optax_lsdp.clipping.bookkeeping._leaves import Leaf, Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._strategy import is_plain_convolution
@@ -37,7 +37,7 @@ _CACHE_FLOATS = 2**20  # entries of patches to make at a time: 4 MiB, which fit 
 
 
 def form_gradients(
-    leaf: Leaf, leaves: Sequence[jax.Array], rounded: Rounded, platform: Platform
+    leaf: ParameterLeaf, leaves: Sequence[jax.Array], rounded: Rounded, platform: Platform
 ) -> jax.Array:
     """Return every example's gradient of a leaf: (n, *shape), float32 or wider."""
     parts = [rounded.gradients[leaf.index]] if leaf.index in rounded.gradients else []

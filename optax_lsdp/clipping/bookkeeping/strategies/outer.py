@@ -12,7 +12,7 @@ from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     Factors,
     NormBound,
-    block_norm,
+    block_bound,
     is_one_hot,
     sum_of_squares,
     weighting_error,
@@ -27,9 +27,9 @@ def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
     (term,) = terms
     (a, rounded_a), (g, rounded_g) = (_row_lengths(x, platform) for x in term)
     lengths = a.astype(g.dtype) * g
-    upper = block_norm(lengths * platform.growth(rounded_a + rounded_g + 1, g.dtype), platform)
+    upper = lengths * platform.growth(rounded_a + rounded_g + 1, g.dtype)
     unit = platform.unit(g.dtype) if term.is_one_hot else weighting_error(term, platform)
-    return NormBound(block_norm(lengths, platform), upper, unit * upper)
+    return block_bound(NormBound(lengths, upper, unit * upper), platform)
 
 
 def _row_lengths(rows: jax.Array, platform: Platform) -> tuple[jax.Array, float]:
