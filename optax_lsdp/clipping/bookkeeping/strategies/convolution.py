@@ -74,7 +74,7 @@ def _channels_last(
 
 
 def _examples_first(x: jax.Array) -> jax.Array:
-    """Return x in the order of its axes in memory, so that one change of layout serves all products.
+    """Return x with its axes in this order in memory: one change of layout serves all products.
 
     XLA:TPU keeps the axis of examples behind those of space, and would change the layout of every
     slice. Only examples, space and channels in that order merge into a matrix without a copy.
