@@ -206,12 +206,6 @@ def usable_scale(largest: jax.Array) -> jax.Array:
     return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))
 
 
-def sums_of_squares(rows: jax.Array) -> tuple[jax.Array, int]:
-    """Return ‖row i‖² for rows (n, …), and how often each is rounded. Squares may overflow."""
-    flat = rows.astype(wide_dtype(rows)).reshape(rows.shape[0], math.prod(rows.shape[1:]))
-    return _sum_in_blocks(flat, jnp.square), _roundings(flat.shape[1]) + 1
-
-
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
     """Return a bound r: the true norm of a row is at most 1 + r times its computed `row_norms`.
 
