@@ -24,7 +24,7 @@ test: $(READY)
 # All tests, including the slow ones, with fifty times as many examples of each law (see tests/conftest.py).
 # The parts run one by one. A part that passed runs again only if the code has changed. The last part runs the
 # tests of `make test` on the oldest versions that pyproject.toml allows, and ignores their deprecation warnings.
-FULL := accounting auditing clipping discrete fuzz planning sampling smoothing training rest oldest
+FULL := accounting auditing clipping discrete fuzz planning smoothing training rest oldest
 SOURCES := $(shell find optax_lsdp benchmarks tests -name '*.py')
 test-full: $(FULL:%=$(VENV)/full/%.txt)
 	cat $^ | tee tests/full.txt

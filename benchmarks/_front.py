@@ -6,6 +6,7 @@ from collections.abc import Callable
 import numpy as np
 from matplotlib.figure import Figure
 
+from benchmarks import _priced
 from benchmarks._figures import plot_costs
 from benchmarks._results import RESULTS, geometric_mean, load, markdown, times
 from benchmarks.paper import _report
@@ -46,8 +47,9 @@ def claim() -> str:
         f"long as an ordinary one (geometric mean of {len(ours)} models, from "
         f"{min(ours.values()):.2f} to {max(ours.values()):.2f}). JAX Privacy 2.0 takes "
         f"{theirs:.1f} times and `optax.contrib` {optax:.1f} times as long ({rest:.1f} and "
-        f"{optax_rest:.1f} without their worst model). A whole step with noise, smoothing and "
-        f"update takes {geometric_mean(whole):.2f} times as long as one without privacy (from "
+        f"{optax_rest:.1f} without their worst model). {_priced.claim()} A whole step with noise, "
+        f"smoothing and update takes {geometric_mean(whole):.2f} times as long on a {device} as "
+        "one without privacy (from "
         f"{min(whole):.2f} to {max(whole):.2f}). Softmax regression on MNIST reaches "
         f"**{smoothed:.1f} %** at ε = {EPSILONS[least]:g}, δ = 1e-5 ({plain:.1f} % without "
         f"smoothing, mean of five seeds); the DP-LSSGD paper reports {printed()[least]:.1f} %, "

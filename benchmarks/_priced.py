@@ -91,6 +91,23 @@ def _in_all(models: Rows) -> str:
     return "; ".join(texts) or "none yet"
 
 
+def claim() -> str:
+    """Return the headline of the TPU: ours, and JAX Privacy on the models that both have."""
+    models = _models("tpu")
+    ours = {name: ratio for name, ways in models.items() if (ratio := cost(ways, OURS))}
+    theirs = {name: ratio for name in ours if (ratio := cost(models[name], "JAX Privacy"))}
+    both = geometric_mean([ours[name] for name in theirs])
+    wide = [name for name in ("BERT", "ViT", "GPT-2") if f"{name}, bfloat16" in ours]
+    listed = ", ".join(f"{name} {ours[f'{name}, bfloat16']:.2f}" for name in wide)
+    return (
+        f"On one {_record('tpu')['device']} chip it takes **{geometric_mean(ours.values()):.2f} "
+        f"times** the cycles, {_how(models)} (geometric mean of {len(ours)} models, from "
+        f"{min(ours.values()):.2f} to {max(ours.values()):.2f}; transformers of width 768: "
+        f"{listed}); on the {len(theirs)} models that are priced for both, JAX Privacy takes "
+        f"{geometric_mean(theirs.values()):.1f} times and optax_lsdp {both:.2f} times."
+    )
+
+
 def tpu() -> str:
     """Return what a gradient costs on a TPU, by every engine and library."""
     models = _models("tpu")
