@@ -24,7 +24,7 @@ from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
 from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, join_concatenated
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
-from optax_lsdp.clipping.bookkeeping._strategy import choose
+from optax_lsdp.clipping.bookkeeping._strategy import BY_FACTORS, choose
 from optax_lsdp.clipping.bookkeeping.strategies import NormBound, joint_bound, leaf_gradient
 
 
@@ -65,7 +65,9 @@ def clip_recorded(
     Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
     """
     rounded = round_recorded(recorded, analysis.uses, groups, platform)
-    units = join_concatenated(analysis.leaves, groups)
+    units = join_concatenated(
+        analysis.leaves, groups, lambda leaf: choose(leaf, platform).kind in BY_FACTORS
+    )
     gradients = [
         leaf_gradient(choose(leaf, platform).kind, leaf, leaves, rounded, platform)
         for leaf in units

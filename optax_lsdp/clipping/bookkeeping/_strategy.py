@@ -32,6 +32,8 @@ Kind = Literal[
     "unused",
 ]
 
+BY_FACTORS: tuple[Kind, ...] = ("outer product", "Gram matrices", "formed and forgotten")
+
 
 class Strategy(NamedTuple):
     """How the engine handles one leaf.

@@ -118,6 +118,17 @@ LOSSES = {
         normal(N, 4, 40),
         (GRAM, GRAM),
     ),
+    "concatenated, many rows": Case(
+        lambda p, x: squash(x @ jnp.concatenate(p, 1)),
+        [normal(6, 3), normal(6, 4)],
+        normal(N, 9, 6),
+        (FORMED, FORMED),
+    ),
+    "concatenated with a constant": Case(
+        lambda p, x: squash(x @ jnp.concatenate([p[0], jnp.ones((20, 7)), p[1]], 1)),
+        [normal(20, 30), normal(20, 40)],
+        normal(N, 3, 20),
+    ),
     "concatenated with itself": Case(
         lambda w, x: squash(x @ jnp.concatenate([w, w], 1)), normal(20, 20), normal(N, 2, 20)
     ),

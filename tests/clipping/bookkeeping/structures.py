@@ -26,6 +26,13 @@ def scanned(params, x, **kwargs):
     return jnp.sum(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params, **kwargs)[0])
 
 
+def scan_of_concatenated(stacks, x, pieces):
+    def step(h, slices):
+        return jnp.tanh(h @ jnp.concatenate(pieces(slices), 1)), None
+
+    return squash(lax.scan(step, x, stacks)[0])
+
+
 def carried(w, x, change=1.0):
     def step(carry, x):
         return (carry[0] * change if change != 1 else carry[0], jnp.tanh(x @ carry[0])), None
@@ -140,6 +147,21 @@ LOSSES = {
         normal(3, 20, 20),
         normal(N, 20),
         (GRAM,),
+    ),
+    "concatenated layers in a scan": Case(
+        lambda p, x: scan_of_concatenated(p, x, lambda slices: slices),
+        [normal(3, 20, 8), normal(3, 20, 12)],
+        normal(N, 2, 20),
+    ),
+    "a layer in a scan, concatenated with a shared one": Case(
+        lambda p, x: scan_of_concatenated(p[:1], x, lambda slices: [p[1], *slices]),
+        [normal(3, 20, 12), normal(20, 8)],
+        normal(N, 2, 20),
+    ),
+    "a shared layer, concatenated with one in a scan": Case(
+        lambda p, x: scan_of_concatenated(p[:1], x, lambda slices: [*slices, p[1]]),
+        [normal(3, 20, 12), normal(20, 8)],
+        normal(N, 2, 20),
     ),
     "layers scanned and closed over": Case(
         lambda w, x: jnp.sum(lax.scan(lambda h, v: (jnp.tanh(h @ v + h @ w[0]), None), x, w)[0]),

@@ -107,7 +107,8 @@ def weighted_leaves(
             start, size = term.piece.start or 0, term.piece.matrix.split[term.piece.axis]
             part = weighted
             if leaf.pieces:
-                part = lax.slice_in_dim(weighted, start, start + size, axis=term.piece.axis)
+                axis = len(whole.piece.weight.sliced) + term.piece.axis
+                part = lax.slice_in_dim(weighted, start, start + size, axis=axis)
             gradient = to_leaf(term, index, leaves, scale, part)
             sums[index] = sums[index] + gradient if index in sums else gradient
     return sums
