@@ -9,9 +9,11 @@ READY := $(VENV)/.ready
 DEMO := $(VENV)/.demo
 INSTALL := -m pip install --quiet --disable-pip-version-check
 OLDEST := .venv-oldest
+TPU := .venv-tpu
+GPU := .venv-gpu
 OUTPUT ?= demo.png
 
-.PHONY: demo test test-full fuzz mutations soak lint docs bench paper clean
+.PHONY: demo test test-full fuzz mutations soak lint docs bench accelerators paper clean
 
 demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
@@ -73,6 +75,14 @@ bench: $(READY)
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
 
+# What the compilers for TPU v5e and for an A100 make of every model, without a device: priced by the compiler, not
+# measured. Where the machine has such a device, the same scripts measure. ARGS="--models NAME" prices a model anew.
+accelerators: $(TPU)/.ready $(GPU)/.ready $(READY)
+	$(TPU)/bin/python -m benchmarks.accelerators tpu $(ARGS)
+	$(GPU)/bin/python -m benchmarks.accelerators gpu $(ARGS)
+	$(TPU)/bin/python -m benchmarks.chips
+	$(BIN)/python -m benchmarks.report
+
 # Run all experiments of the paper that have no record yet. DATA=PATH replaces downloads.
 PAPER := table1 degradation step_sizes best when errors theory denoising cnn cnn_effects cnn_budgets cnn_best cifar
 paper: $(READY)
@@ -80,7 +90,7 @@ paper: $(READY)
 	$(BIN)/python -m benchmarks.report
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(TPU) $(GPU) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(DEMO): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -95,6 +105,13 @@ $(READY): $(DEMO)
 
 $(VENV)/.docs: $(DEMO)
 	$(BIN)/python $(INSTALL) --editable '.[docs]'
+	@touch $@
+
+$(TPU)/.ready: EXTRA = tpu
+$(GPU)/.ready: EXTRA = cuda12
+$(TPU)/.ready $(GPU)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python $(INSTALL) 'jax[$(EXTRA)]' --editable '.[bench]'
 	@touch $@
 
 $(OLDEST)/.ready: pyproject.toml

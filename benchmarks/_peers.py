@@ -1,13 +1,15 @@
-"""Compute the same clipped sum with other libraries, if they are installed and support it."""
+"""Compute the same clipped sum in every way, also with other libraries if they are installed."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.zoo import Model
+import optax_lsdp as lsdp
+from benchmarks._models import Model
 
 MICROBATCH = 16
 
@@ -111,3 +113,18 @@ def mean_gradient(model: Model) -> Callable[..., Any]:
         return jax.grad(lambda p: jnp.mean(jax.vmap(model.loss, (None, 0))(p, batch)))(params)
 
     return grad
+
+
+WAYS: dict[str, Callable[[Model], Callable[..., Any]]] = {
+    "non-private": mean_gradient,
+    "bookkeeping": lambda model: lsdp.clipped_grad(model.loss, clip_norm=1.0),
+    "vmap": lambda model: lsdp.clipped_grad(model.loss, clip_norm=1.0, engine="vmap"),
+    "JAX Privacy": jax_privacy,
+    "JAX Privacy, microbatches": lambda model: jax_privacy(model, MICROBATCH),
+    "Optax": optax_clip,
+}
+
+
+def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
+    """Return a factory for each engine and peer; a peer may not be installed."""
+    return {name: partial(way, model) for name, way in WAYS.items()}

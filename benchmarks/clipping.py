@@ -26,18 +26,6 @@ from benchmarks.zoo import WIDTHS, ZOO, Model, mlp
 SLOW = 2.0  # seconds per call above which a peer is timed only once
 
 
-def ways(model: Model) -> dict[str, Callable[[], Callable[..., Any]]]:
-    """Return a factory for each engine and peer; a peer may not be installed."""
-    return {
-        "non-private": partial(_peers.mean_gradient, model),
-        "bookkeeping": lambda: lsdp.clipped_grad(model.loss, clip_norm=1.0),
-        "vmap": lambda: lsdp.clipped_grad(model.loss, clip_norm=1.0, engine="vmap"),
-        "JAX Privacy": partial(_peers.jax_privacy, model),
-        "JAX Privacy, microbatches": partial(_peers.jax_privacy, model, _peers.MICROBATCH),
-        "Optax": partial(_peers.optax_clip, model),
-    }
-
-
 def compiled(function: Callable[..., Any], model: Model) -> tuple[Any, dict[str, float]]:
     """Return the compiled function and its compile time."""
     jax.clear_caches()
@@ -116,7 +104,7 @@ def growth(sizes: list[int], widths: list[int], seconds: float) -> list[dict[str
         model = mlp((width, width, 10), size)
         floats = size * sum(leaf.size for leaf in jax.tree.leaves(model.params))
         names = ["non-private", "bookkeeping"] + (["vmap"] if floats < 3e8 else [])
-        chosen = {name: way for name, way in ways(model).items() if name in names}
+        chosen = {name: way for name, way in _peers.ways(model).items() if name in names}
         rows.append({"batch": size, "width": width, "ways": measure(model, chosen, seconds)})
     return rows
 
@@ -131,7 +119,7 @@ def microbatches(name: str, sizes: list[int], seconds: float) -> dict[str, Any]:
         for size in sizes
     }
     names = ("non-private", "bookkeeping")
-    whole = {way: make for way, make in ways(model).items() if way in names}
+    whole = {way: make for way, make in _peers.ways(model).items() if way in names}
     return {"model": name, "ways": measure(model, whole | chosen, seconds)}
 
 
@@ -152,7 +140,7 @@ def main() -> None:
     for name in tqdm(again, desc="models"):
         model = ZOO[name](None)
         size = len(jax.tree.leaves(model.batch)[0])
-        rows = measure(model, ways(model), seconds)
+        rows = measure(model, _peers.ways(model), seconds)
         record["models"][name] = {"batch": size, "ways": rows}
         _timing.write(args.output, record)
     whole = (

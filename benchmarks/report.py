@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import _figures, _front, _trust
+from benchmarks import _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -227,6 +227,7 @@ MEASURED: Tables = {
     "whole steps": whole_steps,
     "microbatches": microbatches,
     "scaling": scaling,
+    **_priced.TABLES,
     "audits": _trust.audits,
     "fuzz": _trust.fuzz,
     "soak": _trust.soak,
@@ -256,7 +257,13 @@ def fill(text: str, tables: Tables) -> str:
 
 def main() -> None:
     """Draw all figures, fill in all tables, and write the summary."""
-    for draw in (*_figures.FIGURES, _front.draw, _trust.draw_auditing, _report.draw):
+    for draw in (
+        *_figures.FIGURES,
+        _front.draw,
+        _priced.draw,
+        _trust.draw_auditing,
+        _report.draw,
+    ):
         draw()
     for path, tables in texts().items():
         path.write_text(fill(path.read_text(encoding="utf-8"), tables), encoding="utf-8")

@@ -1,29 +1,18 @@
-"""The zoo: small models of every kind, each a loss for one example, its parameters and a batch."""
+"""The zoo: small models of every kind, each a loss for one example, its parameters and a batch.
+
+`_styles` has those in the styles of other libraries.
+"""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
 
-VOCABULARY = 8_000
-
-
-class Model(NamedTuple):
-    """A model as users write it.
-
-    Attributes:
-        loss: (params, example) → scalar, for one example without batch axis.
-        params: its parameters.
-        batch: (inputs, labels), with a leading axis of examples.
-    """
-
-    loss: Callable[[Any, Any], jax.Array]
-    params: Any
-    batch: Any
+from benchmarks._models import VOCABULARY, Model, classifier, images, language_model, normal, tokens
+from benchmarks._styles import STYLES
 
 
 class Dense(nn.Module):
@@ -222,53 +211,27 @@ class LSTM(nn.Module):
         return nn.Dense(10)(states[-1])
 
 
-def _classifier(module: nn.Module, inputs: jax.Array) -> Model:
-    def loss(params: Any, example: Any) -> jax.Array:
-        x, label = example
-        return optax.softmax_cross_entropy_with_integer_labels(module.apply(params, x), label)
-
-    labels = jnp.arange(len(inputs), dtype=jnp.int32) % 10
-    return Model(loss, module.init(jax.random.key(0), inputs[0]), (inputs, labels))
-
-
-def _language_model(module: nn.Module, tokens: jax.Array) -> Model:
-    def loss(params: Any, example: Any) -> jax.Array:
-        x, following = example
-        logits = module.apply(params, x)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, following).mean()
-
-    inputs, following = tokens[:, :-1], tokens[:, 1:]
-    return Model(loss, module.init(jax.random.key(0), inputs[0]), (inputs, following))
-
-
-def _images(size: int, side: int, channels: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(1), (size, side, side, channels))
-
-
-def _tokens(size: int, length: int) -> jax.Array:
-    return jax.random.randint(jax.random.key(1), (size, length), 0, VOCABULARY)
-
-
 WIDTHS = [256, 1024, 2048]
 
 
 def mlp(widths: tuple[int, ...], size: int) -> Model:
     """Return a classifier of MNIST-shaped images with dense layers of these widths."""
-    return _classifier(Dense(widths), _images(size, 28, 1))
+    return classifier(Dense(widths), images(size, 28, 1))
 
 
 ZOO: dict[str, Callable[[int | None], Model]] = {
     "softmax regression": lambda n: mlp((10,), n or 128),
     "MLP": lambda n: mlp((1024, 1024, 10), n or 256),
-    "MNIST CNN": lambda n: _classifier(MnistCNN(), _images(n or 256, 28, 1)),
-    "MNIST CNN, slices": lambda n: _classifier(
-        MnistCNN(pool=max_pool_by_slices), _images(n or 256, 28, 1)
+    "MNIST CNN": lambda n: classifier(MnistCNN(), images(n or 256, 28, 1)),
+    "MNIST CNN, slices": lambda n: classifier(
+        MnistCNN(pool=max_pool_by_slices), images(n or 256, 28, 1)
     ),
-    "CIFAR-10 CNN": lambda n: _classifier(CifarCNN(), _images(n or 64, 24, 3)),
-    "ResNet": lambda n: _classifier(ResNet(), _images(n or 32, 32, 3)),
-    "separable CNN": lambda n: _classifier(SeparableCNN(), _images(n or 32, 32, 3)),
-    "encoder": lambda n: _classifier(Encoder(), _tokens(n or 32, 64)),
-    "decoder": lambda n: _language_model(Decoder(), _tokens(n or 16, 129)),
-    "decoder, scanned": lambda n: _language_model(Decoder(scanned=True), _tokens(n or 16, 129)),
-    "LSTM": lambda n: _classifier(LSTM(), jax.random.normal(jax.random.key(1), (n or 32, 64, 256))),
+    "CIFAR-10 CNN": lambda n: classifier(CifarCNN(), images(n or 64, 24, 3)),
+    "ResNet": lambda n: classifier(ResNet(), images(n or 32, 32, 3)),
+    "separable CNN": lambda n: classifier(SeparableCNN(), images(n or 32, 32, 3)),
+    "encoder": lambda n: classifier(Encoder(), tokens(n or 32, 64)),
+    "decoder": lambda n: language_model(Decoder(), tokens(n or 16, 129)),
+    "decoder, scanned": lambda n: language_model(Decoder(scanned=True), tokens(n or 16, 129)),
+    "LSTM": lambda n: classifier(LSTM(), normal(n or 32, 64, 256)),
+    **STYLES,
 }

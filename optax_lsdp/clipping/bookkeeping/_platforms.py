@@ -28,6 +28,7 @@ class Platform(NamedTuple):
         mantissa_bits: how many bits after the leading one the matrix unit multiplies.
         addition_error: how far an addition of float32 numbers is off, relative to its result.
         longest_sum: how many numbers to add in an unknown order; longer sums are split.
+        longest_product: how many products an entry of a Gram matrix adds in an unknown order.
         precision: the precision of a product of rounded operands.
         takes_bfloat16: whether the matrix unit takes operands in bfloat16.
         keeps: whether per-example gradients of matrices are cheap to store and read back.
@@ -39,6 +40,7 @@ class Platform(NamedTuple):
     mantissa_bits: int
     addition_error: float
     longest_sum: int
+    longest_product: int
     precision: lax.Precision
     takes_bfloat16: bool
     keeps: bool
@@ -96,6 +98,7 @@ CPU = Platform(
     mantissa_bits=23,
     addition_error=2**-24,
     longest_sum=128,
+    longest_product=8192,
     precision=lax.Precision.HIGHEST,
     takes_bfloat16=False,
     keeps=True,
@@ -107,6 +110,7 @@ CUDA = Platform(
     mantissa_bits=10,  # TF32
     addition_error=2**-23,
     longest_sum=4096,
+    longest_product=4096,
     precision=lax.Precision.DEFAULT,
     takes_bfloat16=True,
     keeps=False,

@@ -39,11 +39,14 @@ def assert_agreement(loss, params, batch):
 
 
 QUICK = ("softmax regression", "MLP", "MNIST CNN")
+# Their large leaves are not operands: exp(w) of a flow, and latents that a Perceiver normalises.
+WITHOUT_RULE = ("autoregressive flow", "Perceiver")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *slow(*(n for n in ZOO if n not in QUICK))])
 def test_every_model_of_the_zoo_agrees_with_vmap(name):
-    assert "materialised, no rule" not in assert_agreement(*ZOO[name](3))
+    strategies = assert_agreement(*ZOO[name](3))
+    assert ("materialised, no rule" in strategies) == (name in WITHOUT_RULE)
 
 
 @pytest.mark.parametrize("name", ["MLP", *slow(*(n for n in ZOO if n != "MLP"))])

@@ -129,7 +129,7 @@ def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, i
         taken = taken.swapaxes(-1, -2).astype(wide_dtype(v))
         return jnp.where((u >= 0)[..., None], taken, jnp.zeros_like(taken)), 1
     size = u.shape[-1]
-    pieces = -(-size // max(platform.longest_sum, 1024))
+    pieces = -(-size // platform.longest_product)
     step = -(-size // pieces)
 
     def part(start: int) -> jax.Array:

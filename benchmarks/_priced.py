@@ -1,0 +1,230 @@
+"""Tables and a figure of what compilers for accelerators say: priced by them, not measured."""
+
+import math
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from benchmarks._results import PEERS, RESULTS, geometric_mean, markdown
+from benchmarks._timing import load_record
+from benchmarks._trust import NOT_RUN
+
+OURS, ORDINARY = "bookkeeping", "non-private"
+TIMES = ("milliseconds", "cycles", "bytes_moved")  # a measurement comes before a price
+Rows = dict[str, dict[str, Any]]
+
+
+def _models(target: str) -> Rows:
+    """Return the rows of each model, by way; a model without an ordinary gradient is left out."""
+    models = _record(target).get("models", {})
+    return {name: ways for name, ways in models.items() if _time(ways.get(ORDINARY, {}))}
+
+
+def _record(target: str) -> dict[str, Any]:
+    """Return what is known of a target."""
+    return load_record(RESULTS / "accelerators.json").get(target, {})
+
+
+def _time(row: dict[str, Any]) -> float | None:
+    """Return milliseconds, cycles or bytes, or None if there are none."""
+    return next((row[field] for field in TIMES if field in row), None)
+
+
+def _best(ways: dict[str, Any], way: str) -> dict[str, Any]:
+    """Return the row of a way in the better of its settings; an empty row is not priced yet."""
+    rows = [ways[name] for name in PEERS.get(way, (way,)) if name in ways]
+    return min(rows, key=lambda row: _time(row) or math.inf, default={})
+
+
+def cost(ways: dict[str, Any], way: str) -> float | None:
+    """Return the time of a way as a multiple of the ordinary gradient's.
+
+    A program with a loop of unknown length has no known price, so it has no multiple either.
+    """
+    row, base = _best(ways, way), ways[ORDINARY]
+    if row.get("unknown_loops") or base.get("unknown_loops"):
+        return None
+    field = next((field for field in TIMES if field in row and base.get(field)), None)
+    return row[field] / base[field] if field else None
+
+
+def _cell(ways: dict[str, Any], way: str) -> str:
+    """Return a ratio, or why there is none."""
+    ratio, row = cost(ways, way), _best(ways, way)
+    if ratio is not None:
+        return f"**{ratio:.2f}**" if way == OURS else f"{ratio:.3g}"
+    if "error" not in row and row.get("unknown_loops"):
+        return "unknown"
+    error = row.get("error", "")
+    if "RESOURCE_EXHAUSTED" in error or "memory" in error:
+        return "too large"
+    return ("too slow" if "did not compile" in error else "fails") if error else "–"
+
+
+def _ratio(ways: dict[str, Any], field: str, way: str = OURS, base: str = ORDINARY) -> str:
+    """Return the ratio of two ways in one field, or a dash."""
+    one, other = (_best(ways, name).get(field) for name in (way, base))
+    return f"{one / other:.2f}" if one is not None and other else "–"
+
+
+def _pair(ways: dict[str, Any], field: str) -> str:
+    """Return bytes of the ordinary gradient and of ours, in megabytes."""
+    sizes = [_best(ways, way).get(field) for way in (ORDINARY, OURS)]
+    return " / ".join("–" if size is None else f"{size / 1e6:,.0f} MB" for size in sizes)
+
+
+def _how(models: Rows) -> str:
+    """Return how the numbers came about, in the words of the record."""
+    every = (row for ways in models.values() for row in ways.values())
+    return " or ".join(sorted({row["how"] for row in every if "how" in row}))
+
+
+def _in_all(models: Rows) -> str:
+    """Return the geometric mean and the worst ratio of each way, over the models that it has."""
+    texts = []
+    for way in (OURS, *PEERS):
+        found = [ratio for ways in models.values() if (ratio := cost(ways, way)) is not None]
+        if found:
+            mean, worst = geometric_mean(found), max(found)
+            texts.append(f"{way} {mean:.2f} ({len(found)} models, worst {worst:.3g})")
+    return "; ".join(texts) or "none yet"
+
+
+def tpu() -> str:
+    """Return what a gradient costs on a TPU, by every engine and library."""
+    models = _models("tpu")
+    if not models:
+        return NOT_RUN
+    rows = []
+    for name, ways in models.items():
+        ordinary = ways[ORDINARY]
+        rows.append(
+            [
+                name,
+                f"{_time(ordinary):,.0f}",
+                _cell(ways, OURS),
+                *(_cell(ways, peer) for peer in PEERS),
+                _pair(ways, "temp_bytes"),
+                _pair(ways, "unpriced_bytes"),
+                _ratio(ways, "processor_seconds", OURS, "vmap"),
+            ]
+        )
+    head = ["model", "cycles, non-private", OURS, *PEERS, "memory", "not priced"]
+    record = _record("tpu")
+    return (
+        f"{markdown([*head, 'compile / vmap'], rows)}\n\n{record['device']}, one chip, libtpu "
+        f"{record['versions']['libtpu']}: {_how(models)}. Cycles as multiples of the non-private "
+        "gradient's.\nMemory is temporary HBM. The compiler has no cycles for gathers, scatters "
+        "and Cholesky factors:\n`not priced` are the bytes that they move. Both columns are "
+        "non-private / bookkeeping.\nCompile time counts the processor's seconds. "
+        f"Geometric means: {_in_all(models)}."
+    )
+
+
+def gpu() -> str:
+    """Return what a gradient moves on a GPU, by every engine and library."""
+    models = _models("gpu")
+    if not models:
+        return NOT_RUN
+    rows = [
+        [
+            name,
+            f"{_time(ways[ORDINARY]) / 1e6:,.0f} MB",
+            _cell(ways, OURS),
+            *(_cell(ways, peer) for peer in PEERS),
+            f"{ways[ORDINARY].get('kernels', 0):,}",
+            _ratio(ways, "kernels"),
+            _ratio(ways, "temp_bytes"),
+        ]
+        for name, ways in models.items()
+    ]
+    head = ["model", "bytes moved, non-private", OURS, *PEERS]
+    record = _record("gpu")
+    return (
+        f"{markdown([*head, 'kernels, non-private', 'kernels', 'memory'], rows)}\n\n"
+        f"{record['device']}, jax {record['versions']['jax']}: {_how(models)}. Bytes that kernels "
+        "read and write, as multiples\nof the non-private gradient's. The last two columns are "
+        f"bookkeeping's, as multiples too.\nGeometric means: {_in_all(models)}."
+    )
+
+
+def batches() -> str:
+    """Return the largest batch that one chip accepts."""
+    rows = []
+    for name, ways in _record("tpu").get("largest_batch", {}).items():
+        sizes = [ways.get(way, {}).get("largest") for way in (ORDINARY, OURS)]
+        share = "–" if None in sizes else f"{sizes[1] / sizes[0]:.2f}"
+        rows.append([name, *("–" if size is None else f"{size:,}" for size in sizes), share])
+    head = ["largest batch on one v5e chip", ORDINARY, OURS, "bookkeeping / non-private"]
+    return markdown(head, rows)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e6:,.1f} MB"
+
+
+def chips() -> str:
+    """Return what a step communicates, by layout and number of chips."""
+    record = load_record(RESULTS / "chips.json")
+    if not record:
+        return NOT_RUN
+    rows = []
+    for way, layouts in record["steps"].items():
+        for layout, by_chips in layouts.items():
+            for chips, row in by_chips.items():
+                case = [way, layout, chips]
+                if "error" in row:
+                    rows.append([*case, "does not fit", "–", "–", "–"])
+                    continue
+                kinds = [
+                    f"{kind} {_megabytes(part['bytes'])} ({part['count']})"
+                    for kind, part in row["collectives"].items()
+                ]
+                sizes = (row["largest_bytes"], row["temp_bytes"], row["argument_bytes"])
+                rows.append([*case, ", ".join(kinds) or "none", *map(_megabytes, sizes)])
+    head = ["gradient", "layout", "chips", "collectives: bytes (how many)", "largest"]
+    every = (
+        r for layouts in record["steps"].values() for x in layouts.values() for r in x.values()
+    )
+    parameters = next(row["parameter_bytes"] for row in every if "error" not in row)
+    return (
+        f"{markdown([*head, 'temporary memory of a chip', 'arguments of a chip'], rows)}\n\n"
+        f"One step of {record['model']} on TPU v5e, {record['examples']} examples over all chips: "
+        f"priced by the compiler, not measured.\nThe parameters take {_megabytes(parameters)}, and "
+        f"{record['examples']} gradients would take "
+        f"{_megabytes(record['examples'] * parameters)}."
+    )
+
+
+def draw() -> None:
+    """Draw the cost of clipping on a TPU and on a GPU, as their compilers see it."""
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    looks = {OURS: ("o", "#c1121f"), "vmap": ("s", "#2a6f97")}
+    looks |= {"JAX Privacy": ("D", "#8ecae6"), "Optax": ("^", "#9a8c98")}
+    labels = {"tpu": "cycles on TPU v5e", "gpu": "bytes moved on an A100"}
+    panels = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(name for target in labels for name in _models(target)))
+    for axes, (target, label) in zip(panels, labels.items(), strict=True):
+        models = _models(target)
+        for way, (marker, color) in looks.items():
+            found = {name: cost(ways, way) for name, ways in models.items()}
+            places = {names.index(name): ratio for name, ratio in found.items() if ratio}
+            style = {"color": color, "label": way, "markersize": 6}
+            axes.plot(list(places.values()), list(places), marker, **style)
+        axes.axvline(1, color="black", lw=0.8)
+        axes.set_xscale("log")
+        axes.set_xticks([1, 2, 5, 10, 20, 50, 100, 200])
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel(f"{label} / of the non-private gradient\n{_how(models)}")
+        axes.grid(axis="x", alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    handles, legend = panels[0].get_legend_handles_labels()
+    figure.legend(handles, legend, frameon=False, loc="outside lower center", ncols=len(looks))
+    figure.savefig(RESULTS / "accelerators.png", dpi=150)
+
+
+TABLES = {"tpu": tpu, "gpu": gpu, "largest batch": batches, "chips": chips}
