@@ -87,20 +87,30 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
     return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)
 
 
-def weighted_leaf(
+def weighted_leaves(
     leaf: ParameterLeaf,
     leaves: Sequence[jax.Array],
     rounded: Rounded,
     factors: jax.Array,
     platform: Platform,
-) -> jax.Array:
-    """Return Σᵢ cᵢ Gᵢ of a leaf from its factors: one product per term, as in ordinary training."""
-    total = jnp.zeros(leaf.shape, wide_dtype(leaves[leaf.index]))
-    for term in leaf.terms:
-        pair, inputs = term_factors(term, leaf.index, rounded), term.piece.matrix.shape[1]
-        weighted = to_weight(term, weighted_sum(pair, factors, inputs, platform))
-        total = total + to_leaf(term, leaf.index, leaves, rounded.scales[leaf.index], weighted)
-    return total
+) -> dict[int, jax.Array]:
+    """Return Σᵢ cᵢ Gᵢ of a leaf, or of the leaves that it joins, from its factors.
+
+    There is one product per term, as in ordinary training.
+    """
+    scale = rounded.scales[leaf.index]
+    sums: dict[int, jax.Array] = {}
+    for whole in leaf.terms:
+        pair, inputs = term_factors(whole, leaf.index, rounded), whole.piece.matrix.shape[1]
+        weighted = to_weight(whole, weighted_sum(pair, factors, inputs, platform))
+        for index, term in leaf.pieces or [(leaf.index, whole)]:
+            start, size = term.piece.start or 0, term.piece.matrix.split[term.piece.axis]
+            part = weighted
+            if leaf.pieces:
+                part = lax.slice_in_dim(weighted, start, start + size, axis=term.piece.axis)
+            gradient = to_leaf(term, index, leaves, scale, part)
+            sums[index] = sums[index] + gradient if index in sums else gradient
+    return sums
 
 
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
