@@ -103,7 +103,7 @@ def _cancelling(params: optax.Params, example: Example) -> jax.Array:
 def _constant(params: optax.Params, example: Example) -> jax.Array:
     """Use equal rows of equal entries: if weighted entries are rounded up, all of them are."""
     rows = jnp.broadcast_to(example["level"], (2, _WIDTH))
-    return jnp.sum(rows @ params["kernel"])
+    return jnp.sum(rows @ params["kernel"]) + jnp.sum(rows[0] @ params["outer"])
 
 
 def _half(params: optax.Params, example: Example) -> jax.Array:
@@ -135,7 +135,7 @@ ALL_MODELS = {
     "gathered": _HardModel(_gathered, {"table": (_VOCABULARY, _WIDTH)}),
     "small": _HardModel(_small, _SEVEN),
     "cancelling": _HardModel(_cancelling, {"kernel": _SQUARE}),
-    "constant": _HardModel(_constant, {"kernel": _SQUARE}),
+    "constant": _HardModel(_constant, {"kernel": _SQUARE, "outer": _SQUARE}),
     "half": _HardModel(_half, {"kernel": _WIDE, "bias": (2 * _WIDTH,)}),
 }
 
