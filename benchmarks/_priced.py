@@ -172,7 +172,7 @@ def chips() -> str:
     rows = []
     for way, layouts in record["steps"].items():
         for layout, by_chips in layouts.items():
-            for chips, row in by_chips.items():
+            for chips, row in sorted(by_chips.items(), key=lambda pair: int(pair[0])):
                 case = [way, layout, chips]
                 if "error" in row:
                     rows.append([*case, "does not fit", "–", "–", "–"])

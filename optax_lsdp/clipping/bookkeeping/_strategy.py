@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
+from optax_lsdp._jaxpr import shape_of
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Size, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
 
 _GROUPED = 10  # how much dearer a multiplication is in a convolution with many feature groups
+_MOST_OFFSETS = 64  # of a window; each takes a product of its own in the program
 
 Kind = Literal[
     "outer product",
@@ -57,7 +59,10 @@ def choose(leaf: ParameterLeaf, platform: Platform) -> Strategy:
         if platform.keeps or not convolved:
             candidates += _by_factors(leaf, platform)
         elif leaf.terms[0].use.matrix.shape[0] == 1:  # no feature groups
-            candidates += _convolutions(leaf.terms[0], platform)
+            few = _offsets(leaf.terms[0]) <= _MOST_OFFSETS
+            candidates += (
+                _convolutions(leaf.terms[0], platform) if few else _by_factors(leaf, platform)
+            )
     return min(candidates, key=lambda strategy: strategy.cost)
 
 
@@ -122,14 +127,29 @@ def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
 
 
 def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
-    """Return the costs of strategies for the kernel of a convolution."""
+    """Return the costs of strategies for the kernel of a convolution.
+
+    An entry of the result of a product costs as much as some multiplications, to square and add.
+    """
     _, rows, inputs, outputs = term.size
-    gram = rows * rows * (inputs + _padded(outputs, platform))
-    formed = rows * inputs * _padded(outputs, platform)
+    gram = rows * _padded(rows, platform) * (inputs + outputs + 100 * _offsets(term))
+    formed = inputs * _padded(outputs, platform) * (rows + 300)
     return [
         Strategy("Gram matrices of patches", gram, 2 * rows * rows, gram),
         Strategy("by offset", formed, 0, formed),
     ]
+
+
+def _offsets(term: Term) -> int:
+    """Return how many offsets a window has after strides that divide it are folded."""
+    equation = term.use.equation
+    params, kernel = equation.params, shape_of(equation.invars[1])
+    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
+    dilated = zip(params["lhs_dilation"], params["rhs_dilation"], strict=True)
+    return math.prod(
+        size // stride if size % stride == 0 and dilation == (1, 1) else size
+        for size, stride, dilation in zip(window, params["window_strides"], dilated, strict=True)
+    )
 
 
 def _padded(size: int, platform: Platform) -> int:
