@@ -105,6 +105,10 @@ def convolved(w, a, g):
     return jnp.vdot(conv(a[None], w, padding=[(1, 0), (0, 0)]), g[None])
 
 
+def convolved_with_strides(w, a, g):
+    return jnp.vdot(conv(a[None], w, stride=2, padding=[(1, 1), (0, 0)]), g[None])
+
+
 MODELS = {
     "outer product": Model("outer product", lambda w, a, g: jnp.vdot(a @ w, g), (6, 5), (6,), (5,)),
     "outer product, blocks": Model(
@@ -119,6 +123,12 @@ MODELS = {
     **by_strategy("formed and forgotten"),
     "Gram matrices of patches": Model(
         "Gram matrices of patches", convolved, (2, 2, 2, 3), (3, 4, 2), (3, 3, 3)
+    ),
+    "Gram matrices of patches, strides": Model(
+        "Gram matrices of patches", convolved_with_strides, (4, 2, 2, 3), (4, 4, 2), (2, 2, 3)
+    ),
+    "by offset, strides": Model(
+        "by offset", convolved_with_strides, (4, 2, 2, 3), (4, 4, 2), (2, 2, 3)
     ),
     "by offset": Model("by offset", convolved, (2, 2, 2, 3), (3, 4, 2), (3, 3, 3)),
     "materialised": by_strategy("materialised")["materialised"],
