@@ -21,7 +21,7 @@ from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipStyle, clip_factors
 from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
-from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis
+from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, join_concatenated
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import choose
@@ -65,31 +65,29 @@ def clip_recorded(
     Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
     """
     rounded = round_recorded(recorded, analysis.uses, groups, platform)
+    units = join_concatenated(analysis.leaves, groups)
     gradients = [
         leaf_gradient(choose(leaf, platform).kind, leaf, leaves, rounded, platform)
-        for leaf in analysis.leaves
+        for leaf in units
     ]
     bounds = [gradient.bound() for gradient in gradients]
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
     zero = jnp.zeros(counted.shape, dtype)
     norms, factors, alive = {}, {}, counted
     for path, clip_norm in dict(groups).items():
-        members = [i for i, group in enumerate(groups) if group.path == path]
-        bound = group_bound(
-            [bounds[i] for i in members], zero, rounded.scales[members[0]], platform
-        )
-        norms[path] = bound.norm
-        upper = bound.upper + bound.rounding
-        factors[path] = clip_factors(
-            upper, clip_norm, style=style, rounding=3 * platform.unit(dtype)
-        )
+        members = [i for i, leaf in enumerate(units) if groups[leaf.index].path == path]
+        scale = rounded.scales[units[members[0]].index]
+        bound = group_bound([bounds[i] for i in members], zero, scale, platform)
+        norms[path], upper = bound.norm, bound.upper + bound.rounding
+        rounding = 3 * platform.unit(dtype)
+        factors[path] = clip_factors(upper, clip_norm, style=style, rounding=rounding)
         alive &= jnp.isfinite(upper)
-    sums = []
-    for gradient, group, scale in zip(gradients, groups, rounded.scales, strict=True):
-        weights = jnp.where(alive, factors[group.path], jnp.zeros_like(zero))
-        total = gradient.weighted_sum(weights)
-        sums.append(total / jnp.asarray(scale, total.dtype))
-    return norms, sums
+    sums: dict[int, jax.Array] = {}
+    for gradient, leaf in zip(gradients, units, strict=True):
+        weights = jnp.where(alive, factors[groups[leaf.index].path], zero)
+        sums |= gradient.weighted_sums(weights)
+    scaled = zip(rounded.scales, (sums[index] for index in range(len(leaves))), strict=True)
+    return norms, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
 
 
 def group_bound(

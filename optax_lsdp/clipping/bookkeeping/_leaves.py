@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import optax
 
+from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._layers import warn_of_batch_norms
@@ -69,6 +70,7 @@ class ParameterLeaf:
         primitives: the primitives that use the leaf.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
         has_rule: whether these uses need no rule, because they are entrywise or in a long loop.
+        pieces: if several leaves are joined, their indices and terms; see `join_concatenated`.
     """
 
     index: int
@@ -78,6 +80,37 @@ class ParameterLeaf:
     primitives: tuple[str, ...]
     is_differentiated: bool
     has_rule: bool
+    pieces: tuple[tuple[int, Term], ...] = ()
+
+
+def join_concatenated(
+    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup]
+) -> list[ParameterLeaf]:
+    """Join leaves that the loss concatenates, so that one product serves all of them.
+
+    Leaves are joined if one use is the only use of each of them, and one clip norm bounds them all.
+    The joined leaf has the index of its first member, and one term: the whole operand of the use.
+    """
+    alone = {leaf.terms[0].path for leaf in leaves if len(leaf.terms) == 1 and leaf.parts}
+    members: dict[Path, list[ParameterLeaf]] = {path: [] for path in alone}
+    for leaf in leaves:
+        for path in {term.path for term in leaf.terms} & alone:
+            members[path].append(leaf)
+    joined = {}
+    for path, found in members.items():
+        use = found[0].terms[0].use
+        are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
+        is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
+        if len(found) == len(use.pieces) > 1 and are_single and is_one_group:
+            every = frozenset(leaf.index for leaf in found)
+            weight = use.pieces[0].weight._replace(leaves=every, view=None)
+            term = Term(path, use, Piece(weight, use.matrix))
+            pieces = tuple((leaf.index, leaf.terms[0]) for leaf in found)
+            joined[found[0].index] = replace(
+                found[0], shape=use.matrix.split, terms=(term,), parts=((term,),), pieces=pieces
+            )
+    gone = {index for leaf in joined.values() for index, _ in leaf.pieces[1:]}
+    return [joined.get(leaf.index, leaf) for leaf in leaves if leaf.index not in gone]
 
 
 class LossAnalysis(NamedTuple):

@@ -15,7 +15,7 @@ from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._strategy import Kind
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import NormBound, joint_bound
-from optax_lsdp.clipping.bookkeeping.strategies._terms import part_factors, to_leaf, weighted_leaf
+from optax_lsdp.clipping.bookkeeping.strategies._terms import part_factors, to_leaf, weighted_leaves
 from optax_lsdp.clipping.bookkeeping.strategies.convolution import (
     convolution_bound,
     convolution_sum,
@@ -38,23 +38,24 @@ class LeafGradient(Protocol):
     def bound(self) -> NormBound | None:
         """Return the bound on each example's norm, or None if the gradient is zero."""
 
-    def weighted_sum(self, factors: jax.Array) -> jax.Array:
-        """Return Σᵢ cᵢGᵢ for clip factors cᵢ: (n,)."""
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return Σᵢ cᵢGᵢ for clip factors cᵢ: (n,), by the index of the leaf."""
 
 
 @dataclass(frozen=True)
 class Unused:
     """The gradient of a leaf that the loss does not use."""
 
+    index: int
     value: jax.Array
 
     def bound(self) -> None:
         """Return None: the gradient is zero."""
 
-    def weighted_sum(self, factors: jax.Array) -> jax.Array:
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
         """Return zeros."""
         del factors
-        return jnp.zeros(self.value.shape, wide_dtype(self.value))
+        return {self.index: jnp.zeros(self.value.shape, wide_dtype(self.value))}
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,9 @@ class ByFactors:
         bounds = [_BY_FACTORS[self.kind](part, self.platform) for part in parts]
         return joint_bound(bounds, self.platform)
 
-    def weighted_sum(self, factors: jax.Array) -> jax.Array:
-        """Return the sum as products of operands and weighted cotangents."""
-        return weighted_leaf(self.leaf, self.leaves, self.rounded, factors, self.platform)
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return the sums as products of operands and weighted cotangents."""
+        return weighted_leaves(self.leaf, self.leaves, self.rounded, factors, self.platform)
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,19 @@ class Convolved:
         arrays = self.rounded.of(term, self.leaf.index)
         return convolution_bound(term, *arrays, self.platform, by_gram=by_gram)
 
-    def weighted_sum(self, factors: jax.Array) -> jax.Array:
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
         """Return the sum as a transposed convolution."""
         (term,), index = self.leaf.terms, self.leaf.index
         arrays = self.rounded.of(term, index)
         weighted = convolution_sum(term, *arrays, factors, self.platform)
-        return to_leaf(term, index, self.leaves, self.rounded.scales[index], weighted)
+        return {index: to_leaf(term, index, self.leaves, self.rounded.scales[index], weighted)}
 
 
 @dataclass(frozen=True)
 class Kept:
     """A gradient that is formed for every example and kept: rows (n, …)."""
 
+    index: int
     rows: jax.Array
     platform: Platform
 
@@ -113,9 +115,9 @@ class Kept:
         """Return the norms of the rows."""
         return kept_bound(self.rows, self.platform)
 
-    def weighted_sum(self, factors: jax.Array) -> jax.Array:
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
         """Return the weighted sum of the rows."""
-        return kept_sum(self.rows, factors, self.platform)
+        return {self.index: kept_sum(self.rows, factors, self.platform)}
 
 
 def leaf_gradient(
@@ -127,9 +129,9 @@ def leaf_gradient(
 ) -> LeafGradient:
     """Return the gradient of a leaf by the strategy `kind`; `leaves` are all parameters."""
     if kind == "unused":
-        return Unused(leaves[leaf.index])
+        return Unused(leaf.index, leaves[leaf.index])
     if kind in _BY_FACTORS:
         return ByFactors(kind, leaf, leaves, rounded, platform)
     if kind in ("by offset", "Gram matrices of patches"):
         return Convolved(kind, leaf, leaves, rounded, platform)
-    return Kept(form_gradients(leaf, leaves, rounded, platform), platform)
+    return Kept(leaf.index, form_gradients(leaf, leaves, rounded, platform), platform)

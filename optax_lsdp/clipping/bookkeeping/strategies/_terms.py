@@ -13,15 +13,19 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike
 
+from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
-from optax_lsdp.clipping.bookkeeping._platforms import Platform
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._rules import Matrix
 from optax_lsdp.clipping.bookkeeping._uses import Piece, Use
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
+
+_CACHE_FLOATS = 2**20  # floats to select at a time: 4 MiB, which fit into a CPU's cache
 
 
 def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
@@ -77,38 +81,80 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
             return x
         split = x.reshape(*x.shape[:axis], *(whole.split[i] for i in merged), *x.shape[axis + 1 :])
         cut_axis = axis + list(merged).index(piece.axis)
-        part = jax.lax.slice_in_dim(split, start, start + size, axis=cut_axis)
+        part = lax.slice_in_dim(split, start, start + size, axis=cut_axis)
         return part.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
     return cut(cut(a, 0, blocks), 2, inputs), cut(cut(g, 0, blocks), 2, outputs)
 
 
-def weighted_leaf(
+def weighted_leaves(
     leaf: ParameterLeaf,
     leaves: Sequence[jax.Array],
     rounded: Rounded,
     factors: jax.Array,
     platform: Platform,
-) -> jax.Array:
-    """Return Σᵢ cᵢ Gᵢ of a leaf from its factors: one product per term, as in ordinary training."""
-    total = jnp.zeros(leaf.shape, wide_dtype(leaves[leaf.index]))
-    for term in leaf.terms:
-        pair, inputs = term_factors(term, leaf.index, rounded), term.piece.matrix.shape[1]
-        weighted = to_weight(term, weighted_sum(pair, factors, inputs, platform))
-        total = total + to_leaf(term, leaf.index, leaves, rounded.scales[leaf.index], weighted)
-    return total
+) -> dict[int, jax.Array]:
+    """Return Σᵢ cᵢ Gᵢ of a leaf, or of the leaves that it joins, from its factors.
+
+    There is one product per term, as in ordinary training.
+    """
+    scale = rounded.scales[leaf.index]
+    sums: dict[int, jax.Array] = {}
+    for whole in leaf.terms:
+        pair, inputs = term_factors(whole, leaf.index, rounded), whole.piece.matrix.shape[1]
+        weighted = to_weight(whole, weighted_sum(pair, factors, inputs, platform))
+        for index, term in leaf.pieces or [(leaf.index, whole)]:
+            start, size = term.piece.start or 0, term.piece.matrix.split[term.piece.axis]
+            part = weighted
+            if leaf.pieces:
+                part = lax.slice_in_dim(weighted, start, start + size, axis=term.piece.axis)
+            gradient = to_leaf(term, index, leaves, scale, part)
+            sums[index] = sums[index] + gradient if index in sums else gradient
+    return sums
 
 
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
     """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs).
 
     The smaller operand is multiplied by cᵢ and rounded again. Where cᵢ is 0, zeros replace both
-    operands, because 0 · NaN is NaN.
+    operands, because 0 · NaN is NaN. On a CPU, this copies a few examples at a time, not all.
     """
     if term.is_one_hot:
         rows = weigh(term.g, factors)
         ids, rows = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in (term.a, rows))
         return scatter(ids, rows, inputs)
+    few = _examples_in_cache(term)
+    if platform is not CPU or few >= len(factors) or is_multi_device_mesh():
+        return _weighted_product(term, factors, platform)
+
+    flat = [x.reshape(len(x), -1) for x in term]  # axes of length 1 would cost a copy
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        start = jnp.minimum(i * few, len(factors) - few)  # the last chunk may overlap
+        a, g, some = (lax.dynamic_slice_in_dim(x, start, few) for x in (*flat, factors))
+        chunk = Factors(a.reshape(few, *term.a.shape[1:]), g.reshape(few, *term.g.shape[1:]))
+        is_new = start + jnp.arange(few, dtype=jnp.int32) >= i * few
+        return total + _weighted_product(chunk, jnp.where(is_new, some, 0), platform)
+
+    shape = jax.eval_shape(partial(_weighted_product, platform=platform), term, factors)
+    zeros = vary(jnp.zeros(shape.shape, shape.dtype), varying_axes((term, factors)))
+    return lax.fori_loop(0, -(-len(factors) // few), step, zeros)
+
+
+def _examples_in_cache(term: Factors) -> int:
+    """Return for how many examples selected operands fit into a CPU's cache.
+
+    A large result would have to be read and written for every chunk, so it counts as all examples.
+    """
+    n, blocks, rows, inputs = term.a.shape
+    outputs = term.g.shape[-1]
+    if blocks * inputs * outputs > _CACHE_FLOATS // 4:
+        return n
+    return max(1, _CACHE_FLOATS // max(blocks * rows * (inputs + outputs), 1))
+
+
+def _weighted_product(term: Factors, factors: jax.Array, platform: Platform) -> jax.Array:
+    """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it as one product."""
     a, g = term
     if a.shape[-1] < g.shape[-1]:
         a, g = platform.rounded(weigh(a, factors), *term), select(g, factors)
