@@ -128,8 +128,9 @@ def clipped_grad(
         dropout) are allowed. `mask` is a bool array (n,), False for padding. Padding contributes
         zero, and so do examples whose gradient is not finite. With the bookkeeping engine,
         examples contribute zero also if squares overflow. This happens if operands exceed about
-        10¹⁹, or if cotangents or gradients exceed about 10¹⁹ clip norms. The result of f has the structure of `params`; each
-        leaf is a `Clipped`. Arrays that `loss_fn` closes over count as public.
+        10¹⁹, or if cotangents or gradients exceed about 10¹⁹ clip norms. The result
+        of f has the structure of `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes
+        over count as public.
 
     >>> import numpy as np
     >>> def loss(w, x):
