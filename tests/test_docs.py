@@ -102,7 +102,7 @@ def test_every_public_name_is_in_the_reference():
     for path in (ROOT / "optax_lsdp").iterdir():
         is_module = path.suffix == ".py" or (path / "__init__.py").exists()
         if is_module and not path.name.startswith("_") and path.stem != "cli":
-            names = set(import_module(f"optax_lsdp.{path.stem}").__all__)
+            names = set(getattr(import_module(f"optax_lsdp.{path.stem}"), "__all__", top))
             public |= {f"{path.stem}.{name}" for name in names - top}
     assert set(listed) == public
 
