@@ -126,11 +126,10 @@ def clipped_grad(
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys (for
         dropout) are allowed. `mask` is a bool array (n,), False for padding. Padding contributes
-        zero, and so do examples whose gradient is not finite. With the bookkeeping engine,
-        examples contribute zero also if squares overflow. This happens if operands exceed about
-        10¹⁹, or if cotangents or gradients exceed about 10¹⁹ clip norms. The result
-        of f has the structure of `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes
-        over count as public.
+        zero, and so do examples whose gradient is not finite. With the bookkeeping engine, an
+        example may also contribute zero if squares overflow: if its operands exceed about 10¹⁹, or
+        its cotangents or gradients about 10¹⁹ clip norms. The result of f has the structure of
+        `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as public.
 
     >>> import numpy as np
     >>> def loss(w, x):
