@@ -180,6 +180,9 @@ AUDITS = {
     "clipping of cancelling rows": Audit(
         partial(_hard_models, "bookkeeping", models=clipping.UNCERTAIN), True
     ),
+    "clipping of hard models, rounded as on a TPU": Audit(
+        partial(clipping.audit_rounding, "tpu"), True
+    ),
     "clipping in microbatches": Audit(clipping.audit_microbatches, True),
     "noise on several devices": Audit(devices.audit_sharded_noise, True),
     "clipping on several devices": Audit(devices.audit_sharded_clipping, True),

@@ -9,19 +9,15 @@ from optax_lsdp import _mesh, _trees
 from tests.auditing._patches import Mutation, Patch, replace, rewrite, wrap
 
 CLIPPING, BOOKKEEPING = "optax_lsdp.clipping", "optax_lsdp.clipping.bookkeeping"
+STRATEGIES = f"{BOOKKEEPING}.strategies"
 
 
 def _first_two_leaves(row_norms, leaves):
     return row_norms(leaves[:2])
 
 
-def _first_two_squares(group_squares, squares, groups, zero):
-    seen, kept = {}, {}
-    for index, group in enumerate(groups):
-        seen[group.path] = seen.get(group.path, 0) + (index in squares)
-        if index in squares and seen[group.path] <= 2:
-            kept[index] = squares[index]
-    return group_squares(kept, groups, zero)
+def _first_two_bounds(group_bound, bounds, *args):
+    return group_bound([bound for bound in bounds if bound is not None][:2], *args)
 
 
 def _norms_in_half(row_norms, leaves):
@@ -30,20 +26,17 @@ def _norms_in_half(row_norms, leaves):
     return jnp.sqrt(sum(jnp.sum(x * x, axis=1) for x in rows)).astype(jnp.float32)
 
 
-def _squares_in_half(squared_norms, parts):
-    squares = squared_norms(parts)
-    values, slack = squares
-    return type(squares)(values.astype(jnp.bfloat16).astype(values.dtype), slack)
+def _bounds_in_half(bound_by_grams, *args):
+    bound = bound_by_grams(*args)
+    return type(bound)(*(x.astype(jnp.bfloat16).astype(x.dtype) for x in bound))
 
 
-def _without_slack(squared_norms, parts):
-    squares = squared_norms(parts)
-    values, slack = squares
-    return type(squares)(values, jnp.zeros_like(slack))
+def _first_block(block_bound, bound, platform):
+    return block_bound(type(bound)(*(x[:, :1] for x in bound)), platform)
 
 
-def _tokens_once(inner, u, v):
-    same, roundings = inner(u, v)
+def _tokens_once(inner, u, v, platform):
+    same, roundings = inner(u, v, platform)
     if u is v and jnp.issubdtype(u.dtype, jnp.integer):
         same = same * jnp.eye(u.shape[-1], dtype=same.dtype)
     return same, roundings
@@ -54,8 +47,16 @@ def _each_use_apart(disjoint_parts, pieces):
     return None if parts is None else tuple((use,) for part in parts for use in part)
 
 
+def _but_first(function, *args):
+    return list(function(*args))[1:]
+
+
 def _zeros(function, *args):
     return jax.tree.map(jnp.zeros_like, function(*args))
+
+
+def _halved(roundoff):
+    return lambda platform, *operands: roundoff(platform, *operands) / 2
 
 
 def _ones(clip_factors, norms, *args, **options):
@@ -120,6 +121,7 @@ def _without_mask(clip_and_sum, *args, mask=None, **options):
 BY_BOOKKEEPING, BY_VMAP = (
     f"clipping of hard models, engine {engine!r}" for engine in ("bookkeeping", "vmap")
 )
+ON_TPU = "clipping of hard models, rounded as on a TPU"
 MICROBATCHES, MISTAKES = "clipping in microbatches", "likely mistakes"
 MUTATIONS_OF_CLIPPING = {
     "a norm without the third leaf": Mutation(
@@ -127,48 +129,44 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "a norm without the third leaf, engine 'bookkeeping'": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{BOOKKEEPING}._engine:group_squares", _first_two_squares),),
+        (wrap(f"{BOOKKEEPING}._engine:group_bound", _first_two_bounds),),
         ("scanned", "small"),
     ),
     "cross terms counted once": Mutation(
         BY_BOOKKEEPING,
-        rewrite(f"{BOOKKEEPING}._gram:_squared_norms", "1 if i == j else 2", "1"),
+        rewrite(f"{STRATEGIES}.gram:bound_by_grams", "2 if gram.weighting is None else 1", "1"),
         ("tied",),
     ),
     "no cross terms of tied weights": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{BOOKKEEPING}._strategy:_disjoint_parts", _each_use_apart),),
+        (wrap(f"{BOOKKEEPING}._leaves:_disjoint_parts", _each_use_apart),),
         ("tied",),
     ),
     "overlapping views taken for disjoint": Mutation(
         BY_BOOKKEEPING,
-        (replace(f"{BOOKKEEPING}._strategy:are_disjoint", lambda one, other: True),),
+        (replace(f"{BOOKKEEPING}._leaves:are_disjoint", lambda one, other: True),),
         ("sliced",),
     ),
     "only the first block of a scan counted": Mutation(
         BY_BOOKKEEPING,
-        rewrite(
-            f"{BOOKKEEPING}._gram:_squared_norms",
-            "Squares(jnp.sum(total, axis=-1),",
-            "Squares(total[..., 0],",
-        ),
+        (wrap(f"{STRATEGIES}.gram:block_bound", _first_block),),
         ("scanned",),
     ),
     "norms in half precision": Mutation(
         BY_VMAP, (wrap(f"{CLIPPING}._clip_norm:row_norms", _norms_in_half),), ("dense",)
     ),
-    "squared norms in half precision": Mutation(
+    "bounds on norms in half precision": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{BOOKKEEPING}._engine:squared_norms", _squares_in_half),),
+        (wrap(f"{STRATEGIES}.gram:bound_by_grams", _bounds_in_half),),
         ("tied",),
     ),
     "rounding slack dropped": Mutation(
         "clipping of cancelling rows",
-        (wrap(f"{BOOKKEEPING}._engine:squared_norms", _without_slack),),
+        rewrite(f"{STRATEGIES}.gram:bound_by_grams", "root(total + slack, ", "root(total, "),
         ("cancelling",),
     ),
     "repeated tokens counted once": Mutation(
-        BY_BOOKKEEPING, (wrap(f"{BOOKKEEPING}._gram:_inner", _tokens_once),), ("gathered",)
+        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}.gram:_inner", _tokens_once),), ("gathered",)
     ),
     "padding of a convolution on the wrong side": Mutation(
         BY_BOOKKEEPING,
@@ -176,7 +174,87 @@ MUTATIONS_OF_CLIPPING = {
         ("convolved",),
     ),
     "biases missing from the norm": Mutation(
-        BY_BOOKKEEPING, (wrap(f"{BOOKKEEPING}._engine:row_squares", _zeros),), ("dense",)
+        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}._leaf:kept_bound", _zeros),), ("dense",)
+    ),
+    "padding of a convolution on the wrong side, without patches": Mutation(
+        ON_TPU,
+        rewrite(
+            f"{STRATEGIES}.convolution:convolution_bound",
+            "[low for low, _ in",
+            "[high for _, high in",
+            f"{STRATEGIES}._leaf",
+        ),
+        ("many positions",),
+    ),
+    "the first offset of a window left out": Mutation(
+        ON_TPU,
+        (wrap(f"{STRATEGIES}.convolution:_parts", _but_first),),
+        ("many positions",),
+    ),
+    "the first offset of a window left out of Gram matrices": Mutation(
+        ON_TPU,
+        (wrap(f"{STRATEGIES}.convolution:_padded_parts", _but_first),),
+        ("few positions",),
+    ),
+    "padding of Gram matrices of patches on the wrong side": Mutation(
+        ON_TPU,
+        rewrite(
+            f"{STRATEGIES}.convolution:_padded_parts",
+            "(t[0], size - 1 - t[-1],",
+            "(size - 1 - t[-1], t[0],",
+        ),
+        ("few positions",),
+    ),
+    "half of the unit roundoff of weighted rows": Mutation(
+        ON_TPU,
+        (Patch(f"{BOOKKEEPING}._platforms:Platform.roundoff", _halved),),
+        ("constant row", "constant rows"),
+    ),
+    "weighted rows whose rounding is not in the bound": Mutation(
+        ON_TPU,
+        (replace(f"{STRATEGIES}.gram:weighting_error", lambda term, platform: 0.0),),
+        ("constant rows",),
+    ),
+    "a weighted outer product whose rounding is not in the bound": Mutation(
+        ON_TPU,
+        (replace(f"{STRATEGIES}.outer:weighting_error", lambda term, platform: 0.0),),
+        ("constant row",),
+    ),
+    "the reach of rows, as if they were orthogonal": Mutation(
+        BY_BOOKKEEPING,
+        rewrite(
+            f"{STRATEGIES}.gram:bound_by_grams", "along = jnp.sum(", "along = jnp.linalg.norm("
+        ),
+        ("constant rows",),
+    ),
+    "the operand of a masked example, which is NaN, not replaced": Mutation(
+        BY_BOOKKEEPING,
+        (replace(f"{STRATEGIES}._terms:select", lambda x, factors: x),),
+        ("dense",),
+    ),
+    "the image of a masked example, which is NaN, not replaced": Mutation(
+        ON_TPU,
+        (replace(f"{STRATEGIES}.convolution:select", lambda x, factors: x),),
+        ("convolved",),
+    ),
+    "the first part of a sum for all leaves that are concatenated": Mutation(
+        BY_BOOKKEEPING,
+        rewrite(
+            f"{STRATEGIES}._terms:weighted_leaves",
+            "(weighted, start, start + size,",
+            "(weighted, 0, size,",
+            f"{STRATEGIES}._leaf",
+        ),
+        ("concatenated",),
+    ),
+    "a sum in units of the clip norm": Mutation(
+        BY_BOOKKEEPING,
+        rewrite(
+            f"{BOOKKEEPING}._engine:clip_recorded",
+            "total / jnp.asarray(scale, total.dtype)",
+            "total",
+        ),
+        ("dense",),
     ),
     "a carry taken for unused": Mutation(
         BY_BOOKKEEPING,

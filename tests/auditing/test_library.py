@@ -23,6 +23,7 @@ SLOW = (
     "clipping of hard models, engine 'bookkeeping'",
     "clipping of hard models, engine 'vmap'",
     "clipping of cancelling rows",
+    "clipping of hard models, rounded as on a TPU",
     "clipping in microbatches",
     "clipping on several devices",
     "noise of large leaves",

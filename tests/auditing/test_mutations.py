@@ -5,7 +5,12 @@ import re
 import jax
 import pytest
 
-from optax_lsdp.auditing._clipping import EXACT, audit_hard_models, audit_microbatches
+from optax_lsdp.auditing._clipping import (
+    EXACT,
+    audit_hard_models,
+    audit_microbatches,
+    audit_rounding,
+)
 from optax_lsdp.auditing._library import AUDITS, run_audit
 from tests.auditing import mutations
 from tests.auditing._patches import Mutation, StaleMutation, replace, rewrite
@@ -16,6 +21,7 @@ QUICK = (
     "a norm without the third leaf",
     "cross terms counted once",
     "rounding slack dropped",
+    "half of the unit roundoff of weighted rows",
     "overlapping microbatches counted twice",
     "collectives over devices accepted",
     "split parameters clipped part by part",
@@ -30,6 +36,8 @@ QUICK = (
 def audited(mutation):
     """Return the report of the responsible audit, on those hard models that suffice."""
     key, models = jax.random.key(0), mutation.models
+    if "on a TPU" in mutation.audit:
+        return audit_rounding("tpu", key, models)
     if "hard models" in mutation.audit:
         engine = "vmap" if "vmap" in mutation.audit else "bookkeeping"
         return audit_hard_models(engine, key, models)
@@ -70,6 +78,12 @@ def test_a_stale_mutation_is_named(patches, reason, monkeypatch):
 @pytest.mark.parametrize("models", [("cancelling",), ("tied", "small"), *slow(EXACT)])
 def test_hard_models_without_a_bug_pass(engine, models):
     report = audit_hard_models(engine, jax.random.key(1), models)
+    assert report, str(report)
+
+
+@pytest.mark.parametrize("models", [("constant row", "constant rows"), *slow(EXACT)])
+def test_hard_models_that_are_rounded_as_on_a_tpu_pass(models):
+    report = audit_rounding("tpu", jax.random.key(1), models)
     assert report, str(report)
 
 

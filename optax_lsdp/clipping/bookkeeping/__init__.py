@@ -2,5 +2,6 @@
 
 from optax_lsdp.clipping.bookkeeping._engine import clip_by_bookkeeping
 from optax_lsdp.clipping.bookkeeping._explain import explain_clipping
+from optax_lsdp.clipping.bookkeeping._platforms import emulate_platform
 
-__all__ = ["clip_by_bookkeeping", "explain_clipping"]
+__all__ = ["clip_by_bookkeeping", "emulate_platform", "explain_clipping"]

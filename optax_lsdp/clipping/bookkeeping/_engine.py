@@ -22,7 +22,7 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipStyle, clip_factors
 from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
 from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, join_concatenated
-from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS, Platform
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import choose
 from optax_lsdp.clipping.bookkeeping.strategies import NormBound, joint_bound, leaf_gradient
@@ -45,7 +45,8 @@ def clip_by_bookkeeping(
     outputs, recorded, analysis = run_backward(loss_fn, params, batch)
     counted = jnp.ones(outputs[0].shape, bool) if mask is None else mask
     clip = partial(clip_recorded, analysis, jax.tree.leaves(params), groups, style)
-    branches = {name: partial(clip, platform) for name, platform in PLATFORMS.items()}
+    platforms = EMULATED.get() or PLATFORMS
+    branches = {name: partial(clip, platform) for name, platform in platforms.items()}
     default = branches.pop(CPU.name)
     norms, sums = jax.lax.platform_dependent(recorded, counted, **branches, default=default)
     return outputs, norms, jax.tree.unflatten(jax.tree.structure(params), sums)

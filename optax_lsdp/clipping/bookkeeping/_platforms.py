@@ -11,6 +11,9 @@ It excludes algorithms that transform their operands, such as Winograd's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -122,3 +125,22 @@ ROCM = CUDA._replace(
 )
 TPU = CUDA._replace(name="tpu", mantissa_bits=7, per_byte=120.0, lanes=128)  # bfloat16
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA, ROCM, TPU)}
+EMULATED: ContextVar[dict[str, Platform] | None] = ContextVar("emulated", default=None)
+
+
+@contextmanager
+def emulate_platform(name: str) -> Iterator[None]:
+    """Treat every device as the named platform, in programs that are traced in this context.
+
+    Audits evaluate the bounds of an accelerator on a CPU in this way. The engine rounds as on the
+    accelerator. It holds the rounded numbers in float32, because XLA's CPU lacks some products of
+    bfloat16 numbers.
+    """
+    platform = PLATFORMS[name]
+    if platform.takes_bfloat16:
+        platform = platform._replace(takes_bfloat16=False)
+    token = EMULATED.set({CPU.name: platform})
+    try:
+        yield
+    finally:
+        EMULATED.reset(token)

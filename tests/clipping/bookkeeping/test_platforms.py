@@ -17,9 +17,16 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.clipping.bookkeeping import _engine
-from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS
+from optax_lsdp.clipping.bookkeeping import _engine, emulate_platform
+from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._strategy import Strategy
+from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
+from optax_lsdp.clipping.bookkeeping.strategies.convolution import convolution_bound
+from optax_lsdp.clipping.bookkeeping.strategies.forgotten import forgotten_bound
+from optax_lsdp.clipping.bookkeeping.strategies.gram import gram_bound
+from optax_lsdp.clipping.bookkeeping.strategies.kept import kept_bound
+from optax_lsdp.clipping.bookkeeping.strategies.outer import outer_bound
 from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
 from tests.clipping.bookkeeping.structures import conv
@@ -33,8 +40,17 @@ GROUPS = {"one": 0.3, "other": 7000.0}  # the clip norms of the model "two group
 
 
 def emulated(name):
-    """Return a platform as a CPU evaluates it: XLA's CPU lacks some products of bfloat16."""
-    return CPU if name == CPU.name else PLATFORMS[name]._replace(takes_bfloat16=False)
+    """Return a platform as a CPU evaluates it; see `emulate_platform`."""
+    platform = PLATFORMS[name]
+    return platform._replace(takes_bfloat16=False) if platform.takes_bfloat16 else platform
+
+
+def matrix_unit(product, platform, subscripts, a, g):
+    """Return a product as a matrix unit computes it, which cuts off bits of its operands."""
+    if platform.mantissa_bits < 23:
+        bits = {"exponent_bits": 8, "mantissa_bits": platform.mantissa_bits}
+        a, g = (jax.lax.reduce_precision(x, **bits) for x in (a, g))
+    return product(platform, subscripts, a, g)
 
 
 @jax.custom_vjp
@@ -186,9 +202,11 @@ def compiled(platform):
     def patched(batches, step):
         with pytest.MonkeyPatch.context() as patch:
             if platform != "vmap":
-                patch.setattr(_engine, "PLATFORMS", {"cpu": emulated(platform)})
+                product = functools.partial(matrix_unit, Platform.product)
+                patch.setattr(Platform, "product", functools.partialmethod(product))
                 patch.setattr(_engine, "choose", choose)
-            return jax.device_get(run(batches, jnp.asarray(step)))
+            with emulate_platform(CPU.name if platform == "vmap" else platform):
+                return jax.device_get(run(batches, jnp.asarray(step)))
 
     return patched
 
@@ -266,6 +284,7 @@ def batches(family, clip_norm, seed=0):
 def test_every_strategy_agrees_with_vmap_up_to_rounding(platform):
     """Without clipping, each entry is off by three roundings of each of its products."""
     drawn = batches("typical", 1.0)
+    drawn["two groups"] = jax.tree.map(lambda x: np.float32(1e-5) * x, drawn["two groups"])
     found, expected, absolute = (
         compiled(engine)(batch, NO_CLIP)
         for engine, batch in (
@@ -275,11 +294,12 @@ def test_every_strategy_agrees_with_vmap_up_to_rounding(platform):
         )
     )
     rounding = 3.1 * unit_roundoff(platform) + 1e-5
-    for name in MODELS.keys() - {"two groups"}:
-        (one,), (other,), (reach,) = (x[name].threshold for x in (found, expected, absolute))
-        assert np.all(np.abs(one - other) <= rounding * np.abs(reach)), name
-        off = np.abs(found[name].norms - expected[name].norms)
-        assert np.all(off <= rounding * absolute[name].norms), name
+    for name in MODELS:
+        triples = zip(
+            *(jax.tree.leaves(x[name][:2]) for x in (found, expected, absolute)), strict=True
+        )
+        for one, other, reach in triples:  # norms, and contributions
+            assert np.all(np.abs(one - other) <= rounding * np.abs(reach)), name
 
 
 @pytest.mark.parametrize("seed", [0, *slow(*range(1, 20))])
@@ -326,15 +346,78 @@ def test_an_example_changes_no_bit_of_another_contribution(platform, odd):
     "name", ["rows", "2-d", *slow(*(name for name in CASES if name not in ("rows", "2-d")))]
 )
 @pytest.mark.parametrize("platform", ["tpu", *slow("cuda")])
-def test_any_loss_is_clipped_to_nearly_the_clip_norm(platform, name, monkeypatch):
+def test_any_loss_is_clipped_to_nearly_the_clip_norm(platform, name):
     """With the strategies that the platform would choose."""
-    monkeypatch.setattr(_engine, "PLATFORMS", {"cpu": emulated(platform)})
     case, clip_norm = CASES[name], 0.01
     grad = lsdp.value_and_clipped_grad(case.loss, clip_norm=clip_norm)
     masks = jnp.eye(losses.N, dtype=bool)
-    private, total = jax.jit(jax.vmap(grad, (None, None, 0)))(case.params, case.batch, masks)
+    with emulate_platform(platform):
+        private, total = jax.jit(jax.vmap(grad, (None, None, 0)))(case.params, case.batch, masks)
     rows = [leaf.reshape(losses.N, -1) for leaf in jax.tree.leaves(total)]
     contributed = lengths(np.concatenate(rows, axis=1)) / clip_norm
     assert contributed.max() <= SLACK
     norms = np.diagonal(private.norms)
     assert np.all(contributed[norms > 1.01 * clip_norm] >= 0.95)
+
+
+def constant_factors(rows, inputs, outputs):
+    """Return parallel rows of equal entries, whose sums round in one direction."""
+    a, g = (
+        np.broadcast_to(np.float32(np.linspace(1.1, 1.9, 8))[:, None, None, None], (8, 1, rows, n))
+        for n in (inputs, outputs)
+    )
+    return Factors(jnp.asarray(a), jnp.asarray(g))
+
+
+def outer_products(platform):
+    factors = constant_factors(1, 5000, 3000)
+    return factors, outer_bound([factors], platform)
+
+
+def gram_matrices(platform):
+    factors = constant_factors(40, 5000, 30)
+    return factors, gram_bound([factors], platform)
+
+
+def forgotten(platform):
+    factors = constant_factors(40, 5000, 30)
+    return factors, forgotten_bound([factors], platform)
+
+
+def kept(platform):
+    factors = constant_factors(1, 100_000, 1)
+    return factors, kept_bound(factors.a[:, 0, 0] * factors.g[:, 0, 0], platform)
+
+
+def convolved_with_channels(platform, by_gram):
+    factors = constant_factors(40, 5000, 30)
+    kernel = jnp.zeros((1, 5000, 30))
+
+    def loss(w, a):
+        return jnp.sum(conv(a[None], w)), None
+
+    _, analysis = analyse_loss(loss, kernel, factors.a[0, 0])
+    ((term,),) = (leaf.terms for leaf in analysis.leaves)
+    return factors, convolution_bound(term, factors.a, factors.g, platform, by_gram=by_gram)
+
+
+BOUNDS = {
+    "outer product": outer_products,
+    "Gram matrices": gram_matrices,
+    "formed and forgotten": forgotten,
+    "materialised": kept,
+    "by offset": functools.partial(convolved_with_channels, by_gram=False),
+    "Gram matrices of patches": functools.partial(convolved_with_channels, by_gram=True),
+}
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_an_upper_bound_is_rounded_up(platform, kind):
+    """Of parallel rows, so that R = Σ_t ‖a_t‖‖g_t‖ is the norm; compared without tolerance."""
+    factors, bound = BOUNDS[kind](emulated(platform))
+    exact = np.float64(factors.g.shape[2])
+    for x in factors:
+        exact = exact * np.float64(x[:, 0, 0, 0]) * np.sqrt(x.shape[-1])
+    assert np.all(np.asarray(bound.upper, np.float64) >= exact)
+    np.testing.assert_allclose(bound.upper, exact, rtol=0.01)
