@@ -101,7 +101,10 @@ def join_concatenated(
         use = found[0].terms[0].use
         are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
         is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
-        if len(found) == len(use.pieces) > 1 and are_single and is_one_group:
+        entries = sum(math.prod(piece.matrix.split) for piece in use.pieces)
+        is_whole = entries == math.prod(use.matrix.split)  # constants have no gradient
+        is_several = len(found) == len(use.pieces) > 1
+        if is_several and is_whole and are_single and is_one_group:
             every = frozenset(leaf.index for leaf in found)
             weight = use.pieces[0].weight._replace(leaves=every, view=None)
             term = Term(path, use, Piece(weight, use.matrix))

@@ -112,6 +112,18 @@ LOSSES = {
         normal(N, 4, 20),
         (GRAM, GRAM),
     ),
+    "concatenated with a constant": Case(
+        lambda p, x: squash(x @ jnp.concatenate([p[0], jnp.ones((20, 9)), p[1]], 1)),
+        [normal(20, 20), normal(20, 25)],
+        normal(N, 4, 20),
+        (GRAM, GRAM),
+    ),
+    "concatenated, many rows": Case(
+        lambda p, x: squash(x @ jnp.concatenate(p, 1)),
+        [normal(6, 3), normal(6, 4)],
+        normal(N, 9, 6),
+        (FORMED, FORMED),
+    ),
     "concatenated inputs": Case(
         lambda p, x: squash(x @ jnp.concatenate(p)),
         [normal(15, 20), normal(25, 20)],
