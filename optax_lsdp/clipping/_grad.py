@@ -64,10 +64,10 @@ class PerExample(NamedTuple):
     Attributes:
         values: (n,) losses; zero where masked.
         norms: (n,) gradient norms before clipping; zero where masked. If the clip norm is a prefix
-            tree, a tree of the same structure with the norms of each group. Norms from
-            the bookkeeping engine are inaccurate far below the clip norm, or if the terms of a
-            gradient cancel almost entirely. They are infinite if squares overflow. Clip factors
-            come from upper bounds on the norms.
+            tree, a tree of the same structure with the norms of each group. Norms from the
+            bookkeeping engine are inaccurate far below the clip norm, or if the terms of a gradient
+            cancel almost entirely. They are infinite if squares overflow. Clip factors come from
+            upper bounds on the norms.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """

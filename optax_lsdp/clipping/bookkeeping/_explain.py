@@ -47,7 +47,12 @@ class LeafClipping:
 
 @dataclass(frozen=True)
 class ClippingExplanation:
-    """A table of costs for one example, with one row per parameter. Print it to see the table."""
+    """A table of costs for one example. Print it to see the table.
+
+    Attributes:
+        rows: one row per parameter.
+        platform: the kind of device for which the strategies were chosen.
+    """
 
     rows: tuple[LeafClipping, ...]
     platform: str
