@@ -118,7 +118,6 @@ LOSSES = {
         ),
         [normal(20, 20), normal(20, 25)],
         normal(N, 4, 20),
-        (GRAM, GRAM),
     ),
     "concatenated, many rows": Case(
         lambda p, x: squash(x @ jnp.concatenate(p, 1)),
