@@ -64,8 +64,10 @@ class PerExample(NamedTuple):
     Attributes:
         values: (n,) losses; zero where masked.
         norms: (n,) gradient norms before clipping; zero where masked. If the clip norm is a prefix
-            tree, a tree of the same structure with the norms of each group. Norms far below the
-            clip norm may be inaccurate, because the clipped sum hardly depends on them.
+            tree, a tree of the same structure with the norms of each group. Norms from the
+            bookkeeping engine are inaccurate far below the clip norm, or if the terms of a gradient
+            cancel almost entirely. They are infinite if squares overflow. Clip factors come from
+            upper bounds on the norms.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """
@@ -92,6 +94,10 @@ def clipped_grad(
     mean. The optimizers of this package add noise to the sum, and then divide it by the expected
     batch size, which is public.
 
+    Clip factors come from upper bounds on the norms, which include rounding. So an example with a
+    long gradient contributes slightly less than C; `explain_clipping` says how much. The time of a
+    call depends on no example, unless the loss itself has loops or branches that depend on it.
+
     Inside `shard_map`, a mesh axis splits the model if parameters vary over the axis and the batch
     does not. An example's norm is then the norm of its whole gradient, and each shard returns its
     part of the sum. Do not add these parts up. Arrays that `jit` shards need no special treatment.
@@ -102,9 +108,12 @@ def clipped_grad(
         clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales gradients longer than C down to C. "automatic" scales every
             gradient to the norm C·‖g‖/(‖g‖ + 0.01), so that only the learning rate needs tuning.
-        engine: how norms and sums are computed. "bookkeeping" runs one backward pass and forms
-            per-example gradients only where that is cheapest (see `explain_clipping`). "vmap" forms
-            all per-example gradients; it is the reference. "auto" chooses "vmap" if shards of a
+        engine: how norms and sums are computed. "bookkeeping" runs one backward pass. It forms
+            per-example gradients only where that is cheapest on the platform for which the program
+            is compiled (see `explain_clipping`). Operands and cotangents are first rounded to what
+            the platform's matrix unit multiplies: TF32 on NVIDIA GPUs, bfloat16 on TPUs; they stay
+            float32 elsewhere. Norms and sums are those of the rounded numbers. "vmap" forms all
+            per-example gradients; it is the reference. "auto" chooses "vmap" if shards of a
             `shard_map` split the work on one example, which "bookkeeping" does not support, and
             "bookkeeping" otherwise.
         microbatch_size: how many examples to differentiate at a time, to bound memory.
@@ -117,7 +126,9 @@ def clipped_grad(
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys (for
         dropout) are allowed. `mask` is a bool array (n,), False for padding. Padding contributes
-        zero, and so do examples whose gradient is not finite. The result of f has the structure of
+        zero, and so do examples whose gradient is not finite. With the bookkeeping engine, an
+        example may also contribute zero if squares overflow: if its operands exceed about 10¹⁹, or
+        its cotangents or gradients about 10¹⁹ clip norms. The result of f has the structure of
         `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as public.
 
     >>> import numpy as np

@@ -47,6 +47,10 @@ def _each_use_apart(disjoint_parts, pieces):
     return None if parts is None else tuple((use,) for part in parts for use in part)
 
 
+def _but_first(function, *args):
+    return list(function(*args))[1:]
+
+
 def _zeros(function, *args):
     return jax.tree.map(jnp.zeros_like, function(*args))
 
@@ -175,36 +179,53 @@ MUTATIONS_OF_CLIPPING = {
     "padding of a convolution on the wrong side, without patches": Mutation(
         ON_TPU,
         rewrite(
-            f"{STRATEGIES}.convolution:_channels_first",
-            "(low, high, dilation - 1)",
-            "(high, low, dilation - 1)",
+            f"{STRATEGIES}.convolution:convolution_bound",
+            "[low for low, _ in",
+            "[high for _, high in",
+            f"{STRATEGIES}._leaf",
         ),
-        ("convolved",),
+        ("many positions",),
     ),
-    "an offset of a convolution left out": Mutation(
+    "the first offset of a window left out": Mutation(
         ON_TPU,
-        rewrite(f"{STRATEGIES}.convolution:_bound_by_gram", "(0, offsets, add", "(1, offsets, add"),
-        ("convolved",),
+        (wrap(f"{STRATEGIES}.convolution:_parts", _but_first),),
+        ("many positions",),
+    ),
+    "the first offset of a window left out of Gram matrices": Mutation(
+        ON_TPU,
+        (wrap(f"{STRATEGIES}.convolution:_padded_parts", _but_first),),
+        ("few positions",),
+    ),
+    "padding of Gram matrices of patches on the wrong side": Mutation(
+        ON_TPU,
+        rewrite(
+            f"{STRATEGIES}.convolution:_padded_parts",
+            "(t[0], size - 1 - t[-1],",
+            "(size - 1 - t[-1], t[0],",
+        ),
+        ("few positions",),
     ),
     "half of the unit roundoff of weighted rows": Mutation(
-        ON_TPU, (Patch(f"{BOOKKEEPING}._platforms:Platform.roundoff", _halved),), ("constant",)
+        ON_TPU,
+        (Patch(f"{BOOKKEEPING}._platforms:Platform.roundoff", _halved),),
+        ("constant row", "constant rows"),
     ),
     "weighted rows whose rounding is not in the bound": Mutation(
         ON_TPU,
         (replace(f"{STRATEGIES}.gram:weighting_error", lambda term, platform: 0.0),),
-        ("constant",),
+        ("constant rows",),
     ),
     "a weighted outer product whose rounding is not in the bound": Mutation(
         ON_TPU,
         (replace(f"{STRATEGIES}.outer:weighting_error", lambda term, platform: 0.0),),
-        ("constant",),
+        ("constant row",),
     ),
     "the reach of rows, as if they were orthogonal": Mutation(
         BY_BOOKKEEPING,
         rewrite(
             f"{STRATEGIES}.gram:bound_by_grams", "along = jnp.sum(", "along = jnp.linalg.norm("
         ),
-        ("constant",),
+        ("constant rows",),
     ),
     "the operand of a masked example, which is NaN, not replaced": Mutation(
         BY_BOOKKEEPING,
@@ -215,6 +236,16 @@ MUTATIONS_OF_CLIPPING = {
         ON_TPU,
         (replace(f"{STRATEGIES}.convolution:select", lambda x, factors: x),),
         ("convolved",),
+    ),
+    "the first part of a sum for all leaves that are concatenated": Mutation(
+        BY_BOOKKEEPING,
+        rewrite(
+            f"{STRATEGIES}._terms:weighted_leaves",
+            "(weighted, start, start + size,",
+            "(weighted, 0, size,",
+            f"{STRATEGIES}._leaf",
+        ),
+        ("concatenated",),
     ),
     "a sum in units of the clip norm": Mutation(
         BY_BOOKKEEPING,

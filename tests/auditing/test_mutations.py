@@ -81,7 +81,7 @@ def test_hard_models_without_a_bug_pass(engine, models):
     assert report, str(report)
 
 
-@pytest.mark.parametrize("models", [("constant",), *slow(EXACT)])
+@pytest.mark.parametrize("models", [("constant row", "constant rows"), *slow(EXACT)])
 def test_hard_models_that_are_rounded_as_on_a_tpu_pass(models):
     report = audit_rounding("tpu", jax.random.key(1), models)
     assert report, str(report)

@@ -7,7 +7,7 @@ harder than they need to be; this is sound, and rare.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -21,10 +21,14 @@ from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipStyle, clip_factors
 from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
-from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, join_concatenated
+from optax_lsdp.clipping.bookkeeping._leaves import (
+    LossAnalysis,
+    ParameterLeaf,
+    join_concatenated,
+)
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
-from optax_lsdp.clipping.bookkeeping._strategy import BY_FACTORS, choose
+from optax_lsdp.clipping.bookkeeping._strategy import choose
 from optax_lsdp.clipping.bookkeeping.strategies import NormBound, joint_bound, leaf_gradient
 
 
@@ -66,9 +70,7 @@ def clip_recorded(
     Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
     """
     rounded = round_recorded(recorded, analysis.uses, groups, platform)
-    units = join_concatenated(
-        analysis.leaves, groups, lambda leaf: choose(leaf, platform).kind in BY_FACTORS
-    )
+    units = list(_units(analysis.leaves, groups, platform))
     gradients = [
         leaf_gradient(choose(leaf, platform).kind, leaf, leaves, rounded, platform)
         for leaf in units
@@ -91,6 +93,17 @@ def clip_recorded(
         sums |= gradient.weighted_sums(weights)
     scaled = zip(rounded.scales, (sums[index] for index in range(len(leaves))), strict=True)
     return norms, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
+
+
+def _units(
+    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup], platform: Platform
+) -> Iterator[ParameterLeaf]:
+    """Yield the leaves, joined where one product serves several and forms no gradient."""
+    for leaf in join_concatenated(leaves, groups):
+        if leaf.pieces and choose(leaf, platform).kind == "materialised":
+            yield from (leaves[index] for index, _ in leaf.pieces)
+        else:
+            yield leaf
 
 
 def group_bound(

@@ -7,7 +7,7 @@ up. Where the entries of two terms overlap in another way, the leaf's gradient h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,15 +84,13 @@ class ParameterLeaf:
 
 
 def join_concatenated(
-    leaves: Sequence[ParameterLeaf],
-    groups: Sequence[ClipGroup],
-    is_useful: Callable[[ParameterLeaf], bool],
+    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup]
 ) -> list[ParameterLeaf]:
     """Join leaves that the loss concatenates, so that one product serves all of them.
 
-    Leaves are joined if one use is the only use of each of them, the same scans slice them, one
-    clip norm bounds them all, and `is_useful` of the joined leaf is true. The joined leaf has the
-    index of its first member, and one term: the whole operand of the use.
+    Leaves are joined if one use is the only use of each of them, the same scans slice them, and one
+    clip norm bounds them all. The joined leaf has the index of its first member, and one term: the
+    whole operand of the use.
     """
     alone = {leaf.terms[0].path for leaf in leaves if len(leaf.terms) == 1 and leaf.parts}
     members: dict[Path, list[ParameterLeaf]] = {path: [] for path in alone}
@@ -104,19 +102,20 @@ def join_concatenated(
         use = found[0].terms[0].use
         are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
         is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
+        entries = sum(math.prod(piece.matrix.split) for piece in use.pieces)
+        is_whole = entries == math.prod(use.matrix.split)  # constants have no gradient
+        is_several = len(found) == len(use.pieces) > 1
         # A matrix that a scan slices has one block per iteration; other matrices share their rows.
         sliced = {tuple(depth for depth, _ in piece.weight.sliced) for piece in use.pieces}
-        are_alike = is_one_group and len(sliced) == 1
-        if len(found) == len(use.pieces) > 1 and are_single and are_alike:
+        are_alike = are_single and is_one_group and len(sliced) == 1
+        if is_several and is_whole and are_alike:
             every = frozenset(leaf.index for leaf in found)
             weight = use.pieces[0].weight._replace(leaves=every, view=None)
             term = Term(path, use, Piece(weight, use.matrix))
             pieces = tuple((leaf.index, leaf.terms[0]) for leaf in found)
-            whole = replace(
+            joined[found[0].index] = replace(
                 found[0], shape=use.matrix.split, terms=(term,), parts=((term,),), pieces=pieces
             )
-            if is_useful(whole):
-                joined[whole.index] = whole
     gone = {index for leaf in joined.values() for index, _ in leaf.pieces[1:]}
     return [joined.get(leaf.index, leaf) for leaf in leaves if leaf.index not in gone]
 

@@ -32,14 +32,12 @@ Kind = Literal[
     "unused",
 ]
 
-BY_FACTORS: tuple[Kind, ...] = ("outer product", "Gram matrices", "formed and forgotten")
-
 
 class Strategy(NamedTuple):
     """How the engine handles one leaf.
 
     Attributes:
-        kind: the name of the strategy; `LeafClipping` says what each name means.
+        kind: the name of the strategy; `explain_clipping` says what each name means.
         multiplications: how many multiplications the norm of one example takes.
         floats: how many floats the norm of one example stores.
         cost: multiplications and memory traffic together, as multiplications of the device.
