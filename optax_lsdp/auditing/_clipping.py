@@ -19,8 +19,7 @@ from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.auditing import _hard_models as hard
 from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.auditing._sensitivity import Release, SensitivityReport, audit_sensitivity
-from optax_lsdp.clipping import clip_per_example, clipped_grad
-from optax_lsdp.clipping.bookkeeping import emulate_platform
+from optax_lsdp.clipping import clip_per_example, clipped_grad, emulate_platform
 
 Engine = Literal["bookkeeping", "vmap"]
 ENGINES: tuple[Engine, ...] = ("bookkeeping", "vmap")

@@ -6,6 +6,7 @@ from optax_lsdp.clipping._clip_norm import ClipStyle as ClipStyle
 from optax_lsdp.clipping._clip_norm import sensitivity
 from optax_lsdp.clipping._grad import PerExample, clipped_grad, value_and_clipped_grad
 from optax_lsdp.clipping._transform import clip_per_example
+from optax_lsdp.clipping.bookkeeping import emulate_platform as emulate_platform
 from optax_lsdp.clipping.bookkeeping import explain_clipping
 
 __all__ = [
