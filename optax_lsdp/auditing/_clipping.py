@@ -38,7 +38,7 @@ _ROUNDING = 1e-5  # of one contribution in float32, relative to the clip norm
 _SUM_ROUNDING = 1e-4  # of the difference of two sums, relative to the clip norm
 _LEAST = 0.99  # the share of its clipped gradient that an example adds: engines overestimate norms
 _LEAST_OF_ROUNDED = 0.95  # the same if operands are rounded to bfloat16
-_LEAST_OF_UNCERTAIN = 0.01  # the same if rows cancel
+_LEAST_OF_UNCERTAIN = 0.05  # the same if rows cancel; a sixth is usual
 _HUGE = 1e18  # squares of gradients beyond this many clip norms overflow; then they may add nothing
 
 

@@ -1,5 +1,7 @@
 """The output of a run: reports to callbacks, the progress bar, a warning, and the result."""
 
+from __future__ import annotations
+
 import inspect
 import time
 from collections.abc import Callable, Sequence

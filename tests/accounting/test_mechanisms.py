@@ -247,15 +247,18 @@ BAD = {
     "relation": (lambda: build(1.0, 0.1, 1, ("poisson", "swap")), "`neighbouring` .* got 'swap'"),
     "no relation": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", None)),
-        "must be 'replace_one' with sampling='without_replacement', got None, but there is no",
+        "must be 'replace_one' with sampling='without_replacement', got None; "
+        "pass 'replace_one': there is no default",
     ),
     "no relation, shuffled": (
         lambda: build(1.0, 0.1, 1, ("shuffled", None)),
-        "must be 'zero_out' or 'replace_one' with sampling='shuffled', got None, but there is no",
+        "must be 'zero_out' or 'replace_one' with sampling='shuffled', got None; "
+        "pass 'zero_out' or 'replace_one': there is no",
     ),
     "no analysis": (
         lambda: build(1.0, 0.1, 1, ("without_replacement", "add_remove")),
-        "must be 'replace_one' with sampling='without_replacement', got 'add_remove', but no",
+        "must be 'replace_one' with sampling='without_replacement', "
+        "got 'add_remove'; pass 'replace_one': no other",
     ),
     "shuffled, adding": (
         lambda: build(1.0, 0.1, 1, ("shuffled", "add_remove")),

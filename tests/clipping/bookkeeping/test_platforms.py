@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.clipping import emulate_platform
-from optax_lsdp.clipping.bookkeeping import _engine
+from optax_lsdp.clipping.bookkeeping import _engine, emulate_platform
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._strategy import Strategy
 from tests.cases import slow
@@ -31,6 +30,12 @@ CLIP_NORMS = (1.0, 0.37, 1e-25, 1e25, 1e6)
 CASES = losses.LOSSES | structures.LOSSES
 NO_CLIP = CLIP_NORMS.index(1e6)
 GROUPS = {"one": 0.3, "other": 7000.0}  # the clip norms of the model "two groups"
+
+
+def emulated(name):
+    """Return a platform as a CPU evaluates it; see `emulate_platform`."""
+    platform = PLATFORMS[name]
+    return platform._replace(takes_bfloat16=False) if platform.takes_bfloat16 else platform
 
 
 def matrix_unit(product, platform, subscripts, a, g):

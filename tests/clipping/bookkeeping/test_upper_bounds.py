@@ -1,4 +1,4 @@
-"""The upper bound of every strategy is rounded up, on every platform."""
+"""The upper bounds of all strategies are rounded up, on every platform."""
 
 import functools
 
@@ -15,12 +15,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.gram import gram_bound
 from optax_lsdp.clipping.bookkeeping.strategies.kept import kept_bound
 from optax_lsdp.clipping.bookkeeping.strategies.outer import outer_bound
 from tests.clipping.bookkeeping.structures import conv
-
-
-def emulated(name):
-    """Return a platform as a CPU evaluates it; see `emulate_platform`."""
-    platform = PLATFORMS[name]
-    return platform._replace(takes_bfloat16=False) if platform.takes_bfloat16 else platform
+from tests.clipping.bookkeeping.test_platforms import emulated
 
 
 def constant_factors(rows, inputs, outputs):
