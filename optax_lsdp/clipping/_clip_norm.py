@@ -1,8 +1,9 @@
 """Check clip norms, group leaves under them, and clip per-example gradients to them.
 
-A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. An
-example's gradient norm in a group and the clip norm of the group give a clip factor, by which the
-gradient is multiplied. Both engines and `clip_per_example` get their clip factors here.
+A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. Clipping
+multiplies the part of an example's gradient in a group by a clip factor, which depends on the norm
+of that part and on the group's clip norm. Both engines and `clip_per_example` get their clip
+factors here.
 """
 
 from __future__ import annotations
@@ -39,25 +40,19 @@ STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
 class CheckedClipNorm:
     """A checked copy of a clip norm.
 
-    Clipping and noise must use the same clip norm. Without the copy, a caller could change a dict
-    of clip norms between clipping and noise.
-
-    Attributes:
-        value: the copy: a number, a prefix tree of numbers, or a schedule.
-        is_schedule: whether `value` is a function of the step.
-        addresses: one text per group, which is unique within the prefix tree.
+    Without the copy, a caller could change a dict of clip norms between clipping and noise.
     """
 
-    value: ClipNorm
+    value: ClipNorm  # a number, a prefix tree of numbers, or a schedule
     is_schedule: bool
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
 
     def at(self, step: ArrayLike | None) -> ClipNorm:
-        """Return the clip norm at a step: the value of the schedule, or the static clip norm."""
+        """Return the clip norm at a step. Without a schedule, the step is ignored."""
         return self.value(step) if self.is_schedule else self.value
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf of `tree`; `now`, if not None, replaces `value`."""
+        """Return the group of each leaf of `tree`, with the clip norms `now` or else `value`."""
         prefix = self.value if now is None else now
         groups: list[ClipGroup] = []
         addresses = iter(self.addresses)
@@ -79,7 +74,8 @@ class CheckedClipNorm:
 
 def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
     """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30]."""
-    is_schedule = _is_schedule(clip_norm)
+    # A schedule is a function of the step. A callable Equinox module is a tree.
+    is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
     norms = first or jax.tree.leaves(clip_norm)
@@ -99,21 +95,15 @@ def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
     return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)))
 
 
-def _is_schedule(clip_norm: ClipNorm) -> bool:
-    """Return whether a clip norm is a function of the step. A callable Equinox module is a tree."""
-    return callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
-
-
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
-    """Return how far one example can move the clipped sum: √ΣC² over the groups.
+    """Return how far adding or removing one example can move the clipped sum: √ΣC² over the groups.
 
-    The standard deviation of the noise is the noise multiplier times the sensitivity. The
-    sensitivity holds for adding or removing one example. Replacing one example can move the sum
-    twice as far; the accountant takes this factor into account.
+    The standard deviation of the noise is the noise multiplier times the sensitivity. Replacing one
+    example can move the sum twice as far; the accountant takes this factor into account.
 
     Args:
-        clip_norm: a number, a prefix tree with one number per group, or a schedule. A schedule is
-            returned unchanged.
+        clip_norm: a number, a prefix tree with one number C per group, or a schedule. A schedule
+            is returned unchanged.
 
     >>> sensitivity({"encoder": 3.0, "head": 4.0})
     5.0
@@ -125,16 +115,11 @@ def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
 def clip_factors(
     norms: jax.Array, clip_norm: ArrayLike, *, style: ClipStyle, rounding: float
 ) -> jax.Array:
-    """Return clip factors cᵢ with cᵢ‖gᵢ‖ ≤ C, even if the computed norms are rounded down.
+    """Return clip factors cᵢ with cᵢ‖gᵢ‖ ≤ C, where ‖gᵢ‖ is the true norm of example i.
 
-    For "threshold", cᵢ = min(1, C/‖gᵢ‖). For "automatic", cᵢ = C/(‖gᵢ‖ + γ) with γ = 0.01. An
-    example gets factor 0 if its norm is zero or not finite, or if its factor would be subnormal.
-
-    Args:
-        norms: (n,), the computed gradient norms.
-        clip_norm: C.
-        style: the formula, as in `clipped_grad`.
-        rounding: a bound r: each ‖gᵢ‖ is at most 1 + r times the computed norm.
+    Let Nᵢ = (1 + `rounding`) · `norms`[i]. The caller guarantees that ‖gᵢ‖ ≤ Nᵢ. For "threshold",
+    cᵢ = min(1, C/Nᵢ). For "automatic", cᵢ = C/(Nᵢ + γ) with γ = 0.01. An example gets factor 0 if
+    its norm is zero or not finite, or if its factor would be subnormal.
 
     References:
         Abadi et al. 2016, Deep Learning with Differential Privacy.
@@ -160,15 +145,9 @@ def clip_and_sum(
 ) -> tuple[dict[str, jax.Array], optax.Updates]:
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
-    An example contributes exactly zero if it is masked, or if its norm in any group is not finite.
-    The sum is float32 or wider.
-
-    Args:
-        rows: the gradients gᵢ; each leaf has shape (n, …).
-        groups: the group of each leaf.
-        style: the formula of the clip factors cᵢ.
-        mask: (n,), True where there is an example.
-        split: inside `shard_map`, the mesh axes over which each leaf's gradient is split.
+    The leaves of `rows` have shape (n, …). `groups` has the group of each leaf and, inside
+    `shard_map`, `split` has the mesh axes that split it. An example contributes exactly zero if it
+    is masked, or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
     # One barrier around all leaves would make replicated leaves vary if other leaves are split.
@@ -193,10 +172,9 @@ def clip_and_sum(
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
-    """Return each example's ‖g‖₂ over all leaves and shards, (n,), and a bound as `norm_rounding`.
+    """Return each example's ‖g‖₂ over all leaves and shards, and the bound of `norm_rounding`.
 
-    Args:
-        members: leaves of shape (n, …), by the mesh axes over which they are split.
+    `members` has leaves of shape (n, …), by the mesh axes that split them. The norms are (n,).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():
@@ -215,7 +193,7 @@ def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple
 
 
 def _weighted_sum(rows: jax.Array, factors: jax.Array) -> jax.Array:
-    """Return Σᵢ cᵢgᵢ. Where cᵢ is 0, use zeros instead of gᵢ, because 0 · NaN is NaN."""
+    """Return Σᵢ cᵢgᵢ. Where cᵢ is 0, add zeros, because 0 · NaN is NaN."""
     rows = widen(rows)
     weights = factors.astype(rows.dtype).reshape(-1, *[1] * (rows.ndim - 1))
     return jnp.sum(jnp.where(weights > 0, weights * rows, jnp.zeros_like(rows)), axis=0)

@@ -1,9 +1,8 @@
 """Provide `clipped_grad` and `value_and_clipped_grad`, the counterparts of `jax.grad`.
 
-This module checks the arguments, chooses the engine, and marks the clipped sum. The engines
-themselves are in `_vmap` and `bookkeeping`. One index of the batch's leading axis selects one
-example, and one example is the unit of privacy. For per-user clipping, let one example hold all
-records of one user.
+This module checks the arguments, chooses the engine, and marks the clipped sum. The engines are in
+`_vmap` and `bookkeeping`. Each index of the batch's leading axis is one example, the unit of
+privacy. For per-user clipping, let one example hold all records of one user.
 """
 
 from __future__ import annotations
@@ -59,15 +58,15 @@ _ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_
 
 
 class PerExample(NamedTuple):
-    """Each example's loss, gradient norm and aux. These are private: never release them.
+    """Each example's loss, gradient norm and aux. All three are private: never release them.
 
     Attributes:
         values: (n,) losses; zero where masked.
         norms: (n,) gradient norms before clipping; zero where masked. If the clip norm is a prefix
-            tree, a tree of the same structure with the norms of each group. Norms from the
-            bookkeeping engine are inaccurate far below the clip norm, or if the terms of a gradient
-            cancel almost entirely. They are infinite if squares overflow. Clip factors come from
-            upper bounds on the norms.
+            tree, `norms` is a tree of the same structure with the norms of each group. Norms from
+            the bookkeeping engine are inaccurate far below the clip norm, or if the terms of a
+            gradient cancel almost entirely, and infinite if squares overflow. Clipping does not
+            depend on their accuracy, because it uses upper bounds on the norms.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """
@@ -91,45 +90,46 @@ def clipped_grad(
 
     s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ). The clip factors cᵢ, which `clip_style` defines,
     ensure that adding or removing one example moves s by at most C. The result is a sum, not a
-    mean. The optimizers of this package add noise to the sum, and then divide it by the expected
-    batch size, which is public.
+    mean: the optimizers of this package add noise to the sum, and then divide it by the public
+    expected batch size.
 
     Clip factors come from upper bounds on the norms, which include rounding. So an example with a
     long gradient contributes slightly less than C; `explain_clipping` says how much. The time of a
-    call depends on no example, unless the loss itself has loops or branches that depend on it.
+    call does not depend on the examples, unless loops or branches of the loss do.
 
     Inside `shard_map`, a mesh axis splits the model if parameters vary over the axis and the batch
     does not. An example's norm is then the norm of its whole gradient, and each shard returns its
-    part of the sum. Do not add these parts up. Arrays that `jit` shards need no special treatment.
+    part of the sum. Do not add up the parts. Arrays that `jit` shards need no special treatment.
 
     Args:
-        loss_fn: `loss_fn(params, example)` returns a scalar for one example without batch axis. A
-            key for dropout is part of the example: `f(params, (batch, jax.random.split(key, n)))`.
+        loss_fn: `loss_fn(params, example)` returns a scalar for one example without batch axis. Put
+            keys for dropout into the batch: `f(params, (batch, jax.random.split(key, n)))`.
         clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`.
         clip_style: "threshold" scales gradients longer than C down to C. "automatic" scales every
             gradient to the norm C·‖g‖/(‖g‖ + 0.01), so that only the learning rate needs tuning.
         engine: how norms and sums are computed. "bookkeeping" runs one backward pass. It forms
-            per-example gradients only where that is cheapest on the platform for which the program
-            is compiled (see `explain_clipping`). Operands and cotangents are first rounded to what
-            the platform's matrix unit multiplies: TF32 on NVIDIA GPUs, bfloat16 on TPUs; they stay
-            float32 elsewhere. Norms and sums are those of the rounded numbers. "vmap" forms all
-            per-example gradients; it is the reference. "auto" chooses "vmap" if shards of a
-            `shard_map` split the work on one example, which "bookkeeping" does not support, and
-            "bookkeeping" otherwise.
+            per-example gradients only if that is cheapest on the platform for which the program is
+            compiled (see `explain_clipping`). It first rounds operands and cotangents to what the
+            platform's matrix unit multiplies: TF32 on NVIDIA GPUs, bfloat16 on TPUs, and float32
+            elsewhere. Norms and sums are those of the rounded numbers. "vmap" forms all per-example
+            gradients; it is the reference. "auto" chooses "vmap" if shards of a `shard_map` split
+            the work on one example, which "bookkeeping" does not support, and "bookkeeping"
+            otherwise.
         microbatch_size: how many examples to differentiate at a time, to bound memory.
         keep_batch_axis: whether `loss_fn` gets its example with a leading axis of length 1.
         replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
-            replicated. The library relies on this statement. Name an axis if JAX does not track it
-            (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
+            replicated. The library cannot check this statement. Name an axis if JAX does not track
+            it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
             varies over it.
 
     Returns:
-        The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys (for
-        dropout) are allowed. `mask` is a bool array (n,), False for padding. Padding contributes
-        zero, and so do examples whose gradient is not finite. With the bookkeeping engine, an
-        example may also contribute zero if squares overflow: if its operands exceed about 10¹⁹, or
-        its cotangents or gradients about 10¹⁹ clip norms. The result of f has the structure of
-        `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as public.
+        The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys are
+        allowed. `mask` is a bool array of shape (n,), False for padding. Padding contributes zero,
+        and so do examples whose gradient is not finite. With the bookkeeping engine, an example
+        also contributes zero if squares overflow, which may happen if its operands exceed about
+        10¹⁹, or its cotangents or gradients about 10¹⁹ clip norms. The result of f has the
+        structure of `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as
+        public.
 
     >>> import numpy as np
     >>> def loss(w, x):
@@ -174,19 +174,10 @@ def value_and_clipped_grad(
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.
 
-    The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux.
-    These are private: if you release anything that depends on them, add noise to them first. The
-    arguments have the same meaning as in `clipped_grad`, with these additions:
-
-    Args:
-        loss_fn: as in `clipped_grad`. With `has_aux`, `loss_fn` returns `(value, aux)`.
-        clip_norm: as in `clipped_grad`.
-        clip_style: as in `clipped_grad`.
-        engine: as in `clipped_grad`.
-        microbatch_size: as in `clipped_grad`.
-        keep_batch_axis: as in `clipped_grad`. The axis of length 1 is not removed from aux.
-        replicated_axes: as in `clipped_grad`.
-        has_aux: whether `loss_fn` returns a pair.
+    The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux,
+    which are private: never release them, or anything that depends on them, without noise. All
+    arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a pair
+    `(value, aux)`. With `keep_batch_axis`, aux keeps the axis of length 1.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
@@ -256,10 +247,10 @@ def value_and_clipped_grad(
 def _choose_engine(
     engine: str, loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
 ) -> Engine:
-    """Return the engine that is called `engine`, or the engine that "auto" chooses.
+    """Return the engine with the name `engine`, or the engine that "auto" chooses.
 
     Bookkeeping cannot compute norms if the shards of a `shard_map` split the work on one example.
-    In this case, "auto" chooses vmap, and "bookkeeping" raises an error.
+    Then "auto" chooses vmap, and "bookkeeping" raises an error.
     """
     name = "bookkeeping" if engine == "auto" else engine
     if name == "vmap" or not manual_axes():
@@ -269,7 +260,7 @@ def _choose_engine(
     if engine == "auto":
         return _ENGINES["vmap"]
     raise ValueError(
-        f"`engine` must be 'auto' or 'vmap' where shards of a shard_map split the work on one "
+        f"`engine` must be 'auto' or 'vmap' if shards of a shard_map split the work on one "
         f"example, got {engine!r}; pass engine='auto', or shard the arrays with `jit` instead of "
         "shard_map."
     )
@@ -309,9 +300,8 @@ def _check_output(output: PyTree, has_aux: bool) -> None:
 
 def _batch_size(batch: PyTree) -> int:
     """Return the number of examples. Raise unless it is the same in all leaves."""
+    check_not_empty("batch", batch)
     leaves = jax.tree.leaves_with_path(batch)
-    if not leaves:
-        raise ValueError("`batch` must hold at least one array, got none.")
     for path, leaf in leaves:
         if hasattr(leaf, "dtype") and not (is_numeric(leaf) or is_key(leaf)):
             raise TypeError(

@@ -25,9 +25,8 @@ def in_microbatches(
     """Return `run(batch, mask)`, computed on `size` examples at a time.
 
     `run` returns two trees with a leading axis of examples, which are concatenated, and a sum over
-    examples, which is added up. If `size` does not divide the number of examples, the last
-    microbatch overlaps the previous microbatch. The last microbatch masks the examples in the
-    overlap, so that they count once.
+    examples, which is added up. If `size` does not divide the number of examples, the last two
+    microbatches overlap, and the last one masks the examples in the overlap.
     """
     total = len(jax.tree.leaves(batch)[0])
     if size >= total:

@@ -29,7 +29,7 @@ from optax_lsdp.clipping._clip_norm import checked_clip_norm, clip_and_sum
 
 
 class ClipPerExampleState(NamedTuple):
-    """The number of steps so far. A schedule of clip norms is evaluated at this number."""
+    """The number of steps so far, at which a schedule of clip norms is evaluated."""
 
     step: jax.Array
 
@@ -40,19 +40,20 @@ def clip_per_example(
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 
     `update` accepts two kinds of input. Stacked gradients have a leading axis of examples in every
-    leaf, as `jax.vmap` of `jax.grad` returns them; `update` then needs `params`. The marked sum of
-    `clipped_grad` is already clipped; `update` checks and unwraps it. The result is a *sum* in
-    float32 or wider, never divided by the number of examples. Gradients that are not finite
-    contribute zero. This transform must be the first of a chain.
+    leaf, as `jax.vmap` of `jax.grad` returns them; `update` then needs `params`. The result of
+    `clipped_grad` is already clipped, and each leaf is marked as a `Clipped`; `update` checks and
+    removes the mark. `update` returns a *sum* in float32 or wider, never divided by the number of
+    examples. Gradients that are not finite contribute zero. This transform must be the first of a
+    chain.
 
-    A padded batch needs a mask: a bool array (n,), False for padding. Without a mask, padding
-    counts as examples. Pass the mask to `clipped_grad` or, with stacked gradients, to `update` of
-    this transform or of its chain: `update(stacked, state, params, mask=mask)`.
+    A padded batch needs a mask: a bool array of shape (n,), False for padding. Without a mask,
+    padding counts as examples. Pass the mask to `clipped_grad`. With stacked gradients, pass it to
+    `update` of this transform or of its chain: `update(stacked, state, params, mask=mask)`.
 
     Args:
-        clip_norm: C, which must be static: a number; or a prefix of the parameters' tree, with one
-            number per group (`sensitivity` then returns √ΣC²); or a schedule, which is a function
-            of the step. With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
+        clip_norm: C, which must be static: a number, a prefix of the parameters' tree with one
+            number per group, or a schedule, which is a function of the step. With
+            `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
         replicated_axes: for stacked gradients inside `shard_map` or `pmap`, the mesh axes over
             which all parameters are replicated. The library cannot check this statement.
 
@@ -113,7 +114,7 @@ def clip_per_example(
 def _check_replicated(
     params: optax.Params | None, updates: optax.Updates, replicated: tuple[str, ...]
 ) -> None:
-    """Raise if shards may hold parts of the gradients. Each norm would then cover only one part."""
+    """Raise if shards may hold parts of a gradient, so that each norm would cover one part only."""
     axes = {axis for axis in manual_axes() if axis_size((axis,)) > 1}
     unnamed = (axes | varying_axes((params, updates))) - set(replicated)
     if unnamed:
@@ -141,9 +142,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; compute it with `clipped_grad`, do not wrap the "
-                "optimizer in optax.MultiSteps or similar wrappers, which remove the mark, and "
-                "pass an ordinary optimizer, not a private one, to a plan or `fit`."
+                f"of shape {got} at {name!r}; compute it with `clipped_grad`, without wrappers "
+                "that remove the mark, such as optax.MultiSteps, and pass only ordinary "
+                "optimizers to a plan or `fit`, which make them private."
             )
         if got != size + shape:
             raise ValueError(

@@ -27,7 +27,7 @@ def clip_by_vmap(
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     Inside `shard_map`, a mesh axis splits a leaf if the leaf varies over the axis and the batch
-    does not. Each shard then has a part of every example's gradient, and the norm covers all parts.
+    does not. Each shard then has a part of every example's gradient, and norms cover all parts.
     """
     batch_axes = varying_axes((batch, mask))
     split = [frozenset(varying_axes(leaf) - batch_axes) for leaf in jax.tree.leaves(params)]

@@ -50,7 +50,7 @@ def by_tokens_at_once(params, x):
 
 
 def can_map_psum():
-    """Tell whether JAX can map a psum inside shard_map; JAX 0.8.2 raises an internal error."""
+    """Return whether JAX can map a psum inside shard_map; JAX 0.8.2 raises an internal error."""
     mapped = jax.vmap(lambda x: jax.lax.psum(x, "model"))
     run = jax.shard_map(mapped, mesh=mesh_of("Auto"), in_specs=jax.P("model"), out_specs=jax.P())
     try:
@@ -129,8 +129,8 @@ def test_norms_are_taken_over_all_parts_of_the_model(name, options):
 @pytest.mark.parametrize("style", ["threshold", "automatic"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_no_whole_contribution_exceeds_the_clip_norm(dtype, style):
-    """Examples of any magnitude, masked, or not finite in one part of the model only."""
-    small = 0.01  # far below the gradients but for those of the tiny example
+    """Some examples are tiny, huge or masked, or not finite in one part of the model only."""
+    small = 0.01  # far below all gradients, except those of the tiny example
     params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
     sizes = jnp.array([1.0, 1e-3, 1e3, jnp.nan, 1e-8, 30.0, jnp.inf, 0.1], dtype)
     batch = jnp.ones((8, 4), dtype) * sizes[:, None]
@@ -148,7 +148,7 @@ def test_no_whole_contribution_exceeds_the_clip_norm(dtype, style):
     lengths = [length(params, np.arange(8) == i) for i in range(8)]
     assert max(lengths) <= small * (1 + 1e-6) and lengths[0] > 0.9 * small
     assert lengths[3] == lengths[6] == length(params, np.zeros(8, bool)) == 0
-    broken = {**params, "v": params["v"].at[-1].set(jnp.nan)}  # on the last device alone
+    broken = {**params, "v": params["v"].at[-1].set(jnp.nan)}  # only on the last device
     assert length(broken, np.ones(8, bool)) == 0
 
 
@@ -263,7 +263,7 @@ def with_varying_rows(params, batch, mask):
 
 @pytest.mark.parametrize("change", [with_varying_keys, with_a_varying_mask, with_varying_rows])
 def test_inputs_that_vary_like_split_parameters_are_refused(change):
-    """Otherwise the axis of the parameters would be taken for an axis of the batch."""
+    """Such an axis of the parameters could not be told from an axis of the batch."""
     grad = lsdp.clipped_grad(lambda p, example: part(p, example[0]), clip_norm=CLIP)
     mapped = jax.shard_map(
         lambda *inputs: grad(*change(*inputs)),
@@ -276,7 +276,7 @@ def test_inputs_that_vary_like_split_parameters_are_refused(change):
 
 
 def test_a_tracked_shard_map_inside_an_untracked_one_is_refused():
-    """Inside, parameters that the outer map splits look replicated."""
+    """In the inner shard_map, parameters that the outer shard_map splits look replicated."""
 
     def inner(params, batch):
         return jax.lax.psum(lsdp.clipped_grad(part, clip_norm=CLIP)(params, batch), "data")

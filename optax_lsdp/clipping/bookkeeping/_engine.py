@@ -29,7 +29,7 @@ from optax_lsdp.clipping.bookkeeping._leaves import (
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import choose
-from optax_lsdp.clipping.bookkeeping.strategies import NormBound, joint_bound, leaf_gradient
+from optax_lsdp.clipping.bookkeeping.strategies import NormBound, joint_bound, leaf_gradients
 
 
 def clip_by_bookkeeping(
@@ -69,28 +69,26 @@ def clip_recorded(
 
     Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
     """
-    rounded = round_recorded(recorded, analysis.uses, groups, platform)
-    units = list(_units(analysis.leaves, groups, platform))
-    gradients = [
-        leaf_gradient(choose(leaf, platform).kind, leaf, leaves, rounded, platform)
-        for leaf in units
-    ]
-    bounds = [gradient.bound() for gradient in gradients]
+    rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
-    zero = jnp.zeros(counted.shape, dtype)
-    norms, factors, alive = {}, {}, counted
+    zero, rounding = jnp.zeros(counted.shape, dtype), 3 * platform.unit(dtype)
+    units = [
+        (leaf, choose(leaf, platform).kind) for leaf in _units(analysis.leaves, groups, platform)
+    ]
+    norms, weighted, alive = {}, [], counted
     for path, clip_norm in dict(groups).items():
-        members = [i for i, leaf in enumerate(units) if groups[leaf.index].path == path]
-        scale = rounded.scales[units[members[0]].index]
-        bound = group_bound([bounds[i] for i in members], zero, scale, platform)
+        members = [(leaf, kind) for leaf, kind in units if groups[leaf.index].path == path]
+        gradients = leaf_gradients(members, rounded)
+        bounds = [gradient.bound() for gradient in gradients]
+        bound = group_bound(bounds, zero, rounded.scales[members[0][0].index], platform)
         norms[path], upper = bound.norm, bound.upper + bound.rounding
-        rounding = 3 * platform.unit(dtype)
-        factors[path] = clip_factors(upper, clip_norm, style=style, rounding=rounding)
+        factors = clip_factors(upper, clip_norm, style=style, rounding=rounding)
+        weighted.append((gradients, factors))
         alive &= jnp.isfinite(upper)
     sums: dict[int, jax.Array] = {}
-    for gradient, leaf in zip(gradients, units, strict=True):
-        weights = jnp.where(alive, factors[groups[leaf.index].path], zero)
-        sums |= gradient.weighted_sums(weights)
+    for gradients, factors in weighted:
+        for gradient in gradients:
+            sums |= gradient.weighted_sums(jnp.where(alive, factors, zero))
     scaled = zip(rounded.scales, (sums[index] for index in range(len(leaves))), strict=True)
     return norms, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
 

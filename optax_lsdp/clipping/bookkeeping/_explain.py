@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lsdp._checks import check_choice, check_function
+from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._layers import check_no_layer_state
 from optax_lsdp._loss import call_loss, raise_explained, takes_key
+from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
+from optax_lsdp.clipping.bookkeeping._backward import run_backward
+from optax_lsdp.clipping.bookkeeping._engine import group_bound
 from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
-from optax_lsdp.clipping.bookkeeping._platforms import CPU, PLATFORMS
+from optax_lsdp.clipping.bookkeeping._platforms import (
+    CPU,
+    EMULATED,
+    PLATFORMS,
+    Platform,
+    emulate_platform,
+)
+from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import Kind, choose
+from optax_lsdp.clipping.bookkeeping.strategies import NormBound, leaf_gradients
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
+_WORDS = 4  # columns of words; the columns after them hold numbers
+_EFFECTIVE = "effective clip norm"
+_NEGLIGIBLE = 1e-15  # squares of shorter gradients may underflow
+_Shares = tuple[float | None, list[float | None]]  # of C, in all leaves together and in each leaf
+_ROUNDED_TO = {23: "float32", 10: "TF32", 7: "bfloat16"}  # by the bits of the matrix unit
 
 
 @dataclass(frozen=True)
@@ -35,6 +56,8 @@ class LeafClipping:
         multiplications: how many multiplications the norm takes. If the gradient is materialised,
             they cost nothing extra, because the sum needs them as well.
         bytes: the memory that the norm takes in addition to ordinary training.
+        effective_clip_norm: the same as for `ClippingExplanation`, if this parameter alone were
+            clipped to C. *Private* if the example is private.
     """
 
     path: str
@@ -43,6 +66,7 @@ class LeafClipping:
     strategy: Kind
     multiplications: int
     bytes: int
+    effective_clip_norm: float | None
 
 
 @dataclass(frozen=True)
@@ -51,13 +75,22 @@ class ClippingExplanation:
 
     Attributes:
         rows: one row per parameter.
-        platform: the kind of device for which the strategies were chosen.
+        platform: the kind of device that the table describes.
+        rounded_to: the numbers that its matrix unit multiplies: "float32", "TF32" or "bfloat16".
+        effective_clip_norm: the norm of what the example contributes if its gradient is longer than
+            the clip norm C, divided by C. None if the example is not known, because only shapes
+            were passed or because it is traced, and if its gradient is zero or below 1e-15. Zero if
+            the example contributes nothing, because its gradient is not finite or squares overflow.
+            *Private* if the example is private: it depends on this example.
     """
 
     rows: tuple[LeafClipping, ...]
     platform: str
+    rounded_to: str
+    effective_clip_norm: float | None
 
     def _cells(self) -> list[tuple[str, ...]]:
+        """Return the cells of all lines, first the names of the columns, and last the total."""
         cells = [
             (
                 row.path or "(all)",
@@ -66,38 +99,61 @@ class ClippingExplanation:
                 row.strategy,
                 f"{row.multiplications:,}",
                 f"{row.bytes:,}",
+                _in_clip_norms(row.effective_clip_norm),
             )
             for row in self.rows
         ]
         sums = sum(row.multiplications for row in self.rows), sum(row.bytes for row in self.rows)
-        return [*cells, ("total", "", "", "", *(f"{number:,}" for number in sums))]
+        joint = _in_clip_norms(self.effective_clip_norm)
+        total = ("total", "", "", "", *(f"{number:,}" for number in sums), joint)
+        table = [(*_COLUMNS, _EFFECTIVE), *cells, total]
+        is_known = self.effective_clip_norm is not None
+        return table if is_known else [line[: len(_COLUMNS)] for line in table]
+
+    def _sentences(self) -> list[str]:
+        """Return what the table is about, one sentence per line."""
+        does = "are multiplied in" if self.rounded_to == "float32" else "are rounded to"
+        sentences = [
+            f"This table is for the platform {self.platform}: operands {does} {self.rounded_to}."
+        ]
+        if self.effective_clip_norm is not None:
+            sentences.append("Effective clip norms are private if the example is private.")
+        return sentences
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *self._cells()]
+        table = self._cells()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 
         def line(cells: tuple[str, ...]) -> str:
-            words = [cell.ljust(width) for cell, width in zip(cells[:4], widths[:4], strict=True)]
-            numbers = [cell.rjust(width) for cell, width in zip(cells[4:], widths[4:], strict=True)]
+            sized = list(zip(cells, widths, strict=True))
+            words = [cell.ljust(width) for cell, width in sized[:_WORDS]]
+            numbers = [cell.rjust(width) for cell, width in sized[_WORDS:]]
             return "  ".join([*words, *numbers]).rstrip()
 
         ruler = "  ".join("─" * width for width in widths)
         first, *middle, last = map(line, table)
-        return "\n".join([first, ruler, *middle, ruler, last])
+        return "\n".join([first, ruler, *middle, ruler, last, *self._sentences()])
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: tuple[str, ...]) -> str:
-            sides = ["left"] * 4 + ["right"] * 2
             columns = (
-                f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
-                for side, cell in zip(sides, cells, strict=True)
+                f'<{tag} style="text-align:{"left" if place < _WORDS else "right"}">'
+                f"{html.escape(cell)}</{tag}>"
+                for place, cell in enumerate(cells)
             )
             return f"<tr>{''.join(columns)}</tr>"
 
-        body = "".join(line("td", cells) for cells in self._cells())
-        return f"<table><thead>{line('th', _COLUMNS)}</thead><tbody>{body}</tbody></table>"
+        head, *cells = self._cells()
+        body = "".join(line("td", each) for each in cells)
+        caption = f'<caption style="caption-side:bottom">{" ".join(self._sentences())}</caption>'
+        return f"<table>{caption}<thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
+
+
+def _in_clip_norms(share: float | None) -> str:
+    """Return a share of the clip norm as text, rounded down."""
+    return "–" if share is None else f"{math.floor(1e4 * share) / 1e4:.4f}·C"
 
 
 def explain_clipping(
@@ -107,7 +163,7 @@ def explain_clipping(
     *,
     platform: Literal["cpu", "cuda", "rocm", "tpu"] | None = None,
 ) -> ClippingExplanation:
-    """Return the strategy of each parameter and its cost, without running the loss.
+    """Return the strategy of each parameter, its cost, and the effective clip norm of one example.
 
     The gradient of a matrix is Σ_t a_t ⊗ g_t, where a_t and g_t are rows of the operand and of the
     cotangent. A row belongs to a token or to a position of an image, for example. Every parameter
@@ -115,12 +171,11 @@ def explain_clipping(
 
     - "outer product": there is one row, and the norm is ‖a‖‖g‖.
     - "Gram matrices": the norm comes from the inner products ⟨a_t, a_s⟩ and ⟨g_t, g_s⟩.
-    - "formed and forgotten", on accelerators only: every example's gradient is formed, and XLA adds
-      up its squares without storing it.
     - "Gram matrices of patches", on accelerators only: Gram matrices for the kernel of a
-      convolution, without storing patches.
-    - "by offset", on accelerators only: the gradient of a convolution's kernel is formed and
-      forgotten, one offset of the window after the other.
+      convolution.
+    - "by offset", on accelerators only: the gradient of a convolution's kernel is formed, squared
+      and forgotten, one offset of the window after the other.
+    - "by patches", on a TPU only: the same, in one product with the patches of the image.
     - "materialised": every example's gradient is formed and stored, because that is cheapest.
     - "materialised, no rule": the same, because some use of the parameter has no rule.
     - "unused": the loss does not depend on the parameter.
@@ -130,29 +185,40 @@ def explain_clipping(
     differentiation forms every example's gradient.
 
     All strategies clip by an upper bound on the norm, so an example whose gradient is longer than
-    the clip norm C contributes slightly less than C. A typical example contributes at least 0.99·C
-    in float32 (on CPUs and AMD GPUs) and at least 0.95·C on TPUs and NVIDIA GPUs, whose matrix
-    units round operands. If the rows of an example cancel almost entirely, it contributes less.
+    the clip norm C contributes slightly less than C. The norm of its contribution is the *effective
+    clip norm*. It is estimated as C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the upper
+    bound on the norm, and E bounds the rounding error of the weighted gradient. For typical
+    examples it is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C on TPUs and
+    NVIDIA GPUs, whose matrix units round operands. It is smaller if Gram matrices have many rows, a
+    hundred or more, or if the rows of an example cancel. `benchmarks/README.md` has measurements.
+
+    To show the effective clip norm, this function compiles and runs one backward pass on the
+    example, and rounds operands as the platform does. The result depends on the example. If the
+    example is *private*, so is the table: do not publish it, or pass shapes and dtypes instead.
+    With shapes and dtypes, the loss is only traced, and the table has no effective clip norms.
 
     Args:
         loss_fn: as in `clipped_grad`. It may take a key as a third argument, as in `fit`, and it
             may return (value, aux).
         params: the parameters, or their shapes and dtypes (`jax.eval_shape`).
-        example: one example *without* batch axis, or its shapes and dtypes.
-        platform: the kind of device for which to choose strategies; by default the kind that JAX
-            uses here. The device need not be present.
+        example: one example *without* batch axis, or its shapes and dtypes. Take a public example.
+        platform: the kind of device that the table describes; by default the kind that JAX uses
+            here. The device need not be present.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):
     ...     return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]))
     >>> params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
-    >>> explain_clipping(loss, params, jnp.zeros(30))
+    >>> explain_clipping(loss, params, jax.ShapeDtypeStruct((30,), "float32"), platform="cpu")
     parameter  shape  used by      strategy       multiplications  bytes
     ─────────  ─────  ───────────  ─────────────  ───────────────  ─────
     b          20     add          materialised                20     80
     w          30×20  dot_general  outer product               50      0
     ─────────  ─────  ───────────  ─────────────  ───────────────  ─────
     total                                                      70     80
+    This table is for the platform cpu: operands are multiplied in float32.
+    >>> explain_clipping(loss, params, jnp.ones(30), platform="tpu").effective_clip_norm > 0.95
+    True
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
     if platform is not None:
@@ -180,11 +246,66 @@ def explain_clipping(
     inputs = (example, jax.random.key(0)) if keyed else example
     _, analysis = analyse_loss(value_and_aux, params, inputs)
     leaves = jax.tree.leaves_with_path(params)
+    joint, shares = _shares(value_and_aux, params, inputs, device)
     rows = []
-    for (path, value), leaf in zip(leaves, analysis.leaves, strict=True):
+    for (path, value), leaf, share in zip(leaves, analysis.leaves, shares, strict=True):
         kind, multiplications, floats, _ = choose(leaf, device)
         size = floats * wide_dtype(value).itemsize
-        primitives = leaf.primitives
-        row = LeafClipping(path_name(path), leaf.shape, primitives, kind, multiplications, size)
-        rows.append(row)
-    return ClippingExplanation(tuple(rows), device.name)
+        name, shape, used_by = path_name(path), leaf.shape, leaf.primitives
+        rows.append(LeafClipping(name, shape, used_by, kind, multiplications, size, share))
+    rounded_to = _ROUNDED_TO[device.mantissa_bits]
+    return ClippingExplanation(tuple(rows), device.name, rounded_to, joint)
+
+
+def _shares(
+    loss_fn: ValueAndAux, params: optax.Params, example: PyTree, device: Platform
+) -> _Shares:
+    """Return the share of C that one example keeps in all leaves together, and in each leaf.
+
+    Here each leaf has its own bound. The engine bounds some leaves together, such as leaves that
+    the loss concatenates. Their joint share may be slightly smaller.
+    """
+    values = jax.tree.leaves(params)
+    unknown: _Shares = None, [None] * len(values)
+    if not all(map(_is_known, [*values, *jax.tree.leaves(example)])):
+        return unknown
+    groups = [ClipGroup("", 1.0)] * len(values)
+
+    def bounds(
+        params: optax.Params, batch: PyTree, platform: Platform
+    ) -> tuple[NormBound, list[NormBound | None]]:
+        _, recorded, analysis = run_backward(loss_fn, params, batch)
+        leaves = jax.tree.leaves(params)
+        rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
+        each = [
+            gradient.bound()
+            for leaf in analysis.leaves
+            for gradient in leaf_gradients([(leaf, choose(leaf, device).kind)], rounded)
+        ]
+        zero = jnp.zeros(1, wide_dtype(*leaves, *jax.tree.leaves(recorded)))
+        return group_bound(each, zero, rounded.scales[0], platform), each
+
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
+    with emulate_platform(device.name):
+        platform = (EMULATED.get() or PLATFORMS)[CPU.name]
+        run = jax.jit(with_automatic_axes(partial(bounds, platform=platform), jax.P()))
+        joint, each = run(params, batch)
+    if isinstance(joint.norm, jax.core.Tracer):  # the loss may close over traced arrays
+        return unknown
+    return _share(joint), [_share(bound) for bound in each]
+
+
+def _is_known(leaf: object) -> bool:
+    """Return whether the numbers of a leaf are known, and on this machine."""
+    if isinstance(leaf, jax.Array):
+        is_traced = isinstance(leaf, jax.core.Tracer)
+        return not is_traced and leaf.is_fully_addressable and not leaf.is_deleted()
+    return isinstance(leaf, np.ndarray | np.generic | bool | int | float)
+
+
+def _share(bound: NormBound | None) -> float | None:
+    """Return the share of C that one example keeps, or None if its gradient is negligible."""
+    if bound is None or bound.norm[0] < _NEGLIGIBLE:
+        return None
+    share = float(bound.norm[0]) / float(bound.upper[0] + bound.rounding[0])
+    return share if math.isfinite(share) else 0.0

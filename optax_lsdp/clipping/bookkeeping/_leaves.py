@@ -69,7 +69,7 @@ class ParameterLeaf:
             leaf, and different parts share no entry. None if the gradient has to be formed.
         primitives: the primitives that use the leaf.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
-        has_rule: whether these uses need no rule, because they are entrywise or in a long loop.
+        has_rule: whether these uses need no rule: they are entrywise, or cheaper without one.
         pieces: if several leaves are joined, their indices and terms; see `join_concatenated`.
     """
 
@@ -134,7 +134,9 @@ def analyse_loss(
     program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
-    uses = without_long_loops(find_uses(program.closed, len(shapes)), shapes)
+    uses = find_uses(program.closed, len(shapes))
+    uses = _without(uses, _in_long_loops(uses, shapes))
+    uses = _without(uses, _formed_anyway(uses, shapes))
     leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
     return program, LossAnalysis(uses.by_rule, leaves)
 
@@ -169,33 +171,57 @@ def piece_size(use: Use, piece: Piece) -> Size:
     return Size(blocks, rows, inputs, outputs)
 
 
-def without_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> Uses:
-    """Return the uses, but treat small leaves in long loops as if they had no rule.
+def _in_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> set[int]:
+    """Return the small leaves in long loops, which take less memory without a rule.
 
     A use with a rule keeps the operands and cotangents of all iterations. Automatic differentiation
     adds up the leaf's gradient during the backward pass instead. If the loop is rematerialised,
     only this gradient stays in memory.
     """
     held = dict.fromkeys(range(len(shapes)), 0.0)
-    leaves_at: dict[Path, frozenset[int]] = {}
-    for path, use in uses.by_rule.items():
-        leaves_at[path] = frozenset[int]().union(*(piece.weight.leaves for piece in use.pieces))
+    for use in uses.by_rule.values():
         for piece in use.pieces:
             blocks, rows, inputs, outputs = piece_size(use, piece)
             kept = blocks * rows * (inputs + outputs) if use.loops else -math.inf
             for leaf in piece.weight.leaves:
                 held[leaf] += kept
-    small = {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
-    while mixed := {i for found in leaves_at.values() if not found <= small for i in found & small}:
-        small -= mixed  # a use that keeps its rule keeps the operands for all its leaves
+    return {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
+
+
+def _formed_anyway(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> set[int]:
+    """Return the leaves whose gradient has to be formed, which automatic differentiation does best.
+
+    Patches and the iterations of a scan are exceptions: one product forms the gradient from them.
+    """
+    leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
+    return {
+        leaf.index
+        for leaf in leaves
+        if leaf.parts is None and not any(t.use.loops or t.use.rule.expands for t in leaf.terms)
+    }
+
+
+def _without(uses: Uses, chosen: set[int]) -> Uses:
+    """Return the uses, but treat the chosen leaves as if they had no rule.
+
+    A use keeps its rule if one of its leaves was not chosen. Its other leaves then keep theirs.
+    """
+    leaves_at = {
+        path: frozenset[int]().union(*(piece.weight.leaves for piece in use.pieces))
+        for path, use in uses.by_rule.items()
+    }
+    while mixed := {
+        leaf for found in leaves_at.values() if not found <= chosen for leaf in found & chosen
+    }:
+        chosen = chosen - mixed
     without_rule = {leaf: set(names) for leaf, names in uses.without_rule.items()}
     by_rule = dict(uses.by_rule)
     for path, found in leaves_at.items():
-        if found <= small:
+        if found <= chosen:
             name = by_rule.pop(path).name
             for leaf in found:
                 without_rule.setdefault(leaf, set()).add(name)
-    return Uses(by_rule, without_rule, frozenset(small - set(uses.without_rule)))
+    return Uses(by_rule, without_rule, uses.by_choice | (chosen - set(uses.without_rule)))
 
 
 def _disjoint_parts(terms: Sequence[Term]) -> tuple[tuple[Term, ...], ...] | None:

@@ -29,7 +29,7 @@ class Platform(NamedTuple):
     Attributes:
         name: the name of the platform in JAX.
         mantissa_bits: how many bits after the leading one the matrix unit multiplies.
-        addition_error: how far an addition of float32 numbers is off, relative to its result.
+        addition_error: the largest relative rounding error of a float32 addition.
         longest_sum: how many numbers to add in an unknown order; longer sums are split.
         longest_product: how many products an entry of a Gram matrix adds in an unknown order.
         precision: the precision of a product of rounded operands.
@@ -37,6 +37,8 @@ class Platform(NamedTuple):
         keeps: whether per-example gradients of matrices are cheap to store and read back.
         per_byte: how many multiplications take the time in which memory moves one byte.
         lanes: how many rows and columns the matrix unit processes at least.
+        fuses: whether a product reads slices, and squares its result, without storing either.
+        grouped: how much dearer a multiplication is in a convolution with many feature groups.
     """
 
     name: str
@@ -49,6 +51,8 @@ class Platform(NamedTuple):
     keeps: bool
     per_byte: float
     lanes: int
+    fuses: bool
+    grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
         """Return to how many bits after the leading one a product rounds weighted operands."""
@@ -70,7 +74,7 @@ class Platform(NamedTuple):
         return x.astype(jnp.bfloat16) if bits == 7 and self.takes_bfloat16 else x
 
     def unit(self, dtype: jnp.dtype) -> float:
-        """Return by how much an addition is off, relative to its result."""
+        """Return the largest relative rounding error of an addition."""
         return self.addition_error if dtype == jnp.float32 else 2.0**-52
 
     def growth(self, roundings: float, dtype: jnp.dtype) -> float:
@@ -89,24 +93,27 @@ class Platform(NamedTuple):
         precision = lax.Precision.HIGHEST if dtype == jnp.float64 else self.precision
         return jnp.einsum(subscripts, a, g, precision=precision, preferred_element_type=dtype)
 
-    def roundoff(self, *operands: jax.Array) -> float:
-        """Return u: rounding a weighted operand changes each entry by at most u times the entry."""
-        if any(x.dtype == jnp.float64 for x in operands):
-            return 2.0**-53
-        return 2.0 ** -(self.bits(*operands) + 1)
+    def weighting_error(self, *operands: jax.Array) -> float:
+        """Return u: weighting an operand of a product and rounding it changes entries by 1 ± u."""
+        unit = self.unit(wide_dtype(*operands))
+        if self.mantissa_bits == 23 or any(x.dtype == jnp.float64 for x in operands):
+            return unit
+        return 2.0 ** -(self.bits(*operands) + 1) + unit
 
 
 CPU = Platform(
     name="cpu",
     mantissa_bits=23,
     addition_error=2**-24,
-    longest_sum=128,
+    longest_sum=1024,
     longest_product=8192,
     precision=lax.Precision.HIGHEST,
     takes_bfloat16=False,
     keeps=True,
     per_byte=12.5,
     lanes=1,
+    fuses=False,
+    grouped=1,
 )
 CUDA = Platform(
     name="cuda",
@@ -119,11 +126,15 @@ CUDA = Platform(
     keeps=False,
     per_byte=100.0,
     lanes=16,
+    fuses=False,
+    grouped=1,
 )
 ROCM = CUDA._replace(
     name="rocm", mantissa_bits=23, precision=lax.Precision.HIGHEST, takes_bfloat16=False
 )
-TPU = CUDA._replace(name="tpu", mantissa_bits=7, per_byte=120.0, lanes=128)  # bfloat16
+TPU = CUDA._replace(
+    name="tpu", mantissa_bits=7, per_byte=120.0, lanes=128, fuses=True, grouped=60
+)  # bfloat16
 PLATFORMS = {platform.name: platform for platform in (CPU, CUDA, ROCM, TPU)}
 EMULATED: ContextVar[dict[str, Platform] | None] = ContextVar("emulated", default=None)
 

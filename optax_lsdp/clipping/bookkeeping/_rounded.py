@@ -17,7 +17,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._trees import compute_once, widen
+from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._backward import Recorded
 from optax_lsdp.clipping.bookkeeping._leaves import Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
@@ -36,12 +36,16 @@ class Rounded(NamedTuple):
         scales: for each leaf, the power of two nearest to 1/C. In these units, clip norms are near
             1, so that squares neither overflow nor underflow.
         use_scales: the scale of each use, which is the scale of one of its leaves.
+        leaves: the parameters themselves.
+        platform: the kind of device that all arrays are rounded for.
     """
 
     pairs: dict[Path, tuple[jax.Array, jax.Array]]
     gradients: dict[int, jax.Array]
     scales: list[ArrayLike]
     use_scales: dict[Path, ArrayLike]
+    leaves: Sequence[jax.Array]
+    platform: Platform
 
     def of(self, term: Term, index: int) -> tuple[jax.Array, jax.Array]:
         """Return the pair of a term, in the units of the leaf `index`."""
@@ -52,6 +56,7 @@ class Rounded(NamedTuple):
 
 def round_recorded(
     recorded: Recorded,
+    leaves: Sequence[jax.Array],
     uses: Mapping[Path, Use],
     groups: Sequence[ClipGroup],
     platform: Platform,
@@ -69,14 +74,16 @@ def round_recorded(
             for _ in range(len(use.loops) + 1):  # one more for the examples
                 factors = jax.vmap(factors)
             a, g = factors(a, g)
-        key = use.operand, use.rule.operand_key(use.equation, use.place)
+        if wide_dtype(a, g) == jnp.float64 and not use.rule.is_one_hot:
+            a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
+        key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
         if key not in known:  # uses of one operand share its rounded copy
             known[key] = _round_once(a, platform)
         pairs[path] = known[key], _round_once(g, platform)
     gradients = {
         i: compute_once(_scaled(widen(x), scales[i])) for i, x in recorded.gradients.items()
     }
-    return Rounded(pairs, gradients, scales, use_scales)
+    return Rounded(pairs, gradients, scales, use_scales, leaves, platform)
 
 
 def _round_once(x: jax.Array, platform: Platform) -> jax.Array:

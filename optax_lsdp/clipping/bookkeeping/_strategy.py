@@ -14,19 +14,22 @@ from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
 from optax_lsdp._jaxpr import shape_of
-from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Size, Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
 
-_GROUPED = 10  # how much dearer a multiplication is in a convolution with many feature groups
+# In multiplications of a TPU's matrix unit, read off its compiler's prices:
+_ADDING = 100  # to add an entry to a Gram matrix
+_SQUARING = 300  # to square an entry, and forget it
+_MOVING = 600  # to change the layout of an entry
 _MOST_OFFSETS = 64  # of a window; each takes a product of its own in the program
 
 Kind = Literal[
     "outer product",
     "Gram matrices",
-    "formed and forgotten",
     "Gram matrices of patches",
     "by offset",
+    "by patches",
     "materialised",
     "materialised, no rule",
     "unused",
@@ -88,7 +91,7 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
         stored /= 5  # other strategies make patches twice
     if not platform.keeps and leaf.terms and is_plain_convolution(leaf.terms[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
-        stored += _GROUPED * multiplications
+        stored += platform.grouped * multiplications
     # A product with few rows leaves most of the matrix unit idle.
     idle = sum(
         b * (_padded(t, platform) - t) * p * q
@@ -108,7 +111,7 @@ def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     if platform.keeps and floats <= held:
         return []
     heights = [sum(term.size.rows for term in part) for part in parts]
-    multiplications = sum(_gram_multiplications(part, platform) for part in parts)
+    multiplications = sum(_gram_multiplications(part) for part in parts)
     if max(heights) == 1:
         return [Strategy("outer product", multiplications, 0, multiplications)]
     blocks = [part[0].size.blocks for part in parts]
@@ -116,28 +119,44 @@ def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     if platform.keeps:
         return [Strategy("Gram matrices", multiplications, stored, multiplications)]
     reading = 2 * held * platform.per_byte
-    gram = Strategy("Gram matrices", multiplications, 0, multiplications + reading + 4 * stored)
-    if any(term.use.rule.is_one_hot for term in leaf.terms):
-        return [gram]
-    formed = sum(
-        b * _padded(t, platform) * p * q for b, t, p, q in (term.size for term in leaf.terms)
-    )
-    forgotten = Strategy("formed and forgotten", formed, 0, formed + 2 * reading)
-    return [gram, forgotten]
+    return [Strategy("Gram matrices", multiplications, 0, multiplications + reading + 4 * stored)]
 
 
 def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
-    """Return the costs of strategies for the kernel of a convolution.
-
-    An entry of the result of a product costs as much as some multiplications, to square and add.
-    """
+    """Return the costs of strategies for the kernel of a convolution on an accelerator."""
     _, rows, inputs, outputs = term.size
-    gram = rows * _padded(rows, platform) * (inputs + outputs + 100 * _offsets(term))
-    formed = inputs * _padded(outputs, platform) * (rows + 300)
+    offsets, formed = _offsets(term), rows * inputs * outputs
+    channels = inputs // offsets
+    products = rows * rows * (inputs + outputs)
+    if not platform.fuses:  # copies decide: slices are stored, and results are read back
+        sliced = platform.per_byte * offsets * rows * (6 * channels + 2 * outputs)
+        added = platform.per_byte * 8 * offsets * rows * rows
+        squared = platform.per_byte * 8 * inputs * outputs
+        return [
+            Strategy("Gram matrices of patches", products, rows * rows, products + sliced + added),
+            Strategy("by offset", formed, rows * channels, formed + sliced + squared),
+        ]
+    abreast = max(platform.lanes // max(channels, outputs), 1)  # examples share a product
+    tile = _padded(abreast * channels, platform) * _padded(abreast * outputs, platform) / abreast
+    pixels = math.prod(shape_of(term.use.equation.invars[0]))
+    moved, features = pixels + rows * outputs, _features(term)
+    if channels == features and math.prod(term.use.equation.params["window_strides"]) > 1:
+        moved += 2 * pixels  # strides that cannot be folded
+    gram = 2 * rows * _padded(rows, platform) * (inputs + outputs + _ADDING * offsets)
+    by_offset = offsets * tile * (rows + _SQUARING) + _MOVING * moved
+    making = rows * _padded(inputs, platform) * (_MOVING / 2 + 4 * features)
+    by_patches = making + inputs * _padded(outputs, platform) * (rows + _SQUARING)
     return [
-        Strategy("Gram matrices of patches", gram, 2 * rows * rows, gram),
-        Strategy("by offset", formed, 0, formed),
+        Strategy("Gram matrices of patches", products, 0, gram),
+        Strategy("by offset", formed, 0, by_offset),
+        Strategy("by patches", formed, rows * inputs, by_patches),
     ]
+
+
+def _features(term: Term) -> int:
+    """Return how many input channels a kernel has."""
+    equation = term.use.equation
+    return shape_of(equation.invars[1])[equation.params["dimension_numbers"].rhs_spec[1]]
 
 
 def _offsets(term: Term) -> int:
@@ -157,19 +176,16 @@ def _padded(size: int, platform: Platform) -> int:
     return -(-size // platform.lanes) * platform.lanes
 
 
-def _gram_multiplications(terms: Sequence[Term], platform: Platform) -> int:
+def _gram_multiplications(terms: Sequence[Term]) -> int:
     """Return how many multiplications a norm takes if the gradient is not formed.
 
     Inner products of one-hot rows take no multiplications.
     """
-
-    def entries(size: Size, other: Size, one_hot: bool) -> int:
-        return min(size.outputs, other.outputs) if one_hot else size.inputs + size.outputs
-
     total = 0
     for term, other in combinations_with_replacement(terms, 2):
-        (blocks, rows, _, _), one_hot = term.size, term.use.rule.is_one_hot
+        blocks, rows, inputs, outputs = term.size
         pairs = rows * other.size.rows if rows > 1 or len(terms) > 1 else 1
-        dense = entries(term.size, other.size, one_hot or other.use.rule.is_one_hot)
-        total += blocks * pairs * dense
+        one_hot = term.use.rule.is_one_hot or other.use.rule.is_one_hot
+        entries = min(outputs, other.size.outputs) if one_hot else inputs + outputs
+        total += blocks * pairs * entries
     return total

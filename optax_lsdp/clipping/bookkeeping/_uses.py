@@ -84,7 +84,7 @@ class Uses(NamedTuple):
     Attributes:
         by_rule: the uses that have a rule.
         without_rule: for each leaf with uses that have no rule, the primitives of these uses.
-        by_choice: leaves that are treated as if they had no rule, because that takes less memory.
+        by_choice: leaves that are treated as if they had no rule, because that is cheaper.
     """
 
     by_rule: dict[Path, Use]

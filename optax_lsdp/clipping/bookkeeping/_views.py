@@ -22,6 +22,9 @@ from optax_lsdp._types import PyTree
 
 Axis = tuple[int, int]  # size, stride
 
+# Primitives that keep all entries in their places.
+_KEEP_ENTRIES = "convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"
+
 
 class View(NamedTuple):
     """Entries of a flat parameter: index (i, j, …) is entry offset + i·stride₀ + j·stride₁ + …."""
@@ -80,7 +83,7 @@ def view_after(equation: Equation, view: View) -> View | None:
     because mapping a gradient back through the repetition would change the gradient's norm.
     """
     name, params, (axes, offset) = equation.primitive.name, equation.params, view
-    if name in ("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"):
+    if name in _KEEP_ENTRIES:
         return view
     if name == "transpose":
         return transposed(view, params["permutation"])
@@ -207,9 +210,11 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
         before = inputs[0].show(leaf)
         return before if name == "convert_element_type" else run(before)[0]
 
-    pieces: tuple[Weight, ...] = ()
+    pieces, axis = tuple[Weight, ...](), 0
     if name == "concatenate" and all(weight.view for weight in inputs):
-        pieces = tuple(inputs)
+        pieces, axis = tuple(inputs), equation.params["dimension"]
+    elif name in _KEEP_ENTRIES and len(inputs) == 1:  # such as the cast of concatenated weights
+        pieces, axis = inputs[0].pieces, inputs[0].axis
 
     def output(place: int, shaped: jax.ShapeDtypeStruct) -> Weight:
         has_gradient = jnp.issubdtype(shaped.dtype, jnp.inexact)  # integers have none
@@ -220,7 +225,7 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
             show,
             tuple(loops),
             pieces,
-            equation.params.get("dimension", 0),
+            axis,
         )
 
     avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.outvars]

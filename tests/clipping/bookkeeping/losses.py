@@ -112,6 +112,12 @@ LOSSES = {
         normal(N, 4, 20),
         (GRAM, GRAM),
     ),
+    "concatenated, then kept in place": Case(  # as a cast keeps all entries in their places
+        lambda p, x: squash(x @ lax.optimization_barrier(jnp.concatenate(p, 1))),
+        [normal(20, 20), normal(20, 25)],
+        normal(N, 4, 20),
+        (GRAM, GRAM),
+    ),
     "concatenated with a constant": Case(
         lambda p, x: squash(
             x @ jnp.concatenate([p[0], lax.stop_gradient(p[0][:, :9]), p[1]], axis=1)

@@ -217,6 +217,7 @@ CONVOLUTIONS = {
     ),
     "2-d, groups": (normal(3, 3, 2, 8), IMAGES, dict(feature_group_count=2)),
     "2-d, depthwise": (normal(3, 3, 1, 12), IMAGES, dict(feature_group_count=4)),
+    "2-d, wide window": (normal(9, 9, 3, 5), normal(N, 10, 10, 3), {}),  # more than 64 offsets
     "2-d, Gram": (normal(3, 3, 40, 40), normal(N, 2, 2, 40), {}),
     "2-d, Gram, groups": (normal(3, 3, 20, 40), normal(N, 2, 2, 40), dict(feature_group_count=2)),
     "2-d, other layout": (

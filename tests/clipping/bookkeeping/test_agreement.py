@@ -148,7 +148,7 @@ def test_forming_patches_for_a_few_examples_at_a_time_changes_nothing(monkeypatc
         forms.append(len(arguments[-1]))
         return form(*arguments)
 
-    monkeypatch.setattr(kept, "_examples_in_cache", lambda term: few)
+    monkeypatch.setattr(kept, "examples_in_cache", lambda floats: few)
     monkeypatch.setattr(kept, "_form_term", recorded)
     total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.1))(case.params, case.batch)
     assert few in forms

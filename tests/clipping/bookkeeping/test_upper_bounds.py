@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import pytest
 from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
 from optax_lsdp.clipping.bookkeeping._platforms import PLATFORMS
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
-from optax_lsdp.clipping.bookkeeping.strategies.convolution import convolution_bound
-from optax_lsdp.clipping.bookkeeping.strategies.forgotten import forgotten_bound
+from optax_lsdp.clipping.bookkeeping.strategies.convolution import (
+    convolution_bound,
+    convolution_sum,
+)
 from optax_lsdp.clipping.bookkeeping.strategies.gram import gram_bound
 from optax_lsdp.clipping.bookkeeping.strategies.kept import kept_bound
 from optax_lsdp.clipping.bookkeeping.strategies.outer import outer_bound
@@ -37,35 +40,33 @@ def gram_matrices(platform):
     return factors, gram_bound([factors], platform)
 
 
-def forgotten(platform):
-    factors = constant_factors(40, 5000, 30)
-    return factors, forgotten_bound([factors], platform)
-
-
 def kept(platform):
     factors = constant_factors(1, 100_000, 1)
     return factors, kept_bound(factors.a[:, 0, 0] * factors.g[:, 0, 0], platform)
 
 
-def convolved_with_channels(platform, by_gram):
-    factors = constant_factors(40, 5000, 30)
-    kernel = jnp.zeros((1, 5000, 30))
-
+def term_of_convolution(image, outputs):
     def loss(w, a):
         return jnp.sum(conv(a[None], w)), None
 
-    _, analysis = analyse_loss(loss, kernel, factors.a[0, 0])
+    _, analysis = analyse_loss(loss, jnp.zeros((1, image.shape[-1], outputs), image.dtype), image)
     ((term,),) = (leaf.terms for leaf in analysis.leaves)
-    return factors, convolution_bound(term, factors.a, factors.g, platform, by_gram=by_gram)
+    return term
+
+
+def convolved_with_channels(platform, kind):
+    factors = constant_factors(40, 5000, 30)
+    term = term_of_convolution(factors.a[0, 0], 30)
+    return factors, convolution_bound(term, factors.a, factors.g, platform, kind)
 
 
 BOUNDS = {
     "outer product": outer_products,
     "Gram matrices": gram_matrices,
-    "formed and forgotten": forgotten,
     "materialised": kept,
-    "by offset": functools.partial(convolved_with_channels, by_gram=False),
-    "Gram matrices of patches": functools.partial(convolved_with_channels, by_gram=True),
+} | {
+    kind: functools.partial(convolved_with_channels, kind=kind)
+    for kind in ("by offset", "by patches", "Gram matrices of patches")
 }
 
 
@@ -79,3 +80,14 @@ def test_an_upper_bound_is_rounded_up(platform, kind):
         exact = exact * np.float64(x[:, 0, 0, 0]) * np.sqrt(x.shape[-1])
     assert np.all(np.asarray(bound.upper, np.float64) >= exact)
     np.testing.assert_allclose(bound.upper, exact, rtol=0.01)
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_sum_of_kernels_is_not_rounded_to_half_precision(platform):
+    """Bounds cover what each example adds; rounding the whole sum would come on top."""
+    image, cotangent = jnp.ones((4, 1, 6, 3), jnp.bfloat16), jnp.ones((4, 1, 6, 5), jnp.bfloat16)
+    term = term_of_convolution(image[0, 0], 5)
+    run = functools.partial(convolution_sum, term, platform=PLATFORMS[platform])
+    equations = jax.make_jaxpr(run)(image, cotangent, jnp.ones(4)).eqns
+    outputs = [e.outvars[0].aval for e in equations if e.primitive.name == "conv_general_dilated"]
+    assert [output.dtype for output in outputs] == [jnp.float32]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lsdp._trees import wide_dtype, widen
+from optax_lsdp._trees import widen
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 
 
@@ -56,13 +56,6 @@ def is_one_hot(rows: jax.Array) -> bool:
     return jnp.issubdtype(rows.dtype, jnp.integer)
 
 
-def weighting_error(term: Factors, platform: Platform) -> float:
-    """Return by how much weighting and rounding change an entry of a row, relative to the entry."""
-    exact = platform.mantissa_bits == 23
-    unit = platform.unit(wide_dtype(*term))
-    return unit if exact else platform.roundoff(*term) + unit
-
-
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
     """Return the bound of several gradients with disjoint entries: √Σ² of each quantity."""
     if len(bounds) == 1:
@@ -86,10 +79,8 @@ def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
     would be too small without them.
     """
     dtype = squares.upper.dtype
-    grow, underflow = (
-        platform.growth(terms / 2 + 1, dtype),
-        2 * terms * float(jnp.finfo(dtype).tiny),
-    )
+    grow = platform.growth(terms / 2 + 1, dtype)
+    underflow = 2 * terms * float(jnp.finfo(dtype).tiny)
     upper, rounding = (grow * jnp.sqrt(x + underflow) for x in squares[1:])
     return NormBound(jnp.sqrt(squares.norm), upper, rounding)
 
@@ -116,22 +107,24 @@ def _sum_in_parts(x: jax.Array, longest: int, roundings: int) -> tuple[jax.Array
     return _sum_in_parts(sums, longest, roundings + x.shape[-1] - 1)
 
 
-def sum_of_rows(platform: Platform, *items: jax.Array) -> list[jax.Array]:
-    """Return the sum over the last two axes of each array.
-
-    The barrier keeps XLA from merging the two sums of long rows, whose order would be unknown.
-    """
-    if math.prod(items[0].shape[-2:]) <= platform.longest_sum:
-        return [jnp.sum(x, axis=(-2, -1)) for x in items]
-    rows = jax.lax.optimization_barrier([jnp.sum(x, axis=-1) for x in items])
-    return [jnp.sum(x, axis=-1) for x in rows]
-
-
-def added_in_rows(platform: Platform, rows: int, columns: int) -> int:
-    """Return how often `sum_of_rows` rounds a term."""
-    return rows * columns if rows * columns <= platform.longest_sum else rows + columns
-
-
 def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
     """Return √square for a computed square, or `fallback` where the square overflows."""
     return jnp.where(jnp.isfinite(square), jnp.sqrt(jnp.maximum(square, 0)), fallback)
+
+
+def spectral_square(
+    square: jax.Array, trace: jax.Array, size: int, roundings: int, platform: Platform
+) -> jax.Array:
+    """Return an upper bound on the spectral norm of a Gram matrix K, which is at most ‖K‖.
+
+    Args:
+        square: ‖K‖² as computed.
+        trace: an upper bound on tr K.
+        size: how many rows K has.
+        roundings: how often an entry of K is rounded. K is then off by at most roundings·u·tr K.
+        platform: the kind of device.
+    """
+    dtype = square.dtype
+    underflow = 2 * size**2 * float(jnp.finfo(dtype).tiny)
+    computed = root(square + underflow, trace) * platform.growth(size + 2, dtype)
+    return computed + roundings * platform.unit(dtype) * trace

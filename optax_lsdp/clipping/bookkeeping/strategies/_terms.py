@@ -14,7 +14,6 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
 from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import wide_dtype, widen
@@ -25,7 +24,7 @@ from optax_lsdp.clipping.bookkeeping._rules import Matrix
 from optax_lsdp.clipping.bookkeeping._uses import Piece, Use
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
 
-_CACHE_FLOATS = 2**20  # floats to select at a time: 4 MiB, which fit into a CPU's cache
+_CACHE_FLOATS = 2**20  # 4 MiB, which fit into a CPU's cache
 
 
 def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
@@ -88,28 +87,23 @@ def _cut(whole: Matrix, piece: Piece, a: jax.Array, g: jax.Array) -> tuple[jax.A
 
 
 def weighted_leaves(
-    leaf: ParameterLeaf,
-    leaves: Sequence[jax.Array],
-    rounded: Rounded,
-    factors: jax.Array,
-    platform: Platform,
+    leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
 ) -> dict[int, jax.Array]:
     """Return Σᵢ cᵢ Gᵢ of a leaf, or of the leaves that it joins, from its factors.
 
     There is one product per term, as in ordinary training.
     """
-    scale = rounded.scales[leaf.index]
     sums: dict[int, jax.Array] = {}
     for whole in leaf.terms:
         pair, inputs = term_factors(whole, leaf.index, rounded), whole.piece.matrix.shape[1]
-        weighted = to_weight(whole, weighted_sum(pair, factors, inputs, platform))
+        weighted = to_weight(whole, weighted_sum(pair, factors, inputs, rounded.platform))
         for index, term in leaf.pieces or [(leaf.index, whole)]:
             start, size = term.piece.start or 0, term.piece.matrix.split[term.piece.axis]
             part = weighted
             if leaf.pieces:
                 axis = len(whole.piece.weight.sliced) + term.piece.axis
                 part = lax.slice_in_dim(weighted, start, start + size, axis=axis)
-            gradient = to_leaf(term, index, leaves, scale, part)
+            gradient = to_leaf(term, index, rounded, part)
             sums[index] = sums[index] + gradient if index in sums else gradient
     return sums
 
@@ -124,7 +118,7 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
         rows = weigh(term.g, factors)
         ids, rows = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in (term.a, rows))
         return scatter(ids, rows, inputs)
-    few = _examples_in_cache(term)
+    few = _few_examples(term)
     if platform is not CPU or few >= len(factors) or is_multi_device_mesh():
         return _weighted_product(term, factors, platform)
 
@@ -142,16 +136,20 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
     return lax.fori_loop(0, -(-len(factors) // few), step, zeros)
 
 
-def _examples_in_cache(term: Factors) -> int:
-    """Return for how many examples selected operands fit into a CPU's cache.
+def _few_examples(term: Factors) -> int:
+    """Return for how many examples a CPU selects operands at a time.
 
     A large result would have to be read and written for every chunk, so it counts as all examples.
     """
     n, blocks, rows, inputs = term.a.shape
     outputs = term.g.shape[-1]
-    if blocks * inputs * outputs > _CACHE_FLOATS // 4:
-        return n
-    return max(1, _CACHE_FLOATS // max(blocks * rows * (inputs + outputs), 1))
+    is_large = blocks * inputs * outputs > _CACHE_FLOATS // 4
+    return n if is_large else examples_in_cache(blocks * rows * (inputs + outputs))
+
+
+def examples_in_cache(floats: int) -> int:
+    """Return how many examples of so many floats fit into a CPU's cache; at least one."""
+    return max(1, _CACHE_FLOATS // max(floats, 1))
 
 
 def _weighted_product(term: Factors, factors: jax.Array, platform: Platform) -> jax.Array:
@@ -161,6 +159,8 @@ def _weighted_product(term: Factors, factors: jax.Array, platform: Platform) -> 
         a, g = platform.rounded(weigh(a, factors), *term), select(g, factors)
     else:
         a, g = select(a, factors), platform.rounded(weigh(g, factors), *term)
+    if platform is CPU and a.shape[-1] > g.shape[-1]:  # fastest with the longer side last
+        return platform.product("nbtp,nbtq->bqp", a, g).swapaxes(-1, -2)
     return platform.product("nbtp,nbtq->bpq", a, g)
 
 
@@ -203,14 +203,9 @@ def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
     return gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
 
 
-def to_leaf(
-    term: Term,
-    index: int,
-    leaves: Sequence[jax.Array],
-    scale: ArrayLike,
-    gradient: jax.Array,
-) -> jax.Array:
-    """Convert the gradient of a weight to the gradient of the leaf `index`, times the scale."""
+def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> jax.Array:
+    """Convert the gradient of a weight to the gradient of the leaf `index`, times its scale."""
+    leaves, scale = rounded.leaves, rounded.scales[index]
     weight, leaf = term.piece.weight, leaves[index]
     stack = [size for _, (size, _) in weight.sliced]
     gradient = gradient.astype(wide_dtype(leaf))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import NamedTuple
@@ -15,12 +16,10 @@ from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     Factors,
     NormBound,
-    added_in_rows,
     block_bound,
     is_one_hot,
     root,
-    sum_of_rows,
-    weighting_error,
+    spectral_square,
 )
 
 
@@ -32,14 +31,15 @@ class Gram(NamedTuple):
         g: ⟨g_t, g_s⟩.
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
-        weighting: how much weighting changes the rows, if both terms are one term; else None.
+        weighting: by how much weighting may change the entries of a, and those of g, if both terms
+            are one term; else None. The sum weights one of the two operands.
     """
 
     a: jax.Array
     g: jax.Array
     rounded_a: int
     rounded_g: int
-    weighting: float | None
+    weighting: tuple[float, float] | None
 
 
 def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
@@ -49,9 +49,17 @@ def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
         (a, rounded_a), (g, rounded_g) = (
             _inner(*pair, platform) for pair in zip(terms[i], terms[j], strict=True)
         )
-        weighting = 0.0 if terms[i].is_one_hot else weighting_error(terms[i], platform)
-        grams.append(Gram(a, g, rounded_a, rounded_g, weighting if i == j else None))
+        weighting = _weighting(terms[i], platform) if i == j else None
+        grams.append(Gram(a, g, rounded_a, rounded_g, weighting))
     return bound_by_grams(grams, platform)
+
+
+def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
+    """Return by how much weighting may change a and g. `weighted_sum` weights the shorter rows."""
+    if any(map(is_one_hot, term)):
+        return 0.0, 0.0
+    error, (a, g) = platform.weighting_error(*term), (x.shape[-1] for x in term)
+    return error if a <= g else 0.0, error if g <= a else 0.0
 
 
 def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
@@ -70,6 +78,10 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     which is smaller if long rows a_t meet short rows g_t and the other way round, as in tied
     weights of which one use is transposed. Products that underflow add a little. The norm is at
     most min(R, √(N² + s)). R holds even where the rows cancel.
+
+    Weighting and rounding the rows of g changes the gradient by at most u·R. It also changes it by
+    at most u·‖A‖‖g‖, with the spectral norm of A, whose square is at most ‖K_a‖. The same holds
+    with a and g swapped.
     """
     dtype = wide_dtype(*(gram.g for gram in grams))
     unit, tiny = platform.unit(dtype), float(jnp.finfo(dtype).tiny)
@@ -81,7 +93,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     for gram in grams:
         a, g = gram.a.astype(dtype), gram.g.astype(dtype)
         times = 2 if gram.weighting is None else 1  # a pair of different terms counts twice
-        sums = sum_of_rows(platform, a * g, a * a, g * g)
+        sums = _sum_of_rows(platform, a * g, a * a, g * g)
         total, norm_a, norm_g = (
             x + times * more for x, more in zip((total, norm_a, norm_g), sums, strict=True)
         )
@@ -92,14 +104,23 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
             along = jnp.sum(
                 jnp.sqrt(a + rounded_a * tiny) * jnp.sqrt(g + rounded_g * tiny), axis=-1
             )
-            trace_a, trace_g = trace_a + jnp.sum(a, axis=-1), trace_g + jnp.sum(g, axis=-1)
-            reach, coarse = reach + along, coarse + gram.weighting * along
-            rows += a.shape[-1]
-        adding = max(adding, added_in_rows(platform, *gram.a.shape[-2:]))
+            height = a.shape[-1]
+            own_a = jnp.sum(a, axis=-1) + height * rounded_a * tiny
+            own_g = jnp.sum(g, axis=-1) + height * rounded_g * tiny
+            spectral_a = spectral_square(sums[1], own_a, height, rounded_a, platform)
+            spectral_g = spectral_square(sums[2], own_g, height, rounded_g, platform)
+            error_a, error_g = gram.weighting
+            changed = jnp.maximum(
+                error_a * jnp.sqrt(spectral_g) * jnp.sqrt(own_a),
+                error_g * jnp.sqrt(spectral_a) * jnp.sqrt(own_g),
+            )
+            trace_a, trace_g, reach = trace_a + own_a, trace_g + own_g, reach + along
+            coarse += jnp.minimum(max(error_a, error_g) * along, changed)
+            rows += height
+        adding = max(adding, _added_in_rows(platform, *gram.a.shape[-2:]))
     adding += len(grams)
-    grow = platform.growth(
-        rounded_a + rounded_g + adding + rows, dtype
-    )  # what was just computed is rounded too
+    # What was just computed is rounded too.
+    grow = platform.growth(rounded_a + rounded_g + adding + rows, dtype)
     reach, coarse = grow * reach, grow * coarse
     lost = 2 * rows * rows * tiny  # squares of entries that underflow
     norm_a, norm_g = jnp.sqrt(norm_a + lost), jnp.sqrt(norm_g + lost)
@@ -113,6 +134,22 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     return block_bound(NormBound(root(total, upper), upper, rounding), platform)
 
 
+def _sum_of_rows(platform: Platform, *items: jax.Array) -> list[jax.Array]:
+    """Return the sum over the last two axes of each array.
+
+    The barrier keeps XLA from merging the two sums of long rows, whose order would be unknown.
+    """
+    if math.prod(items[0].shape[-2:]) <= platform.longest_sum:
+        return [jnp.sum(x, axis=(-2, -1)) for x in items]
+    rows = lax.optimization_barrier([jnp.sum(x, axis=-1) for x in items])
+    return [jnp.sum(x, axis=-1) for x in rows]
+
+
+def _added_in_rows(platform: Platform, rows: int, columns: int) -> int:
+    """Return how often `_sum_of_rows` rounds a term."""
+    return rows * columns if rows * columns <= platform.longest_sum else rows + columns
+
+
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
     """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how often each is rounded."""
     if is_one_hot(u) and is_one_hot(v):
@@ -121,7 +158,7 @@ def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, i
     if is_one_hot(v):
         transposed, roundings = _inner(v, u, platform)
         return transposed.swapaxes(-1, -2), roundings
-    if is_one_hot(u) and platform.lanes > 1:  # a matrix unit is faster than a gather of columns
+    if is_one_hot(u) and platform.fuses:  # a matrix unit is faster than a gather of columns
         rows = jax.nn.one_hot(u, v.shape[-1], dtype=v.dtype)  # negative indices give rows of zeros
         return platform.product("nbtp,nbsp->nbts", rows, v), 1
     if is_one_hot(u):

@@ -7,7 +7,7 @@ gradients during the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -26,26 +26,32 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     sum_of_squares,
 )
 from optax_lsdp.clipping.bookkeeping.strategies._terms import (
+    examples_in_cache,
     piece_factors,
     scatter,
+    select,
     to_leaf,
     to_weight,
     weigh,
 )
 
-_CACHE_FLOATS = 2**20  # entries of patches to make at a time: 4 MiB, which fit into a CPU's cache
 
+def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> jax.Array:
+    """Return every example's gradient of a leaf: (n, *shape).
 
-def form_gradients(
-    leaf: ParameterLeaf, leaves: Sequence[jax.Array], rounded: Rounded, platform: Platform
-) -> jax.Array:
-    """Return every example's gradient of a leaf: (n, *shape), float32 or wider."""
+    It is float32 or wider, unless a convolution has rounded it already: half the bytes then hold
+    the same numbers.
+    """
     parts = [rounded.gradients[leaf.index]] if leaf.index in rounded.gradients else []
     for term in leaf.terms:
-        form = partial(_form_term, term, leaf.index, leaves, rounded.scales[leaf.index], platform)
+        form = partial(_form_term, term, leaf.index, rounded)
         arrays = rounded.of(term, leaf.index)
-        few = platform is CPU and term.use.rule.expands and not is_multi_device_mesh()
-        parts.append(_in_chunks(form, term, arrays) if few else form(*arrays))
+        few = rounded.platform is CPU and term.use.rule.expands and not is_multi_device_mesh()
+        part = _in_chunks(form, term, arrays) if few else form(*arrays)
+        is_view = term.piece.weight.view is not None and len(leaf.terms) == 1
+        if is_view and _is_formed_by_xla(term, rounded.platform):
+            part = part.astype(jnp.result_type(*arrays))
+        parts.append(part)
     return compute_once(sum(parts[1:], parts[0]))
 
 
@@ -59,32 +65,30 @@ def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
 
 
 def kept_sum(rows: jax.Array, factors: jax.Array, platform: Platform) -> jax.Array:
-    """Return Σᵢ cᵢGᵢ. A matrix unit would round the gradients, so only a CPU uses a product."""
+    """Return Σᵢ cᵢGᵢ, by a matmul on a CPU only: a matrix unit would round the gradients."""
     if platform is not CPU:
         return jnp.sum(weigh(rows, factors), axis=0)
-    kept = jnp.where(factors.reshape(-1, *[1] * (rows.ndim - 1)) > 0, rows, jnp.zeros_like(rows))
-    vectors = kept.reshape(len(rows), math.prod(rows.shape[1:]))
+    vectors = select(rows, factors).reshape(len(rows), math.prod(rows.shape[1:]))
     return platform.product("n,nd->d", factors.astype(rows.dtype), vectors).reshape(rows.shape[1:])
 
 
 def _form_term(
-    term: Term,
-    index: int,
-    leaves: Sequence[jax.Array],
-    scale: jax.typing.ArrayLike,
-    platform: Platform,
-    operand: jax.Array,
-    cotangent: jax.Array,
+    term: Term, index: int, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> jax.Array:
     """Return one term of every example's gradient of leaf `index`."""
-    if platform is not CPU and is_plain_convolution(term):
+    if _is_formed_by_xla(term, rounded.platform):
         formed = _transposed_convolutions(term, operand, cotangent)
     else:
         factors = piece_factors(term.use, term.piece, operand, cotangent)
         formed = jax.vmap(partial(to_weight, term))(
-            _products(factors, term.piece.matrix.shape[1], platform)
+            _products(factors, term.piece.matrix.shape[1], rounded.platform)
         )
-    return jax.vmap(partial(to_leaf, term, index, leaves, scale))(formed)
+    return jax.vmap(partial(to_leaf, term, index, rounded))(formed)
+
+
+def _is_formed_by_xla(term: Term, platform: Platform) -> bool:
+    """Return whether XLA's own transposed convolution forms a term."""
+    return platform is not CPU and is_plain_convolution(term)
 
 
 def _transposed_convolutions(term: Term, image: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -112,12 +116,6 @@ def _products(term: Factors, inputs: int, platform: Platform) -> jax.Array:
     return platform.product("nbtp,nbtq->nbpq", a, g)
 
 
-def _examples_in_cache(term: Term) -> int:
-    """Return for how many examples patches and cotangents fit into a CPU's cache."""
-    blocks, rows, inputs, outputs = term.size
-    return max(1, _CACHE_FLOATS // max(blocks * rows * (inputs + outputs), 1))
-
-
 def _in_chunks(
     form: Callable[..., jax.Array], term: Term, arrays: tuple[jax.Array, ...]
 ) -> jax.Array:
@@ -125,7 +123,8 @@ def _in_chunks(
 
     On a mesh of several devices, slicing the batch would gather it.
     """
-    n, most = len(arrays[0]), _examples_in_cache(term)
+    blocks, rows, inputs, outputs = term.size
+    n, most = len(arrays[0]), examples_in_cache(blocks * rows * (inputs + outputs))
     if n <= most:
         return form(*arrays)
 

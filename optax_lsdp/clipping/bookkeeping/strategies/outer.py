@@ -15,7 +15,6 @@ from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
     block_bound,
     is_one_hot,
     sum_of_squares,
-    weighting_error,
 )
 
 
@@ -28,7 +27,7 @@ def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
     (a, rounded_a), (g, rounded_g) = (_row_lengths(x, platform) for x in term)
     lengths = a.astype(g.dtype) * g
     upper = lengths * platform.growth(rounded_a + rounded_g + 1, g.dtype)
-    unit = platform.unit(g.dtype) if term.is_one_hot else weighting_error(term, platform)
+    unit = platform.unit(g.dtype) if term.is_one_hot else platform.weighting_error(*term)
     return block_bound(NormBound(lengths, upper, unit * upper), platform)
 
 
