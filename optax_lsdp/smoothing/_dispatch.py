@@ -9,7 +9,7 @@ cannot smooth. The limits below, and the order in which "auto" tries methods, co
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -22,16 +22,20 @@ from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
 from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing.methods import (
+    Blocking,
     band_reach,
+    choose_blocking,
     smooth_banded,
     smooth_fft,
     smooth_halo,
+    smooth_in_blocks,
     smooth_matrix,
     smooth_recursive,
 )
 
 SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
-SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # over the last axes
+SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # along the last k axes
+_BY_PLATFORM = "recursive, or in blocks on a TPU"  # only "auto" chooses it
 _LARGEST_FAST_MATRIX = 256  # entries per axis up to which matrix products beat the FFT
 _LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precise enough
 
@@ -46,7 +50,10 @@ def smooth_leaves(
         members[_choose_method(method, ring, operator)] = list(range(len(leaves)))
     else:
         for index, leaf in enumerate(leaves):
-            members.setdefault(_choose_method(method, leaf, operator), []).append(index)
+            chosen_name = _choose_method(method, leaf, operator)
+            if method == "auto" and chosen_name == "recursive" and choose_blocking(leaf, operator):
+                chosen_name = _BY_PLATFORM
+            members.setdefault(chosen_name, []).append(index)
     results = dict[int, jax.Array]()
     for name, indices in members.items():
         chosen = [leaves[index] for index in indices]
@@ -62,7 +69,7 @@ def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:
     if any(len(one.shape) != one.trailing or len(one.grid) > 1 for one in arrangements):
         raise ValueError(
             "`layout` must not give a Grid with scope='tree', which joins all leaves to one ring, "
-            "got one; use scope='leaf'."
+            "got a Grid; use scope='leaf'."
         )
     size = sum(one.grid[0] for one in arrangements)
     widest = max((leaf.array for leaf in leaves), key=lambda x: wide_dtype(x).itemsize)
@@ -71,27 +78,26 @@ def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:
 
 
 def _choose_method(method: str, leaf: Leaf, operator: Operator) -> str:
-    """Return the method for one leaf. Raise if the requested method does not fit, or none does."""
+    """Return the method for one leaf. Raise if `method` cannot smooth the leaf."""
     if method != "auto":
         obstacle = _obstacle(method, leaf, operator)
         if obstacle:
             raise ValueError(
-                f"`method` must fit the task, got {method!r}, which {obstacle}; use method='auto'."
+                f"`method` must fit the leaf, got {method!r}, which {obstacle}; use method='auto'."
             )
         return method
     grid, is_on_tpu = leaf.arrangement.grid, jax.default_backend() == "tpu"
     order = ["halo"] if leaf.is_split else []
     order += ["recursive"]
     order += ["matrix"] if is_on_tpu or max(grid) <= _LARGEST_FAST_MATRIX else []
-    order += ["banded"]
-    order += [] if is_on_tpu else ["fft"]
+    order += ["banded"] if is_on_tpu else ["banded", "fft"]
     for name in order:
         if not _obstacle(name, leaf, operator):
             return name
     raise ValueError(
         f"`method` must be 'fft' to smooth along a grid of {grid} with order {operator.order} on a "
-        "TPU, got 'auto', which avoids 'fft' because TPUs are slow at it; pass method='fft', or "
-        f"a layout with at most {_LARGEST_MATRIX} entries per axis."
+        "TPU, got 'auto', which never chooses 'fft' on TPUs because it is slow there; pass "
+        f"method='fft', or a layout with at most {_LARGEST_MATRIX} entries per axis."
     )
 
 
@@ -108,7 +114,7 @@ def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
         return f"takes at most {_LARGEST_MATRIX} entries per axis, not {max(grid)}"
     if method == "banded":
         if not isinstance(operator.smoothing, float):
-            return "needs σ as a number, not a schedule or an injected value"
+            return "needs σ as a number, not as a schedule or a traced value"
         least = 2 * band_reach(operator, wide_dtype(leaf.array)) + 1
         if least > grid[0]:
             return f"needs {least} entries for this σ, not {grid[0]}"
@@ -116,7 +122,7 @@ def _obstacle(method: str, leaf: Leaf, operator: Operator) -> str | None:
 
 
 def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
-    """Raise if `shard_map` splits a row of neighbours. Only "halo" can smooth such rows."""
+    """Raise if `shard_map` splits a row of neighbours, which only "halo" can smooth."""
     for _, arrangement, spec, _ in leaves:
         split = {axis for axis, entry in enumerate(spec) if entry is not None}
         neighbours = set(arrangement.order[len(arrangement.order) - arrangement.trailing :])
@@ -137,11 +143,38 @@ def _solve_arrays(
         dtype = wide_dtype(*(leaf.array for leaf in group))
         arranged = [leaf.arrangement.arrange(leaf.array.astype(dtype)) for leaf in group]
         solved = solve(jnp.concatenate(arranged), operator, len(group[0].arrangement.grid))
-        *starts, _ = accumulate((len(part) for part in arranged), initial=0)
-        parts = jnp.split(solved, starts[1:])
+        parts = jnp.split(solved, list(accumulate(map(len, arranged)))[:-1])
         pairs = zip(group, parts, strict=True)
         results += [leaf.arrangement.restore(part, leaf.array) for leaf, part in pairs]
     return results
+
+
+def _smooth_by_platform(
+    leaves: Sequence[Leaf], operator: Operator, scope: Scope
+) -> list[jax.Array]:
+    """Smooth each leaf in blocks on TPUs, and recursively on other platforms."""
+    del scope
+    return [
+        _blocks_or_recursive(leaf.arrangement, blocking, operator)(leaf.array)
+        for leaf in leaves
+        if (blocking := choose_blocking(leaf, operator))
+    ]
+
+
+@lru_cache(maxsize=256)
+def _blocks_or_recursive(
+    arrangement: Arrangement, blocking: Blocking, operator: Operator
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a function that smooths a leaf's array. The platform is known when it is compiled."""
+
+    def blocks(array: jax.Array) -> jax.Array:
+        return smooth_in_blocks(array.astype(jnp.float32), blocking).astype(array.dtype)
+
+    def recursive(array: jax.Array) -> jax.Array:
+        return smooth_recursive([Leaf(array, arrangement, jax.P(), False)], operator, "leaf")[0]
+
+    # Outside `jit`, a conditional would be compiled again for every call.
+    return jax.jit(lambda x: jax.lax.platform_dependent(x, tpu=blocks, default=recursive))
 
 
 def _keep_shardings(
@@ -164,9 +197,10 @@ def _keep_shardings(
 
 _METHODS: dict[str, SmoothLeaves] = {
     "recursive": partial(_keep_shardings, smooth_recursive),
+    _BY_PLATFORM: partial(_keep_shardings, _smooth_by_platform),
     "halo": smooth_halo,
     "banded": partial(_keep_shardings, partial(_solve_arrays, smooth_banded)),
     "matrix": partial(_keep_shardings, partial(_solve_arrays, smooth_matrix)),
     "fft": partial(_keep_shardings, partial(_solve_arrays, smooth_fft)),
 }
-METHODS = ("auto", *_METHODS)
+METHODS = ("auto", *(name for name in _METHODS if name != _BY_PLATFORM))

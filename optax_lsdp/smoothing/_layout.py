@@ -19,16 +19,17 @@ Scope = Literal["leaf", "tree"]
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of neighbours: smoothing applies (I − σ Σₐ Lₐ)⁻¹, with one Lₐ for each of `axes`.
+    """A grid of neighbours: smoothing applies (I − σ Σₐ Lₐ)⁻¹, where the sum runs over `axes`.
 
-    Entries that differ along any other axis are not neighbours. `Grid((0,))` of a Dense kernel
-    (in, out) is therefore one ring for each output unit. For a Conv kernel (H, W, in, out),
-    `Grid((0, 1))` smooths each window of H × W entries by itself.
+    Lₐ is the second difference along axis a. Entries that differ along any other axis are not
+    neighbours. So `Grid((0,))` turns a Dense kernel of shape (in, out) into one ring per output
+    unit. `Grid((0, 1))` smooths each H × W window of a Conv kernel of shape (H, W, in, out) by
+    itself.
 
     Attributes:
         axes: the axes along which entries are neighbours.
         shape: the shape to which the leaf is reshaped first, in row-major order. None keeps the
-            leaf's shape. For a Dense kernel (784, 10) on images of 28 × 28 pixels, use
+            leaf's shape. For a Dense kernel of shape (784, 10) on images of 28 × 28 pixels, use
             (28, 28, 10).
 
     >>> Grid(axes=(0, 1), shape=(28, 28, 10))
@@ -51,20 +52,16 @@ Layout = (
 
 
 class Arrangement(NamedTuple):
-    """How to arrange a leaf as rows of neighbours, or as grids of them.
-
-    If all trailing axes together form one row, `grid` is the length of the row, as a tuple of one
-    number. Otherwise `grid` is the size of each trailing axis.
-    """
+    """How to arrange a leaf as rows of neighbours, or as grids of neighbours."""
 
     shape: tuple[int, ...]  # first reshape the leaf to this shape
     order: tuple[int, ...]  # then transpose its axes into this order
     trailing: int  # how many of the last axes then hold neighbours; the axes before them index rows
-    grid: tuple[int, ...]
+    grid: tuple[int, ...]  # the sizes of the trailing axes, or their product if they form one row
     reshapes: bool = False  # whether `shape` differs from the leaf's shape
 
     def shape_of(self, array: jax.Array) -> tuple[int, ...]:
-        """Return `shape` for a whole leaf, and a shard's own shape for a shard."""
+        """Return `shape` if `array` is the whole leaf, and the array's shape if it is a shard."""
         return self.shape if array.size == math.prod(self.shape) else array.shape
 
     def transpose(self, array: jax.Array) -> jax.Array:
@@ -77,7 +74,7 @@ class Arrangement(NamedTuple):
         return transposed.reshape(*transposed.shape[: transposed.ndim - self.trailing], *self.grid)
 
     def restore(self, arranged: jax.Array, array: jax.Array) -> jax.Array:
-        """Undo `arrange` or `transpose`, and restore the dtype of `array`, the leaf or shard."""
+        """Undo `arrange` or `transpose`. Restore the shape and dtype of `array`, its input."""
         transposed_shape = [self.shape_of(array)[axis] for axis in self.order]
         restored = arranged.reshape(transposed_shape).transpose(np.argsort(self.order))
         return restored.reshape(array.shape).astype(array.dtype)
@@ -93,7 +90,7 @@ class Leaf(NamedTuple):
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
-    """Return the leaf at `path` with its arrangement, or None if smoothing must not change it."""
+    """Return the leaf at `path` with its arrangement, or None to leave it unchanged."""
     if not array.size:
         return None
     spec = shard.spec
@@ -120,15 +117,15 @@ def check_layout(layout: object) -> None:
     """Raise unless `layout` is a known name or a function."""
     if isinstance(layout, Grid):
         raise ValueError(
-            f"`layout` must be a function that returns a Grid where one fits, got {layout!r} for "
-            "all leaves; write lambda path, shape: …"
+            f"`layout` must be a function that returns a Grid for the leaves that it fits, got "
+            f"{layout!r} for all leaves; write lambda path, shape: …"
         )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)
 
 
 def _choose(layout: Layout, path: str, shape: tuple[int, ...]) -> Arrangement | None:
-    """Return a leaf's arrangement, or None if `layout` leaves the leaf unchanged."""
+    """Return a leaf's arrangement, or None to leave the leaf unchanged."""
     path = path.removesuffix("/value")  # NNX stores a variable's array under this name
     chosen = layout(path, shape) if callable(layout) else layout
     if chosen is None:
@@ -150,10 +147,10 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 
 
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
-    """Return the order of axes that puts the inputs of each output unit next to each other.
+    """Return the order of axes (out, in, space): the inputs of each output unit are adjacent.
 
-    Flax, Haiku and plain JAX store (space, in, out), so the order is out, in, space. Equinox and
-    PyTorch store (out, in, space) already, in arrays named `weight` or `weight_…`.
+    Flax, Haiku and plain JAX store (space, in, out). Equinox and PyTorch store (out, in, space), in
+    arrays named `weight` or `weight_…`.
     """
     name = path.rpartition("/")[2]
     if rank < 2 or name == "weight" or name.startswith("weight_"):

@@ -1,9 +1,9 @@
 """Define the operator that smoothing inverts: A = I + (−1)ⁿ σ Lⁿ on a grid.
 
 L is the sum of the second differences along the axes of the grid. The methods "fft" and "matrix"
-need only the eigenvalues of A⁻¹, which `inverse_spectrum` returns; `_spectrum.py` has the same
-formulas without JAX. To add a smoothing operator, add a field to `Operator` and its eigenvalues to
-`inverse_spectrum`, and let `_dispatch._obstacle` exclude the methods that do not support it.
+need only the eigenvalues of A⁻¹, which `inverse_spectrum` returns. `_spectrum.py` has the same
+formulas without JAX. To add an operator, add a field to `Operator`, add its eigenvalues to
+`inverse_spectrum`, and name the methods that do not support it in `_dispatch._obstacle`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 
 from optax_lsdp.smoothing._spectrum import Boundary
 
-LARGEST_SMOOTHING = 1e30  # the products of a larger σ with the spectrum would leave float32
+LARGEST_SMOOTHING = 1e30  # for a larger σ, σ times an eigenvalue could overflow float32
 
 
 class Operator(NamedTuple):
-    """The operator A: σ, what happens at the ends, and the order n."""
+    """The operator A = I + (−1)ⁿ σ Lⁿ; σ is `smoothing` and n is `order`."""
 
     smoothing: jax.Array | float
     boundary: Boundary = "periodic"
@@ -31,7 +31,7 @@ class Operator(NamedTuple):
 def energies(waves: jax.Array, size: int) -> jax.Array:
     """Return 4 sin²(πk/d), the eigenvalue of −L for the wave k on a ring of d entries.
 
-    This form equals 2 − 2cos(2πk/d) but has no cancellation. It also holds for d = 1 and d = 2.
+    The form 2 − 2cos(2πk/d) would lose digits by cancellation.
     """
     folded = jnp.minimum(waves, size - waves)  # sin(π − x) = sin(x), more precise for small x
     return 4 * jnp.sin(folded * jnp.asarray(math.pi / size, waves.dtype)) ** 2

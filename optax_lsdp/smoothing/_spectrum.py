@@ -1,9 +1,11 @@
 """Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
 
-L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing applies
-(I − σL)⁻¹. On a long ring, the kernel of this matrix is gain·ρ^|k|. γ is its diagonal. β is the
-variance of independent unit noise after smoothing. The functions for rings use arithmetic operators
-only, so they accept floats, complex numbers, NumPy arrays and traced values.
+L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing
+multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|. γ is the
+diagonal of the matrix. β is the variance of independent unit noise after smoothing. The functions
+for rings use arithmetic operators only, so they accept floats, complex numbers and arrays.
+
+Reference: Wang et al. 2019, DP-LSSGD.
 """
 
 from collections.abc import Sequence
@@ -31,8 +33,8 @@ def ring_decay(smoothing: _Number) -> _Number:
 def ring_gamma(smoothing: _Number, size: int) -> _Number:
     """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹ for a ring of d = `size` entries.
 
-    This is Proposition 2 of the paper, with λₖ = 1 + 4σ sin²(πk/d). The sum equals
-    γ = (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ). As d grows, γ tends to 1/r, not to 0.
+    Here λₖ = 1 + 4σ sin²(πk/d). The sum equals (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ); see
+    Proposition 2 of the DP-LSSGD paper. As d grows, γ tends to 1/r, not to 0.
 
     >>> round(ring_gamma(1.0, 1000), 3)
     0.447
@@ -44,8 +46,8 @@ def ring_gamma(smoothing: _Number, size: int) -> _Number:
 def ring_beta(smoothing: _Number, size: int) -> _Number:
     """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
-    This is Proposition 3 of the paper, with λₖ as in `ring_gamma`. The sum equals
-    β = γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). The paper's form is 0/0 at σ = 0; this form is not.
+    For λₖ and r, see `ring_gamma`. The sum equals γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). Proposition
+    3 of the DP-LSSGD paper has another form, which is 0/0 at σ = 0.
 
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
@@ -59,9 +61,9 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
     """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an infinite line, centre first.
 
-    Each root r of 1 + σrⁿ = 0 gives a kernel gain·ρᵏ of order 1 with the smoothing −1/r. The result
-    is the mean of these n kernels. The magnitudes of all entries that are cut off, on both sides,
-    sum to at most `error`.
+    The result is the mean of n kernels gain·ρᵏ of order 1. Each has the smoothing −1/r for a root r
+    of 1 + σrⁿ = 0. The absolute values of all entries that are cut off, on both sides, sum to at
+    most `error`.
 
     >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
     array([0.33333333, 0.16666667, 0.08333333, 0.04166667])
@@ -84,9 +86,10 @@ def _roots(smoothing: float, order: int) -> np.ndarray:
 def grid_gamma(
     smoothing: float, sizes: Sequence[int], *, boundary: Boundary = "periodic", order: int = 1
 ) -> float:
-    """Return γ, the mean of 1/λ over a grid: λ = 1 + σ(Σₐ Eₐ)ⁿ with E = 4 sin²(πk/d).
+    """Return γ, the mean of the eigenvalues 1/λ of smoothing on a grid.
 
-    With boundary="neumann", E = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
+    λ = 1 + σ(Σₐ Eₐ)ⁿ, where Eₐ = 4 sin²(πk/d) for wave k along axis a of d entries. With
+    boundary="neumann", Eₐ = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
 
     >>> round(grid_gamma(1.0, (28, 28)), 3)
     0.254
@@ -99,9 +102,8 @@ def grid_beta(
 ) -> float:
     """Return β, the mean of 1/λ² over a grid: the variance of smoothed unit noise.
 
-    For λ, see `grid_gamma`. 1/λ is a sum of n partial fractions, one for each root of λ. Each has
-    the form of a ring with a complex σ, so the sum over the waves of the last axis has a closed
-    form. The waves of the other axes are added up one by one.
+    For λ, see `grid_gamma`. The mean over the waves of the last axis has a closed form. The waves
+    of the other axes are added up one by one.
 
     Args:
         smoothing: σ ≥ 0.
@@ -120,9 +122,9 @@ def _grid_means(
 ) -> tuple[float, float]:
     """Return γ and β of a grid.
 
-    Let r be the roots of 1 + σrⁿ = 0, s the energy of the last axis, E the sum of the energies of
-    the other axes, and u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s), and 1/λ² = 1/λ + σ ∂(1/λ)/∂σ
-    with σ ∂r/∂σ = −r/n.
+    Let r be the roots of 1 + σrⁿ = 0, s the energy 4 sin²(…) of the last axis, E the sum of the
+    energies of the other axes, and u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s). Each term is that of
+    a ring with the complex smoothing −1/u. Also, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
@@ -139,20 +141,14 @@ def _grid_means(
     energy = np.array([sum(point) for point in product(*waves)])
     root = _roots(smoothing, order)
     rest = root - energy
-    gamma, beta = _line_means(-1 / rest, last, around)
+    complex_smoothing = -1 / rest
+    gamma, beta = (f(complex_smoothing, around * last) for f in (ring_gamma, ring_beta))
+    if boundary == "neumann":
+        # A line of d entries with reflecting ends is one half of a ring of 2d entries. The ring has
+        # waves 0 and d once, and all other waves twice. The line has waves 0 to d − 1 once.
+        fastest = 1 / (1 + 4 * complex_smoothing)
+        gamma += (1 - fastest) / (2 * last)
+        beta += (1 - fastest**2) / (2 * last)
     first = root * gamma / rest
     second = first - (first - root**2 * beta / rest**2) / order
     return float(first.mean().real), float(second.mean().real)
-
-
-def _line_means(smoothing: np.ndarray, size: int, around: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return γ and β of a ring if `around` is 1, or of a line with reflecting ends if it is 2.
-
-    A line of d entries with reflecting ends is one half of a ring of 2d entries. The ring has the
-    waves 0 and d once and all other waves twice; the line has each wave once.
-    """
-    gamma, beta = (f(smoothing, around * size) for f in (ring_gamma, ring_beta))
-    if around == 1:
-        return gamma, beta
-    fastest = 1 / (1 + 4 * smoothing)
-    return gamma + (1 - fastest) / (2 * size), beta + (1 - fastest**2) / (2 * size)

@@ -20,7 +20,7 @@ from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary
 
 
 class LaplacianSmoothState(NamedTuple):
-    """The number of steps taken so far. A schedule of σ is evaluated at this number."""
+    """The number of steps taken so far, at which a schedule of σ is evaluated."""
 
     step: jax.Array
 
@@ -38,42 +38,47 @@ def laplacian_smooth(
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
     Smoothing keeps the mean and shrinks differences between neighbouring entries. It multiplies the
-    variance of independent noise by β ≈ (1 + 2σ)/(1 + 4σ)^1.5. After the noise, smoothing costs no
-    privacy and buys none: ε and the noise to add stay the same. It helps if neighbouring entries
-    have similar gradients, and hurts if they do not; see the manual's page on smoothing.
+    variance of independent noise by β ≈ (1 + 2σ)/(1 + 4σ)^1.5. Smoothing comes after the noise, so
+    it changes neither ε nor the noise that ε requires. It helps if neighbouring entries have
+    similar gradients, and hurts otherwise; see the manual's page on smoothing.
 
     Args:
         smoothing: σ from 0 to 1e30; a number or a schedule. Zero returns the updates unchanged.
-        scope: "leaf" smooths every array by itself; "tree" smooths all arrays as one ring, in the
+        scope: "leaf" smooths every array by itself. "tree" smooths all arrays as one ring, in the
             order of `jax.tree.leaves`.
-        layout: which entries are neighbours. "stored": the row-major order of every array.
-            "inputs": the inputs of each output unit, with the spatial axes innermost. The last axis
-            is outputs, the axis before it inputs, and all earlier axes are spatial. So a Dense
-            kernel (in, out) is read as (out, in), a Conv kernel (H, W, in, out) as (out, in, H, W),
-            an embedding along its vocabulary, feature by feature, and a query kernel
-            (in, heads, features) along `in`. Arrays named `weight` or `weight_…`, as in Equinox,
-            are stored as (out, in, …) and read as stored. A function
-            `(path, shape) → "inputs" | "stored" | Grid(...) | None` chooses for each leaf; `path`
-            is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
-        boundary: "periodic" joins the last entry to the first; "neumann" reflects both ends, as if
-            each entry at an end were its own neighbour.
+        layout: which entries are neighbours. "stored" follows the row-major order of every array.
+            "inputs" puts the inputs of each output unit next to each other, with spatial axes
+            innermost. It takes the last axis as outputs, the axis before it as inputs, and all
+            earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv kernel
+            (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays named
+            `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs" reads
+            them as stored. A function `(path, shape) → "inputs" | "stored" | Grid(...) | None`
+            chooses for each leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the
+            leaf unchanged.
+        boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
+            end is its own neighbour.
         order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
-            less of fast waves. None means 1, and `optax.inject_hyperparams` does not trace it. For
-            another order, pass static_args=("layout", "order") to `optax.inject_hyperparams`.
-        method: how to solve the system. All methods give the same result. "recursive" takes linear
-            time and any σ. "halo" is "recursive" for sharded arrays: devices exchange two numbers
-            for each contiguous segment that they hold. "banded" cuts the kernel off where it is too
-            small to change a float, and needs σ as a number. "matrix" is for small grids. "fft"
-            covers every case. "auto" chooses the fastest method that can smooth the leaf. On TPUs
-            it never chooses "fft", which is slow there: for 10⁶ entries on TPU v5e, the compiler
-            estimates 114 million cycles, and 19 thousand for a copy.
+            less of fast waves. None means 1. With `optax.inject_hyperparams`, another order needs
+            static_args=("layout", "order").
+        method: how to solve the system. Up to rounding, all methods give the same result.
+            "recursive" takes linear time for any σ. "halo" is "recursive" for sharded arrays:
+            devices exchange two numbers for each contiguous segment that they hold. "banded" cuts
+            the kernel off where it is too small to change a float, and needs σ as a number.
+            "matrix" is for small grids. "fft" covers every case. "auto" chooses the fastest method
+            that can smooth the leaf. On TPUs it never chooses "fft": for 10⁶ entries on TPU v5e,
+            the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy; for
+            10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside `shard_map`
+            where no device splits the leaf, "auto" smooths large leaves in blocks if σ is a number
+            up to about 50. It then counts factors as sums of two bfloat16 numbers, so a smoothed
+            entry is within 2⁻¹⁵ of the largest entry. Smoothing is post-processing, so this
+            rounding does not change ε. For float32 precision on a TPU, pass "recursive".
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
-            pass a tree.
+            pass a tree of specs.
 
     Raises:
-        TypeError: if `shard_specs` holds other things than PartitionSpecs, or `updates` holds other
-            things than real floating-point arrays.
+        TypeError: if `shard_specs` does not consist of PartitionSpecs, or `updates` of real
+            floating-point arrays.
         ValueError: if an argument has a value that is not listed above; if `method` cannot smooth a
             leaf; if `updates` still carry the mark of `clipped_grad`; if a scheduled σ is out of
             range (under `jit`, the result is NaN instead); or, inside `shard_map`, if a leaf
@@ -133,7 +138,7 @@ def laplacian_smooth(
 
 
 def _checked(smoothing: object) -> jax.Array | float:
-    """Return a number σ as a float, anything else as an array. Raise if it is out of range."""
+    """Return σ: a float if it is a number, otherwise an array. Raise if it is out of range."""
     check_non_negative("smoothing", smoothing, schedule=True)
     if not is_number(smoothing):
         return jnp.asarray(smoothing)
@@ -145,7 +150,7 @@ def _checked(smoothing: object) -> jax.Array | float:
 def _unless_zero_or_invalid(
     smoothing: jax.Array | float, leaf: jax.Array, smoothed: jax.Array
 ) -> jax.Array:
-    """Return `leaf` if σ is zero, NaN if an array σ is out of range, and `smoothed` otherwise."""
+    """Return `leaf` if σ is zero, NaN if a traced σ is out of range, and `smoothed` otherwise."""
     now = jnp.asarray(smoothing, wide_dtype(leaf))
     is_zero = jnp.abs(now) < jnp.finfo(now.dtype).tiny  # or too small to distinguish from zero
     chosen = jnp.where(is_zero, leaf, smoothed)

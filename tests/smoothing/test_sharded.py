@@ -24,7 +24,6 @@ TREE = {
     "scalar": (),
     "small": (5,),
 }
-# Data parallel, fully sharded, tensor parallel by outputs and by inputs, two axes, two of one.
 SPECS = {
     "replicated": {name: P() for name in TREE},
     "fully sharded": {
@@ -116,7 +115,7 @@ def test_many_devices_agree_with_one_and_no_leaf_is_gathered(name, kind, scope):
 @pytest.mark.parametrize("method", [*slow("fft"), "auto"])
 @pytest.mark.parametrize("kind", [*slow("Auto"), "Explicit"])
 def test_a_mesh_may_be_set_for_the_whole_program(kind, method):
-    """Then all arrays have explicit axes, including intermediate results."""
+    """With `jax.set_mesh`, all arrays have the axes of the mesh, also intermediate results."""
     tx = lsdp.laplacian_smooth(2.0, method=method)
     expected, _ = jax.jit(tx.update)(tree(), tx.init(None))
     mesh = make_mesh(kind)

@@ -1,22 +1,47 @@
-"""Smooth with a banded matrix, for any order, if σ is a known number.
+"""Smooth with a banded matrix, if σ is a known number.
 
-Far from its centre, the kernel of A⁻¹ is too small to change a float. Without these entries, A⁻¹ is
-a band. The method cuts the input into blocks and multiplies them by a few small matrices, which
-together hold the band.
+Far from the diagonal, the entries of A⁻¹ are too small to change a float. Without these entries,
+A⁻¹ is a band matrix. `smooth_banded` is for any order. It cuts the input into blocks and multiplies
+them by a few small matrices, which together hold the band.
+
+`smooth_in_blocks` smooths large leaves on TPUs, along the axis on which neighbours are stored. A
+leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU pays
+more for a change of layout, and for padding, than for products. So nothing is padded, and the axes
+keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. They
+take operands as sums of two bfloat16 numbers, so a result is within `ERROR` of the largest entry.
 """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from optax_lsdp._mesh import vary, varying_axes
+from optax_lsdp._trees import wide_dtype
+from optax_lsdp.smoothing._layout import Arrangement, Leaf
 from optax_lsdp.smoothing._operator import Operator
-from optax_lsdp.smoothing._spectrum import line_kernel
+from optax_lsdp.smoothing._spectrum import Boundary, line_kernel
 
 _WIDTHS = (32, 64, 128, 256)
+# Of the largest entry: rounding either operand costs 2⁻¹⁸, and leaving out the product of the lower
+# halves costs 2⁻¹⁸. The weights of an entry add up to 1.
+ERROR = 2.0**-15
+_PACKED = 2**16  # leaves with at most this many entries are smoothed together; see `halo`
+_LANES, _SUBLANES = 128, 8  # the tile of a TPU's array
+_STEP = 2**20  # entries that one step of a loop smooths
+_WIDE = 2048  # with fewer columns, one product per step would be too small
+_ROWS = 256  # entries per column in one product of a step
+_PRECISION = jax.lax.Precision.HIGH
 
 
 def band_reach(operator: Operator, dtype: jnp.dtype) -> int:
-    """Return how many entries the band has on either side of its centre."""
+    """Return how many entries the band has on either side of the diagonal."""
     return len(_half_kernel(operator, dtype)) - 1
 
 
@@ -26,7 +51,7 @@ def _half_kernel(operator: Operator, dtype: jnp.dtype) -> np.ndarray:
 
 
 def smooth_banded(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
-    """Return A⁻¹ x along the last axis of x; `smoothing` must be a number, and `dims` must be 1."""
+    """Return A⁻¹ x along the last axis of x. σ must be a number, and `dims` must be 1."""
     del dims
     half = _half_kernel(operator, x.dtype)
     reach, size = len(half) - 1, x.shape[-1]
@@ -53,3 +78,217 @@ def smooth_banded(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
             precision=jax.lax.Precision.HIGHEST,
         )
     return total.reshape(*rows, count * width)[..., :size]
+
+
+class Blocking(NamedTuple):
+    """How to smooth a leaf in blocks; hashable."""
+
+    shape: tuple[int, int, int]  # (space, inputs, outputs); a vector is (1, entries, 1)
+    is_transposed: bool  # whether the leaf is stored as (outputs, inputs)
+    width: int | None  # inputs per block, if blocks divide them; None to smooth in steps
+    half: tuple[float, ...]  # the kernel from its centre to one side
+    boundary: Boundary
+
+    @property
+    def reach(self) -> int:
+        """Return how many neighbours count on either side."""
+        return len(self.half) - 1
+
+
+def choose_blocking(leaf: Leaf, operator: Operator) -> Blocking | None:
+    """Return how to smooth a leaf in blocks, or None if blocks do not suit the leaf or σ."""
+    array, arrangement = leaf.array, leaf.arrangement
+    if not isinstance(operator.smoothing, float) or operator.order > 1 or leaf.is_split:
+        return None
+    if any(leaf.spec) or array.size <= _PACKED or wide_dtype(array) != jnp.float32:
+        return None
+    found = _as_columns(arrangement)
+    if found is None:
+        return None
+    half = tuple(map(float, _half_kernel(operator, jnp.dtype("float32"))))
+    shape, is_transposed = found
+    space, inputs, outputs = shape
+    if len(half) - 1 > _LANES:
+        return None
+    blocking = Blocking(shape, is_transposed, None, half, operator.boundary)
+    if outputs == 1:
+        return blocking if inputs >= _STEP // 2 else None
+    if space == 1:
+        widths = range(_LANES, blocking.reach - 1, -_SUBLANES)
+        fitting = (width for width in widths if inputs % width == 0 and inputs >= 2 * width)
+        blocking = blocking._replace(width=next(fitting, None))
+    rows, beside = _step(blocking)
+    return blocking if blocking.width or inputs >= rows + 2 * beside else None
+
+
+def smooth_in_blocks(array: jax.Array, blocking: Blocking) -> jax.Array:
+    """Return the smoothed leaf, in float32."""
+    _, inputs, outputs = blocking.shape
+    if outputs == 1:
+        return _smooth_vector(array.reshape(-1), blocking).reshape(array.shape)
+    if blocking.shape[0] > 1:
+        return _smooth_kernels(array.reshape(blocking.shape), blocking).reshape(array.shape)
+    smooth = _smooth_blocks if blocking.width else _smooth_in_steps
+    if blocking.is_transposed:
+        return smooth(array.T, blocking).T
+    return smooth(array.reshape(inputs, outputs), blocking).reshape(array.shape)
+
+
+def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] | None:
+    """Return (space, inputs, outputs) of a leaf that is one row, and whether it is transposed."""
+    shape, order, rank = arrangement.shape, arrangement.order, len(arrangement.shape)
+    if arrangement.trailing != rank or len(arrangement.grid) > 1 or arrangement.reshapes:
+        return None
+    if rank == 1:
+        return (1, shape[0], 1), False
+    if order == (rank - 1, rank - 2, *range(rank - 2)):
+        return (math.prod(shape[:-2]), shape[-2], shape[-1]), False
+    if order == (0, 1):
+        return (1, shape[1], shape[0]), True
+    return None
+
+
+def _band(blocking: Blocking, results: np.ndarray, operands: np.ndarray) -> jax.Array:
+    """Return A⁻¹ between entries at these places: (results, operands)."""
+    distance = np.abs(results[:, None] - operands)
+    weights = np.asarray(blocking.half)[np.minimum(distance, blocking.reach)]
+    return jnp.asarray(np.where(distance <= blocking.reach, weights, 0), jnp.float32)
+
+
+def _taps(blocking: Blocking, width: int) -> jax.Array:
+    """Return the matrices for the block before, the block itself and the block after it."""
+    place = np.arange(width)
+    return jnp.stack([_band(blocking, place, place + shift * width).T for shift in (-1, 0, 1)])
+
+
+def _beyond(first: jax.Array, last: jax.Array, boundary: Boundary) -> tuple[jax.Array, jax.Array]:
+    """Return what precedes the first, and follows the last, of the entries of each column.
+
+    A column continues in its neighbours. The first and the last column continue in each other on a
+    ring, and otherwise in their own mirror images. Both arrays have shape (entries, columns).
+    """
+    before, after = jnp.roll(last, 1, axis=1), jnp.roll(first, -1, axis=1)
+    if boundary == "neumann":
+        before = before.at[:, 0].set(first[::-1, 0])
+        after = after.at[:, -1].set(last[::-1, -1])
+    return before, after
+
+
+def _convolve(blocks: jax.Array, taps: jax.Array, padding: int) -> jax.Array:
+    """Return Σ_d taps[d]ᵀ blocks[b + d] for every b; blocks: (blocks, entries, columns)."""
+    return jax.lax.conv_general_dilated(
+        blocks,
+        taps,
+        (1,),
+        [(padding, padding)],
+        dimension_numbers=("HCN", "HIO", "HCN"),
+        precision=_PRECISION,
+    )
+
+
+def _smooth_blocks(columns: jax.Array, blocking: Blocking) -> jax.Array:
+    """Smooth all blocks at once, if they divide the inputs; columns: (inputs, outputs)."""
+    inputs, outputs = columns.shape
+    width = blocking.width or inputs
+    blocks = columns.reshape(inputs // width, width, outputs)
+    taps = _taps(blocking, width)
+    before, after = _beyond(blocks[0], blocks[-1], blocking.boundary)
+    smoothed = _convolve(blocks, taps, padding=1)
+    smoothed = smoothed.at[0].add(_product(taps[0].T, before))
+    smoothed = smoothed.at[-1].add(_product(taps[2].T, after))
+    return smoothed.reshape(inputs, outputs)
+
+
+def _step(blocking: Blocking) -> tuple[int, int]:
+    """Return how many inputs a step smooths, and how many beside them it reads."""
+    space, inputs, outputs = blocking.shape
+    if space > 1:
+        beside = -(-blocking.reach // (space * _SUBLANES)) * _SUBLANES
+        return max(1, _ROWS // (space * _SUBLANES)) * _SUBLANES, beside
+    if outputs >= _WIDE:
+        return _ROWS, -(-blocking.reach // _SUBLANES) * _SUBLANES
+    blocks = min(_STEP // (_LANES * outputs), inputs // _LANES - 2)
+    return max(1, blocks) * _LANES, _LANES
+
+
+def _smooth_in_steps(columns: jax.Array, blocking: Blocking) -> jax.Array:
+    """Smooth some rows at a time, which need not divide the inputs; columns: (inputs, outputs)."""
+    outputs = columns.shape[1]
+    rows, beside = _step(blocking)
+    taps = _taps(blocking, _LANES)
+    weights = _band(blocking, np.arange(rows), np.arange(-beside, rows + beside))
+
+    def filtered(slab: jax.Array) -> jax.Array:
+        if outputs >= _WIDE:
+            return _product(weights, slab)
+        return _convolve(slab.reshape(-1, _LANES, outputs), taps, padding=0).reshape(-1, outputs)
+
+    before, after = _beyond(columns[:beside], columns[-beside:], blocking.boundary)
+    return _in_steps(columns, filtered, rows, (before, after))
+
+
+def _smooth_kernels(kernels: jax.Array, blocking: Blocking) -> jax.Array:
+    """Smooth some inputs at a time, with all their space; kernels: (space, inputs, outputs)."""
+    space, _, outputs = kernels.shape
+    count, beside = _step(blocking)
+
+    def places(start: int, stop: int) -> np.ndarray:
+        return (np.arange(space)[:, None] + space * np.arange(start, stop)).reshape(-1)
+
+    weights = _band(blocking, places(0, count), places(-beside, count + beside))
+    weights = weights.reshape(space, count, space, count + 2 * beside)
+
+    def filtered(slab: jax.Array) -> jax.Array:
+        return jnp.einsum("tjsi,sic->tjc", weights, slab, precision=_PRECISION)
+
+    start, stop = (end.reshape(-1, outputs) for end in (kernels[:, :beside], kernels[:, -beside:]))
+    beyond = _beyond(start, stop, blocking.boundary)
+    before, after = (end.reshape(space, beside, outputs) for end in beyond)
+    return _in_steps(kernels, filtered, count, (before, after), axis=1)
+
+
+def _smooth_vector(vector: jax.Array, blocking: Blocking) -> jax.Array:
+    """Smooth a long vector some entries at a time, in blocks that fill the lanes."""
+    taps = _taps(blocking, _LANES)
+
+    def filtered(slab: jax.Array) -> jax.Array:
+        blocks = slab.reshape(-1, _LANES)
+        parts = (blocks[:-2], blocks[1:-1], blocks[2:])
+        return sum(map(_product, parts, taps), jnp.zeros([], slab.dtype)).reshape(-1)
+
+    ends = vector[:_LANES, None], vector[-_LANES:, None]
+    before, after = (side[:, 0] for side in _beyond(*ends, blocking.boundary))
+    return _in_steps(vector, filtered, _STEP // 4, (before, after))
+
+
+def _in_steps(
+    line: jax.Array,
+    filtered: Callable[[jax.Array], jax.Array],
+    size: int,
+    beyond: tuple[jax.Array, jax.Array],
+    axis: int = 0,
+) -> jax.Array:
+    """Apply `filtered` to all slabs of `size` entries along an axis.
+
+    A slab includes as many entries on both sides as `beyond` holds; `filtered` removes them. Slabs
+    overlap if `size` does not divide the line, so nothing is padded.
+    """
+    before, after = beyond
+    beside, length = before.shape[axis], line.shape[axis]
+    cut = partial(jax.lax.dynamic_slice_in_dim, line, axis=axis)
+    put = partial(jax.lax.dynamic_update_slice_in_dim, axis=axis)
+    head, tail = cut(0, size + beside), cut(length - size - beside, size + beside)
+    first, last = (filtered(jnp.concatenate(x, axis)) for x in ([before, head], [tail, after]))
+    smoothed = vary(jnp.zeros(line.shape, line.dtype), varying_axes(line))
+
+    def step(index: jax.Array, smoothed: jax.Array) -> jax.Array:
+        start = jnp.minimum((index + 1) * size, length - size - beside)
+        slab = cut(start - beside, size + 2 * beside)
+        return put(smoothed, filtered(slab), start)
+
+    smoothed = jax.lax.fori_loop(0, max(0, -(-(length - 2 * size) // size)), step, smoothed)
+    return put(put(smoothed, first, 0), last, length - size)
+
+
+def _product(one: jax.Array, other: jax.Array) -> jax.Array:
+    return jnp.matmul(one, other, precision=_PRECISION)

@@ -1,10 +1,10 @@
 """Smooth leaves as linked segments: the methods "recursive", on one device, and "halo", on many.
 
 A segment is a sequence of neighbouring entries that one device holds. A device holds one or more
-segments of a leaf. `recursive.py` filters each segment by itself and needs only two numbers from
-the neighbouring segments. So devices exchange two numbers per segment and do not gather the leaf.
-Small leaves are packed and filtered together. With scope="tree" the leaves are linked to each other
-in the same way, and never concatenated.
+segments of a leaf. `recursive.py` filters each segment by itself. It needs only two numbers from
+outside the segment, its carries, so devices exchange two numbers per segment and gather no leaf.
+Small leaves are packed and filtered together. With scope="tree", leaves are linked like segments
+instead of being concatenated.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from optax_lsdp.smoothing.methods.recursive import (
     prepare_rows,
 )
 
-_SMALL = 2**16  # the largest size of a leaf that is worth copying into a pack
-_COLUMN = 8  # the least length, and least number, of columns that are filtered untransposed
+_SMALL = 2**16  # leaves with at most this many entries are worth copying into a pack
+_COLUMN = 8  # fewer columns, or shorter columns, are transposed before they are filtered
 
 
 class Task(NamedTuple):
-    """What to smooth, besides the arrays and σ."""
+    """The arguments of smoothing that are hashable: all except the arrays and σ."""
 
     arrangements: tuple[Arrangement, ...]
     scope: Scope
@@ -52,25 +52,22 @@ class Task(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """How a leaf is cut into segments.
-
-    `names` has the mesh axes that split each axis of `outer` and, at the end, those that split the
-    first axis within a segment.
-    """
+    """How a leaf is cut into segments."""
 
     rows: int  # the number of rows of neighbours on this device
-    outer: tuple[int, ...]  # the shape of this device's segments of a row
+    outer: tuple[int, ...]  # how many segments of a row this device holds, along each axis
+    # The mesh axes that split each axis of `outer` and, last, the first axis within a segment.
     names: tuple[tuple[str, ...], ...]
     length: int  # entries per segment
     total: int  # segments per row, on all devices
-    columns: tuple[int, ...] | None  # the shape of all segments here, if they are stored as columns
+    columns: tuple[int, ...] | None  # the shape of all segments here, if each is a stored column
     order: tuple[int, ...]  # the order of the axes of `columns` that sorts segments by neighbours
 
     def gather(self, values: jax.Array) -> jax.Array:
         """Collect one number per segment from all devices, in the order of neighbours.
 
-        `values` is (segments on this device,) in the order of storage; the result is (rows, total).
-        `psum` serves as the gather, because JAX knows that its result is equal on all devices.
+        `values` has shape (segments on this device,), in the order of storage. The result has shape
+        (rows, total). `psum` gathers, because JAX knows that its result is equal on all devices.
         """
         if self.columns is not None:
             values = values.reshape(self.columns).transpose(self.order)
@@ -92,7 +89,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, where this device's start, and all mesh axes."""
+        """Return the shape of all segments, the index of this device's first one, and mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -117,7 +114,7 @@ def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -
 def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, sharded as before.
 
-    Devices gather a leaf only if its sharding is unknown or its shards have different shapes.
+    Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape.
     """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
@@ -135,7 +132,7 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
 def _smooth_segments(
     arrays: Sequence[jax.Array], smoothing: jax.Array | float, specs: Sequence[jax.P], task: Task
 ) -> list[jax.Array]:
-    """Return the smoothed arrays. `specs` say how manual mesh axes split each array."""
+    """Return the smoothed arrays; `specs` say how manual mesh axes split each array."""
     arrangements, scope, boundary = task
     wide = [wide_dtype(*arrays) if scope == "tree" else wide_dtype(array) for array in arrays]
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -195,7 +192,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return the carries of the segments of each pack, if every row is smoothed by itself."""
+    """Return the carries of each pack's segments, if every row is smoothed by itself."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -209,7 +206,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return the carries of the segments of each pack, if all leaves form one row."""
+    """Return the carries of each pack's segments, if all leaves form one row."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -232,12 +229,12 @@ def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary)
 
 
 def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link the segments of a leaf over all devices; see `link_equal`."""
+    """Call `link_equal` on all devices' segments of a leaf."""
     return link_equal(Ends(*map(segments.gather, ends)), segments.length, kernel)
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
-    """Return the carries of this device's segments, from outside the row and from within it."""
+    """Return the carries of this device's segments, from within the row and from outside."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 
@@ -253,7 +250,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
     first, end = len(local) - arrangement.trailing, len(local)
     split_axes = [axis for axis in range(first, end) if names[axis]]
     cut = max(split_axes, default=first)
-    # Where the axes that vary fastest among neighbours are stored first, segments are columns.
+    # If the axes that vary fastest among neighbours are stored first, each segment is a column.
     tops = (c for c in range(first, end) if arrangement.order[c:] == tuple(range(end - c)))
     top = next(tops, end)
     height = math.prod(local[top:])
@@ -278,7 +275,7 @@ def _cut(arrangement: Arrangement, array: jax.Array, spec: jax.P) -> Segments:
 def _on_explicit_mesh(
     task: Task, mesh: jax.sharding.AbstractMesh, specs: tuple[jax.P, ...]
 ) -> Callable[[list[jax.Array], jax.Array], list[jax.Array]]:
-    """Return a function of arrays and σ, for arrays that are sharded as `specs` say."""
+    """Return a function that smooths `(arrays, σ)`, for arrays that are sharded as `specs` say."""
     mapped = jax.shard_map(
         lambda arrays, smoothing: _smooth_segments(arrays, smoothing, specs, task),
         mesh=mesh,
@@ -292,9 +289,9 @@ def _on_explicit_mesh(
 
 @lru_cache(maxsize=256)
 def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
-    """Return a function of arrays and σ, for arrays whose shardings the compiler chooses.
+    """Return a function that smooths `(*arrays, σ)`, if the compiler chooses the shardings.
 
-    Under `vmap` and differentiation, the function treats the arrays as whole.
+    Under `vmap` and differentiation, the function does not split the arrays.
     """
     count = len(task.arrangements)
 

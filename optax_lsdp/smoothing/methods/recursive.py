@@ -1,17 +1,18 @@
 """Filter rows with the kernel of (I − σL)⁻¹ in linear time, for any σ, traced or known.
 
 On an infinite line the kernel is gain·ρ^|k|; for ρ, see `_spectrum.ring_decay`. All entries beyond
-an end of a row therefore act on the row through one number, the *carry* of that end: what they add
-to the smoothed value just outside the row. A carry c adds c·ρᵏ to the k-th entry of the row,
-counted from that end. The same holds for blocks within a row. So a row is filtered in three steps:
+an end of a row therefore act on the row through one number, the *carry* of that end: their share in
+the smoothed value just outside the row. A carry c adds c·ρᵏ to the k-th entry of the row, counted
+from that end. The same holds for blocks within a row. So a row is filtered in three steps:
 
 1. Cut the row into blocks. Compute the smoothed values at both ends of each block as if zeros
    surrounded the block.
-2. Accumulate these values from block to block. This gives the carries of each block.
+2. Accumulate the values at the ends from block to block. The results are the carries of the blocks.
 3. Multiply each block, with its two carries as additional entries, by one small matrix.
 
-The carries of a whole row depend on what lies beyond it: the row's other end on a ring, its mirror
-image at a reflecting end, or the next segment, which may be on another device.
+The carries of a whole row come from the entries beyond it: on a ring, from the row's other end; at
+a reflecting end, from the row's mirror image; otherwise, from the next segment, which may be on
+another device.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; short if the kernel reaches no further
+_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; 32 suffice if the kernel reaches no further
 _CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
-_LONG = 2**23  # the least size of a line that a CPU filters in place, chunk by chunk
-_PADDED = 2**20  # the same for a line that its blocks do not divide evenly
+_LONG = 2**23  # CPUs filter lines with at least this many entries in place, chunk by chunk
+_PADDED = 2**20  # the same limit for lines that need padding to whole blocks
 
 
 class Kernel(NamedTuple):
@@ -51,8 +52,8 @@ class Kernel(NamedTuple):
 def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
     """Return the kernel with rate = 2 arsinh(1/(2√σ)) and gain = tanh(rate/2) = 1/√(1 + 4σ).
 
-    In this form, neither number loses digits if ρ is close to 1. If σ is zero, the function returns
-    the kernel of σ = 1, and `laplacian_smooth` ignores the result.
+    In this form, neither number loses digits if ρ is close to 1. For σ = 0, return the kernel of
+    σ = 1: `laplacian_smooth` then ignores the smoothed values.
     """
     positive = jnp.asarray(smoothing, dtype)
     is_zero = jnp.abs(positive) < jnp.finfo(dtype).tiny
@@ -66,17 +67,17 @@ def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """One number for each left end and one for each right end: (rows,) or (rows, segments)."""
+    """One number for each end. Both arrays have shape (rows,) or (rows, segments)."""
 
     left: jax.Array
     right: jax.Array
 
 
 class Rows(NamedTuple):
-    """Rows that are ready to be filtered. They are columns of `values` if they are `upright`."""
+    """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`."""
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
-    carries: Ends  # (rows, blocks): what enters each block from the other blocks of the same row
+    carries: Ends  # (rows, blocks): the part of each block's carries that comes from its own row
     ends: Ends  # (rows,): first and last entry, smoothed as if zeros surrounded the row
     sizes: tuple[int, ...]  # the number of entries: one for all rows, or one for each row
     kernel: Kernel
@@ -92,7 +93,7 @@ def prepare_rows(
     upright: bool,
     copied: bool,
 ) -> Rows:
-    """Return `Rows`: everything that filtering needs except the carries of the whole rows.
+    """Return everything that filtering needs except the carries of the whole rows.
 
     For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
     `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
@@ -157,7 +158,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # Such a row gets an entry right after its end, which the kernel spreads over the block.
+        # An entry right after the end of such a row spreads its right carry over the last block.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
@@ -167,7 +168,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rings: beyond each end, the row begins again at its other end."""
+    """Return the carries of rings: beyond each end, the row continues at its other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
@@ -184,9 +185,10 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 
 
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of one size, (rows, segments), that follow one another in each row.
+    """Link segments of one size that follow one another in each row.
 
-    Return the carries of each segment from the others, and the ends of the rows.
+    The arrays in `ends` have shape (rows, segments). Return the part of each segment's carries that
+    comes from other segments, and the ends of the rows.
     """
     between = kernel.every(size)
     left = _accumulate(ends.right, between)
@@ -195,9 +197,9 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of different sizes, (segments,), that follow one another in one row.
+    """Link segments of different sizes that follow one another in one row.
 
-    Return the carries of each segment from the others, and the ends of the row.
+    The arrays in `ends` have shape (segments,). The results are those of `link_equal`.
     """
     falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
 
@@ -206,15 +208,14 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
     _, left = jax.lax.associative_scan(add, (falling, ends.right))
     _, right = jax.lax.associative_scan(add, (falling, ends.left), reverse=True)
-    zero = jnp.zeros_like(left[:1])
-    carries = Ends(jnp.concatenate([zero, left[:-1]]), jnp.concatenate([right[1:], zero]))
-    return carries, Ends(right[0], left[-1])
+    return Ends(_delayed(left), _delayed(right[::-1])[::-1]), Ends(right[0], left[-1])
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Add the carries of whole rows, (…,), to the carries of their segments, (…, segments).
+    """Add the carries `outer` of whole rows to the carries of their segments.
 
-    `places` says where in the row each segment starts, and where the last segment ends.
+    Arrays in `outer` have shape (…,), those in `carries` (…, segments). `places` has the index in
+    the row at which each segment starts, and the length of the row.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
@@ -223,12 +224,12 @@ def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kerne
 
 
 def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
-    """Return the values as a computed array: custom partitioning does not allow constants."""
+    """Return the values as a computed array, because custom partitioning forbids constants."""
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
 def _block_width(length: int, kernel: Kernel) -> int:
-    """Return the number of entries per block. If possible, it divides the row evenly."""
+    """Return the number of entries per block. If possible, it divides `length`."""
     most = _SHORT_WIDTH if kernel.reach <= _SHORT_WIDTH else _WIDTH
     if length <= 2 * most:
         return length
@@ -236,9 +237,9 @@ def _block_width(length: int, kernel: Kernel) -> int:
 
 
 def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the ends of every block, smoothed as if zeros surrounded it: (blocks, 2, …).
+    """Return both ends of every block, smoothed as if zeros surrounded it: (blocks, 2, …).
 
-    `line` is (entries, …): each index of the other axes is a separate line.
+    `line` has shape (entries, …). Each index of its other axes is a separate line.
     """
     place = jnp.arange(width, dtype=jnp.int32)
     weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
@@ -265,7 +266,7 @@ def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
 
 
 def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the line with every block filtered, given its two carries: (blocks, 2, …)."""
+    """Return the line with every block filtered; `carries` has shape (blocks, 2, …)."""
     weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
 
     def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
@@ -332,7 +333,7 @@ def _toeplitz(width: int, kernel: Kernel) -> jax.Array:
 
 
 def _carry_weights(width: int, kernel: Kernel) -> jax.Array:
-    """Return how the left and the right carry decay within a block: (width, 2)."""
+    """Return the weights of the left and the right carry at each entry of a block: (width, 2)."""
     place = jnp.arange(width, dtype=jnp.int32)
     return kernel.powers(jnp.stack([place + 1, width - place], axis=1))
 
@@ -342,7 +343,7 @@ def _needs_chunks(line: jax.Array, width: int) -> bool:
 
 
 def _chunks(line: jax.Array, width: int) -> tuple[int, int]:
-    """Return the size of chunks, which are whole blocks, and how many fit into the line."""
+    """Return the size of a chunk, a multiple of `width`, and how many chunks fit into the line."""
     size = max(1, _CHUNK * len(line) // line.size // width) * width
     return size, len(line) // size
 
@@ -357,5 +358,5 @@ def _weigh(weights: jax.Array, blocks: jax.Array) -> jax.Array:
 
 
 def _product(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the matrix product. At a lower precision, TPUs would keep 8 bits of each factor."""
+    """Return the matrix product. By default, TPUs would keep only 8 bits of each factor."""
     return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)

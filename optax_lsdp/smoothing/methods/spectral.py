@@ -1,7 +1,7 @@
-"""Smooth in the basis of waves, where A is diagonal: by FFT, or by matrix products.
+"""Smooth in the basis of waves, in which A is diagonal: by FFT, or by matrix products.
 
-Both methods support any boundary, any order and grids with any number of axes. The FFT is fast for
-long axes; matrix products are faster for short axes.
+Both methods support every boundary, every order and grids with any number of axes. The FFT is
+faster for long axes, matrix products for short axes.
 """
 
 import math
@@ -14,9 +14,9 @@ from optax_lsdp.smoothing._operator import Operator, energies, inverse_spectrum
 
 
 def smooth_fft(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
-    """Return A⁻¹ x along the last `dims` axes of x, by dividing its Fourier transform by λ.
+    """Return A⁻¹ x along the last `dims` axes of x, by fast Fourier transforms.
 
-    An axis whose ends reflect becomes a ring of twice the size: the axis, then its mirror image.
+    An axis with reflecting ends is extended by its mirror image to a ring of twice the size.
     """
     grid, axes = x.shape[-dims:], range(x.ndim - dims, x.ndim)
     if operator.boundary == "neumann":
