@@ -1,16 +1,16 @@
 """Check arguments and parse JSON text.
 
-Each error about an argument is one sentence. It names the argument, what the argument must be, its
-value, and the remedy if one is known.
+An error is one sentence: the argument, what it must be, its value, and the remedy if one is known.
 """
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar, cast
 
-MOST_STEPS = 10**9  # the longest run that can be planned
+MOST_STEPS = 10**9  # most steps of a run
 _LARGEST_COUNT = 10**18  # fits into int64
 _LONGEST_VALUE = 200  # characters of a value that a message quotes
 _DEEPEST_JSON = 64  # levels of lists and objects
@@ -19,7 +19,7 @@ _Value = TypeVar("_Value")
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether `value` is a real number. Bools, arrays and schedules are not."""
+    """Return whether `value` is a real number, and not a bool, an array or a schedule."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -51,9 +51,9 @@ def check_whole(name: str, value: object, least: int = 1) -> None:
 
 
 def check_at_most(name: str, value: float, most: float, what: str = "") -> None:
-    """Raise if `value` is above `most`. In the message, `what` describes this limit."""
+    """Raise if `value` is above `most`. The message describes this limit as `what`."""
     if value > most:
-        raise ValueError(_sentence(name, f"at most {what + ', ' if what else ''}{most}", value))
+        raise refusal(name, f"at most {what + ', ' if what else ''}{most}", value)
 
 
 def check_rate(name: str, value: object) -> None:
@@ -69,7 +69,7 @@ def check_delta(name: str, value: object) -> None:
 
 
 def check_function(name: str, value: object, of_what: str) -> None:
-    """Raise unless `value` is callable. In the message, `of_what` describes its arguments."""
+    """Raise unless `value` is callable. The message describes its arguments as `of_what`."""
     if not callable(value):
         raise TypeError(_sentence(name, f"a function {of_what}", value))
 
@@ -81,18 +81,13 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Convert an array of shape (), which may change later, to a Python number.
-
-    Return any other value unchanged.
-    """
+    """Return the value, or the number in a NumPy array of shape (), which could change later."""
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raise a ValueError with the reason if the text is not valid.
-
-    A text with a name twice in one object, or with more than 64 nested levels, is not valid.
+    """Parse a JSON text. Raise a ValueError if it is invalid, repeats a name or nests too deeply.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):
@@ -110,30 +105,23 @@ def read_json(text: str | bytes) -> Any:
 
 def check_depth(value: object) -> None:
     """Raise a ValueError if lists, tuples and dicts are nested more than 64 levels deep."""
-    level, depth = [value], 0
-    while level:
-        if depth > _DEEPEST_JSON:
-            raise ValueError("it is nested too deeply")
-        depth += 1
-        level = [
-            part
-            for one in level
-            if isinstance(one, dict | list | tuple)
-            for part in (one.values() if isinstance(one, dict) else one)
-        ]
+    level = [value]
+    for _ in range(_DEEPEST_JSON + 1):
+        nodes = [node for node in level if isinstance(node, dict | list | tuple)]
+        level = [x for node in nodes for x in (node.values() if isinstance(node, dict) else node)]
+    if level:
+        raise ValueError("it is nested too deeply")
 
 
 def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for name, value in pairs:
-        if name in found:
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
             raise ValueError(f"the name {name[:40]!r} occurs twice")
-        found[name] = value
-    return found
+    return dict(pairs)
 
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
-    """Return a number as a float, and None for a traced value or a schedule. Refuse the rest."""
+    """Return a number as a float, or None for a traced value or a schedule. Raise otherwise."""
     if callable(value) and schedule:
         return None
     if not is_number(value) and getattr(value, "shape", None) != ():
@@ -156,7 +144,6 @@ def refusal(name: str, demand: str, value: object, remedy: str = "") -> ValueErr
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
     if isinstance(value, int) and abs(value) > 10**_LONGEST_VALUE:
         got = f"an integer of {value.bit_length()} bits"  # repr raises above 4300 digits
-    else:
-        got = repr(value)
-    got = got if len(got) <= _LONGEST_VALUE else got[:_LONGEST_VALUE] + "…"
+    elif len(got := repr(value)) > _LONGEST_VALUE:
+        got = got[:_LONGEST_VALUE] + "…"
     return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."

@@ -1,7 +1,7 @@
 """The mark on a clipped sum: which clip norm bounds it, and whether its batch had a mask.
 
 `clipped_grad` wraps each leaf of its sum in `Clipped`. The optimizer unwraps the leaves. It refuses
-a sum whose clip norms or groups differ from those that the noise assumes.
+a sum whose clip norms or groups differ from its own, because the noise depends on them.
 """
 
 from collections import Counter
@@ -28,18 +28,18 @@ class Clipped:
     `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
     The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
-    `optax.apply_if_finite` cannot carry the mark, and is not needed, because an example without a
-    finite gradient contributes nothing.
+    Do without `optax.apply_if_finite`, which cannot carry the mark: an example whose gradient is
+    not finite contributes zero.
 
     Attributes:
         value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,
             the sum is divided by the clip norm, so that its sensitivity is 1 at every step.
         clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
         group: the group's path in the prefix tree of clip norms; "" if there is one group.
-        leaves_in_group: how many leaves were clipped together, including this leaf. If leaves are
-            clipped separately, each to C, their joint sensitivity is above C.
-        masked: whether the batch had a mask. Without a mask, padding counts as examples, so plans
-            with padded batches refuse such sums.
+        leaves_in_group: how many leaves were clipped together, including this leaf. If k leaves are
+            clipped separately, each to C, their joint sensitivity is √k·C.
+        masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
+            with padded batches refuse sums without a mask.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -57,22 +57,21 @@ class Clipped:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
             "`updates` must be private before they are applied, got a clipped sum without noise; "
-            "pass the whole sum through `privatize`, and differentiate only with respect to "
-            "parameters that you train."
+            "pass all of it through `privatize`, and do not differentiate frozen parameters."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
 
 
 class ClipGroup(NamedTuple):
-    """A group of leaves that are clipped together: its path in the prefix tree, its clip norm."""
+    """A group of leaves that are clipped together."""
 
-    path: str
+    path: str  # in the prefix tree of clip norms
     clip_norm: ClipNorm
 
 
 def is_marked(leaf: object) -> TypeGuard[Clipped]:
-    """Return whether a leaf is marked, that is, a `Clipped`."""
+    """Return whether a leaf is a `Clipped`."""
     return isinstance(leaf, Clipped)
 
 
@@ -121,7 +120,10 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 def unmarked_leaves(
     link: str, updates: optax.Updates
 ) -> tuple[list[tuple[str, jax.Array]], jax.tree_util.PyTreeDef]:
-    """Return named leaves and structure of the updates of `link`. Raise if one carries a mark."""
+    """Return the named leaves and the structure of `updates`. Raise if a leaf is a `Clipped`.
+
+    `link` is the name of the transform that receives the updates.
+    """
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
         if is_marked(leaf):
             raise ValueError(

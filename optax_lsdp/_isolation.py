@@ -1,8 +1,8 @@
 """Check that a loss cannot mix examples.
 
-The engines map the loss of one example over a batch with `jax.vmap`. Ordinary primitives cannot
-mix examples under `vmap`. This module traces the loss, forward and backward, and refuses the
-equations that can mix examples: callbacks, custom `vmap` rules, and collectives.
+The engines map the loss of one example over a batch with `jax.vmap`. Under `vmap`, ordinary
+primitives cannot mix examples, but callbacks, custom `vmap` rules and collectives can. This module
+traces the loss, forward and backward, and refuses losses that contain any of the three.
 """
 
 import os
@@ -32,14 +32,14 @@ ValueAndAux = Callable[[optax.Params, PyTree], tuple[jax.Array, PyTree]]
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
 
 _ONE_AT_A_TIME = ("sequential", "sequential_unrolled")  # values of a callback's `vmap_method`
-_RAISING_MODULE = "equinox._errors"  # the callbacks of this module raise an error or do nothing
-_OPAQUE = ("debug_print", "ffi_call")  # primitives that hide their code from JAX, as callbacks do
+_RAISING_MODULE = "equinox._errors"  # callbacks of this module raise an error or do nothing
+_OPAQUE = ("debug_print", "ffi_call")  # like callbacks, these primitives hide their code from JAX
 # Under vmap, a loop of these libraries runs until the loops of all examples have ended. The extra
-# iterations change no example's result.
+# iterations do not change an example's result.
 _LOOP_LIBRARIES = ("equinox", "diffrax", "lineax", "optimistix")
 _HARMLESS_COLLECTIVES = ("axis_index", "pvary", "pcast")
-# While a loss is traced, this variable collects the names passed to `vouch_for_callbacks`. An
-# attribute of the loss would be lost, because other functions wrap the loss before the trace.
+# While a loss is traced, this variable collects the names passed to `vouch_for_callbacks`. The
+# names cannot be an attribute of the loss, because other functions wrap the loss before the trace.
 _VOUCHED: ContextVar[set[str] | None] = ContextVar("vouched", default=None)
 
 
@@ -70,15 +70,14 @@ def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> T
 def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
     """Mark callbacks of a loss as safe: the caller asserts that they do not mix examples.
 
-    A callback that sees a whole batch could make one example's loss depend on another, and a
+    A callback that sees a whole batch could make one example's loss depend on another example. A
     callback with a side effect can reveal examples. `clipped_grad` and `fit` therefore refuse
     callbacks, except those that JAX calls for one example at a time (`vmap_method="sequential"`)
-    and those that Equinox uses to raise errors. The library does not check the assertion.
+    and those that Equinox uses to raise errors. The library cannot check what the caller asserts.
 
     Args:
         loss_fn: the loss that `clipped_grad` or `fit` refuses.
-        names: the names of the functions that JAX calls back, or of primitives such as
-            "debug_print".
+        names: the names of the callback functions, or of primitives such as "debug_print".
 
     >>> def loss_fn(w, x):
     ...     jax.debug.print("w = {}", w)
@@ -99,8 +98,8 @@ def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
 def is_example_split(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> bool:
     """Return whether shards that hold the same example compute different parts of its loss.
 
-    The parts differ if parameters are split over the shards, or if the loss reads the index of its
-    shard. The gradient of one example is then the sum over the shards, or it is split over them.
+    This happens if parameters are split over the shards, or if the loss reads the index of its
+    shard. The gradient of one example is then the sum over the shards, or is split over the shards.
     """
     replicated = _replicated_axes(example)
     if not replicated:
@@ -118,7 +117,7 @@ def _replicated_axes(example: PyTree) -> frozenset[str]:
 
 
 def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
-    """Raise if an equation may read other examples under vmap, or may reveal its own example."""
+    """Raise if an equation may read other examples under vmap, or may reveal an example."""
     name = equation.primitive.name
     function = getattr(equation.params.get("callback"), "callback_func", None)
     function = getattr(function, "func", function)  # inside functools.partial
@@ -159,8 +158,8 @@ def _is_loop_control(equation: Equation) -> bool:
 def _check_no_collective(equation: Equation, mapped: MappedAxes) -> None:
     """Raise if an equation is a collective over an axis along which examples differ.
 
-    Examples do not differ along `mapped` axes: either the loss itself maps over such an axis, or
-    all shards along the axis hold the same example.
+    Along a `mapped` axis, examples are equal: either the loss itself maps over the axis, or all
+    shards along the axis hold the same example.
     """
     name = equation.primitive.name
     outside = _axis_names(equation) - mapped
@@ -173,7 +172,7 @@ def _check_no_collective(equation: Equation, mapped: MappedAxes) -> None:
 
 
 def _axis_names(equation: Equation) -> MappedAxes:
-    """Return the names of the axes, of a mesh or of vmap, that a collective runs over."""
+    """Return the names of the mesh or vmap axes that a collective runs over."""
     named = equation.params.get("axis_name", equation.params.get("axes"))
     each = named if isinstance(named, tuple | list | set | frozenset) else (named,)
     return frozenset(a for a in each if a is not None and not isinstance(a, Integral))

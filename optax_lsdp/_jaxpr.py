@@ -33,11 +33,9 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 def equations_with_mapped_axes(
     jaxpr: core.Jaxpr, mapped: MappedAxes
 ) -> Iterator[tuple[Equation, MappedAxes]]:
-    """Yield all equations, each with the axes that the surrounding shard_map or pmap maps over.
+    """Yield all equations, each with the axes that a shard_map or pmap around it maps over.
 
-    Args:
-        jaxpr: the program to walk.
-        mapped: axes that are already mapped around the whole program.
+    `mapped` are axes that are mapped around the whole program.
     """
     for equation in jaxpr.eqns:
         yield equation, mapped
@@ -45,7 +43,7 @@ def equations_with_mapped_axes(
         if equation.primitive.name == "xla_pmap":
             axes = (equation.params["axis_name"],)
         if not equation.params.get("check_vma", True):
-            axes = ()  # vmap may put other examples on axes that JAX does not track
+            axes = ()  # vmap may place other examples along axes that JAX does not track
         for inner in _inner_jaxprs(equation):
             yield from equations_with_mapped_axes(inner, mapped | frozenset(axes))
 
@@ -61,7 +59,7 @@ def _inner_jaxprs(equation: Equation) -> Iterator[core.Jaxpr]:
 
 
 def contains(equation: Equation, names: Collection[str]) -> bool:
-    """Return whether an equation is, or contains, one of the primitives with these names."""
+    """Return whether an equation is, or contains, a primitive with one of these names."""
     inner = (e for called in _inner_jaxprs(equation) for e in called.eqns)
     return equation.primitive.name in names or any(contains(e, names) for e in inner)
 
@@ -87,7 +85,7 @@ def uses_inputs(program: ClosedJaxpr, count: int) -> bool:
 
 
 def is_literal(atom: Atom) -> TypeGuard[core.Literal]:
-    """Return whether an operand is a constant written into the equation, not a variable."""
+    """Return whether an operand is a constant in the equation instead of a variable."""
     return isinstance(atom, core.Literal)
 
 
@@ -112,7 +110,7 @@ def evaluate(equation: Equation, values: Sequence[jax.typing.ArrayLike]) -> list
 
 
 def is_call(equation: Equation) -> bool:
-    """Return whether an equation only calls one jaxpr, with the equation's operands as inputs."""
+    """Return whether an equation only calls one jaxpr, whose inputs are the operands."""
     inner = _called(equation)
     jaxpr = inner.jaxpr if isinstance(inner, core.ClosedJaxpr) else inner
     if not isinstance(jaxpr, core.Jaxpr) or equation.primitive.name in _CONTROL_FLOW:
@@ -143,7 +141,7 @@ def describe_location(equation: Equation) -> str:
     scopes = str(equation.source_info.name_stack)
     if scopes:
         return scopes
-    # Frames outside the library's first frame belong to code that called the library.
+    # Frames beyond the first frame of this library belong to code that called the library.
     package = os.path.join(os.path.dirname(__file__), "")
     frames = takewhile(lambda f: not f.file_name.startswith(package), call_stack(equation))
     own = [frame for frame in frames if f"{os.sep}jax{os.sep}" not in frame.file_name]

@@ -2,8 +2,8 @@
 
 JAX's default generator, Threefry-2x32 with 20 rounds, computes two words per entry and returns
 their exclusive or. On CPUs, JAX runs the rounds as a loop that writes to memory. `random_words`
-returns both words, and writes all rounds as one expression, which XLA fuses with the code that
-follows. This takes a third of the time and no memory. The bits of an entry depend only on the key
+returns both words. It writes all rounds as one expression, which XLA fuses with the code that
+follows, so it takes a third of the time and no memory. The bits of an entry depend only on the key
 and on the index of the entry, so they are the same on any mesh.
 
 References:
@@ -36,10 +36,9 @@ _COEFFICIENTS = (
 def fresh_key() -> jax.Array:
     """Return a typed key filled with entropy from the operating system.
 
-    `jax.random.key(seed)` uses only 32 bits of the seed, unless `jax_enable_x64` is set: without
-    it, `key(2**40 + 5)` equals `key(5)`. An attacker can guess 32 bits. Keep the key secret:
-    whoever has it can subtract the noise. Inside `jax.vmap`, all mapped calls would share one key,
-    so make keys outside and map over them.
+    `jax.random.key(seed)` uses only 32 bits of the seed, unless `jax_enable_x64` is set. An
+    attacker can guess 32 bits. Keep the key secret: whoever has it can subtract the noise. Inside
+    `jax.vmap`, all mapped calls would share one key, so make keys outside and map over them.
 
     >>> jax.random.key_data(fresh_key()).size * 32  # bits, with JAX's default generator
     64
@@ -47,8 +46,8 @@ def fresh_key() -> jax.Array:
     words = jax.random.key_data(jax.random.key(0))
     if isinstance(words, jax.core.Tracer):
         raise RuntimeError(
-            "`fresh_key()` must be called outside jit, got a call while tracing: every run of the "
-            "compiled program would use the same key; pass the key in as an argument."
+            "`fresh_key()` must be called outside jit, got a call inside: every run of the "
+            "compiled program would use the same key; pass the key as an argument."
         )
     entropy = np.frombuffer(os.urandom(words.nbytes), words.dtype).reshape(words.shape)
     return jax.random.wrap_key_data(jnp.asarray(entropy))
@@ -65,7 +64,7 @@ def check_key(name: str, key: object) -> None:
         got = f"{key.dtype} of shape {key.shape}" if isinstance(key, jax.Array) else repr(key)
         raise TypeError(
             f"`{name}` must be one typed key, got {got}; make it with `fresh_key()`, or with "
-            "`jax.random.key(seed)` where the noise need not be secret."
+            "`jax.random.key(seed)` if the noise need not be secret."
         )
 
 
@@ -86,7 +85,7 @@ def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 
 
 def standard_normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return ±Φ⁻¹(p) for p = (k + ½)·2⁻⁶⁴, with a random sign and a random 63-bit integer k."""
+    """Return ±Φ⁻¹(p) with p = (k + ½)·2⁻⁶⁴, for a random sign and a random 63-bit integer k."""
     high, low = random_words(keys, shape)
     unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
     p = ((high >> 1).astype(dtype) + (low.astype(dtype) + half) * unit) * unit
@@ -130,7 +129,7 @@ def is_threefry(keys: jax.Array) -> bool:
 
 
 def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[_Words, _Words]:
-    """Encrypt a counter of two words with a key of two words. All words are uint32 arrays."""
+    """Encrypt a counter of two words with a key of two words; words are uint32 arrays."""
     first, second = key
     schedule = (first, second, first ^ second ^ np.uint32(_PARITY))
     x, y = count[0] + first, count[1] + second

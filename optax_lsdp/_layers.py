@@ -1,9 +1,9 @@
 """Find layers that cannot be trained privately: batch normalisation, and layers with state.
 
-Batch normalisation is meant to mix examples. JAX stores the call stack with each equation, and this
-module recognises a layer by the name of its class or function on the call stack. This works for
-Flax, Haiku, Equinox, Keras and custom layers, without importing these libraries. A layer with
-frozen statistics (`use_running_average=True`) computes no sum, so it is not reported.
+Batch normalisation mixes examples. JAX stores the call stack with each equation, and this module
+looks for the names of layer classes and functions on the call stack. So it finds layers of Flax,
+Haiku, Equinox, Keras and custom layers without importing a library. A layer with frozen statistics
+(`use_running_average=True`) computes no sum, so it is not reported.
 """
 
 import os
@@ -36,7 +36,7 @@ _UNTRAINED_CLASSES = {  # by the module that defines them
 
 
 def batch_norm_sentence(layers: Sequence[str], demand: str = "must") -> str:
-    """Return the sentence that refuses batch normalisation in a loss of one example."""
+    """Return the error message for batch normalisation in a loss of one example."""
     return (
         f"`loss_fn` {demand} normalise within one example, got batch normalisation in "
         f"{', '.join(layers)}: it would normalise each example by itself, and its running "
@@ -73,7 +73,7 @@ def _batch_norm_of(equation: Equation) -> str | None:
     calls = [(f.function_name, f.file_name, f.line_num) for f in call_stack(equation)]
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _TRACING_FILES, calls))
     calls = list(dropwhile(lambda call: os.path.basename(call[1]) in _CALLING_FILES, calls))
-    # JAX traces a jitted function only once, so calls outside it may belong to a different layer.
+    # JAX traces a jitted function only once, so the calls around it may belong to another layer.
     own = takewhile(lambda call: os.path.basename(call[1]) != "pjit.py", calls)
     return _batch_norm_among(list(own), str(equation.source_info.name_stack))
 

@@ -29,7 +29,7 @@ def are_shards_tracked() -> bool:
 
 
 def varying_axes(tree: PyTree) -> set[str]:
-    """Return the manual axes over which any array, or result of `jax.eval_shape`, varies."""
+    """Return the manual axes over which a leaf varies: an array, or a result of `eval_shape`."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
@@ -43,7 +43,7 @@ def _varying(leaf: PyTree) -> frozenset[str]:
 
 
 def vary(tree: PyTree, axes: Iterable[str]) -> PyTree:
-    """Mark every leaf as varying over `axes`, although its shards stay equal.
+    """Mark every leaf as varying over `axes`. The values do not change.
 
     JAX then computes one gradient per shard. Otherwise it would add up the gradients of all shards,
     and the sum is not the gradient of one example.
@@ -69,23 +69,23 @@ def axis_size(names: tuple[str, ...]) -> int:
 def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask: PyTree) -> None:
     """Raise if it is unknown whether a manual axis splits the parameters or the batch.
 
-    `named` are the axes over which all parameters are replicated, according to the caller.
+    According to the caller, all parameters are replicated over the axes in `named`.
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # one of both is split
+        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # these split only one
     if unknown:
         raise ValueError(
             "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
             f"are replicated, got none for {', '.join(sorted(unknown))}: over such an axis, "
             "parameters and batch both vary, or neither varies, or JAX does not track them "
             "(check_vma=False, pmap); name the axis if all parameters are replicated over it, and "
-            "otherwise fold a shard's index into keys inside the loss, not in the batch."
+            "if it splits them, fold the shard's index into keys inside the loss, not in the batch."
         )
 
 
 def is_multi_device_mesh() -> bool:
-    """Return whether XLA may spread arrays over several devices along axes that are not manual."""
+    """Return whether XLA may split arrays over several devices along axes that are not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes))
 
@@ -99,15 +99,15 @@ def with_automatic_axes(function: _Function, out_shardings: PyTree) -> _Function
 
 
 def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P:
-    """Return the explicit sharding of an array's first `axes` axes; None means all axes."""
+    """Return the explicit sharding of an array's first `axes` axes, or of all axes if None."""
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 
 
 @custom_vmap
 def all_under_vmap(condition: jax.Array) -> jax.Array:
-    """Return a scalar condition; under `jax.vmap`, return whether it holds for all mapped values.
+    """Return a scalar condition or, under `jax.vmap`, whether it holds for all mapped values.
 
-    A `lax.cond` on the result runs one branch under `vmap`, and not both.
+    So a `lax.cond` on the result runs only one branch under `vmap`.
     """
     return condition
 
@@ -152,8 +152,8 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
     if not axes:
         if specs is not None:
             raise ValueError(
-                f"`shard_specs` must be None outside shard_map, got {specs}; leave it out, because "
-                "arrays that `jit` shards need no specs."
+                f"`shard_specs` must be None outside shard_map, got {specs}; leave it out: arrays "
+                "that `jit` shards need no specs."
             )
         return [Shard(jax.P(), (), frozenset(), _may_be_split(leaf)) for leaf in leaves]
     tracked = are_shards_tracked()
@@ -169,7 +169,7 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
 
 
 def _may_be_split(leaf: jax.Array) -> bool:
-    """Return whether a leaf outside `shard_map` may be spread over several devices."""
+    """Return whether a leaf outside `shard_map` may be split over several devices."""
     stated = jax.typeof(leaf).sharding
     if stated.mesh.explicit_axes:
         return any(stated.spec)

@@ -1,8 +1,8 @@
 """The table of sampling schemes, and the table of neighbouring relations.
 
-A sampling scheme says how batches are drawn. A neighbouring relation says in which way two datasets
-differ. An attacker must not be able to distinguish two such datasets. To add a scheme, add its name
-to `Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to `accounting`.
+A sampling scheme says how batches are drawn. A neighbouring relation says how neighbouring datasets
+differ, which an attacker must not be able to distinguish. To add a scheme, add its name to
+`Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to `accounting`.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ class Relation:
 
     sensitivity: float  # the largest distance of two neighbouring clipped sums, in clip norms
     change: str  # what happens to one example, in a few words
-    secret: str  # what an attacker tries to find out about one example, for statements
+    secret: str  # what an attacker tries to find out, in the words of `accounting.statement`
 
 
 @dataclass(frozen=True)
@@ -30,37 +30,25 @@ class Scheme:
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
     batches: str  # how batches are drawn; `describe` fills in `{rate}` and `{epoch}`
-    remark: str = ""  # a remark after the ε of this scheme, in a list of several schemes
-    amplified: bool = False  # whether the analysis gains from the randomness of the batches
-    tight: bool = False  # whether the accountant's ε is the true ε up to rounding, or a bound
-    random_size: bool = False  # such batches are padded, and `max_batch_size` can limit them
+    remark: str = ""  # what the command line prints after the ε of this scheme
+    amplified: bool = False  # whether the randomness of the batches lowers ε
+    tight: bool = False  # whether the accountant's ε is the true ε up to rounding
+    random_size: bool = False  # whether batches are padded, and `max_batch_size` can limit them
     whole_dataset: bool = False  # whether every batch is the whole dataset
-    # Whether an epoch uses each example at most once. Such an epoch has ⌊n/b⌋ batches, and the
-    # accountant counts a part of an epoch as a whole epoch.
-    once_per_epoch: bool = False
+    once_per_epoch: bool = False  # whether an epoch of ⌊n/b⌋ batches uses no example twice
 
     @property
     def default_neighbouring(self) -> Neighbouring | None:
-        """Return "add_remove" if it has an analysis. Otherwise return None: users must choose."""
+        """Return "add_remove", or None if it has no analysis, so that users must choose."""
         return "add_remove" if "add_remove" in self.neighbouring else None
 
     def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋") -> str:
-        """Return how batches are drawn, in words.
-
-        >>> SCHEMES["shuffled"].describe(epoch="235")[:60]
-        'every example is used at most once in each epoch of 235 batc'
-        """
+        """Return how batches are drawn, in words."""
         return self.batches.format(rate=rate, epoch=epoch)
 
     def steps_per_epoch(self, dataset_size: int, batch_size: int) -> float:
-        """Return n/b, or ⌊n/b⌋ for schemes that use each example at most once per epoch.
-
-        >>> SCHEMES["poisson"].steps_per_epoch(10, 4), SCHEMES["shuffled"].steps_per_epoch(10, 4)
-        (2.5, 2)
-        """
-        if self.once_per_epoch:
-            return dataset_size // batch_size
-        return dataset_size / batch_size
+        """Return n/b, or ⌊n/b⌋ for schemes that use each example at most once per epoch."""
+        return dataset_size // batch_size if self.once_per_epoch else dataset_size / batch_size
 
 
 RELATIONS: Mapping[Neighbouring, Relation] = {

@@ -1,4 +1,4 @@
-"""Name and check the leaves of trees, and compute norms of rows with bounds on their rounding."""
+"""Name and check the leaves of trees; compute norms of rows, and bounds on the norms' rounding."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 from optax_lsdp._checks import is_number
 from optax_lsdp._types import PyTree
 
-_BLOCK = 128  # terms to add at a time: small blocks tighten `norm_rounding`, large ones are faster
+_BLOCK = 128  # terms to add at a time: fewer give a smaller `norm_rounding`, more are faster
 
 
 def path_name(path: tuple[object, ...]) -> str:
@@ -22,10 +22,10 @@ def path_name(path: tuple[object, ...]) -> str:
 def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[str]:
     """Return one address per leaf: a text that is unique within the tree.
 
-    The address of plain keys (of dicts, lists and attributes) is the `keystr` of the path. Other
-    keys may have the same `keystr` as another key, or as two joined keys. So their address also
-    contains the length of its text, and the number of earlier siblings with the same text. Masking
-    out other leaves does not change an address.
+    An address joins the texts of all keys on the leaf's path. The text of a plain key (of a dict, a
+    list or an attribute) is its `keystr`. Any other key may have the same `keystr` as a sibling, or
+    as several keys together. So its text also contains the length of the `keystr`, and the number
+    of earlier siblings with the same `keystr`. Masking out other leaves does not change an address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:
@@ -57,7 +57,7 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield the name of each leaf, the leaf, and the leaf of `other` at the same place."""
+    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at its place."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
@@ -98,7 +98,7 @@ def is_floating(leaf: PyTree) -> bool:
 
 
 def is_numeric(array: jax.Array | np.ndarray) -> bool:
-    """Return whether an array holds numbers or bools, not keys, text, dates or objects."""
+    """Return whether an array holds numbers or bools."""
     return jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool
 
 
@@ -114,7 +114,7 @@ def check_floating(name: str, tree: PyTree) -> None:
         if not is_floating(leaf):
             raise TypeError(
                 f"`{name}` must hold real floating-point arrays, got {dtype_name(leaf)} at "
-                f"{path_name(path)!r}; split off what is not trained with nnx.split, "
+                f"{path_name(path)!r}; split off arrays that are not trained with nnx.split, "
                 "eqx.partition or variables['params']."
             )
 
@@ -148,7 +148,7 @@ def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) 
 
 
 def count_examples(batch: PyTree, remedy: str = "") -> int:
-    """Return the length of the leading axis. Raise unless it is above 0 and equal in all leaves."""
+    """Return the length of the leading axis. Raise if it is 0, or differs between leaves."""
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
@@ -200,7 +200,7 @@ def usable_scale(largest: jax.Array) -> jax.Array:
     """Return min(largest, max/8) as a divisor, or 1 where `largest` is zero.
 
     Here max is the largest finite number of the dtype, so largest/divisor is at most 8. XLA
-    multiplies by the reciprocal of the divisor, and could flush a smaller reciprocal to zero.
+    multiplies by the reciprocal of the divisor, and could flush the reciprocal of max to zero.
     """
     most = jnp.asarray(jnp.finfo(largest.dtype).max / 8, largest.dtype)
     return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))
@@ -209,7 +209,7 @@ def usable_scale(largest: jax.Array) -> jax.Array:
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
     """Return a bound r: the true norm of a row is at most 1 + r times its computed `row_norms`.
 
-    Let u = ε/2, where ε is the machine epsilon. Adding B non-negative numbers in any order has a
+    Let u be half the machine epsilon. A sum of B non-negative numbers, added in any order, has a
     relative error of at most (B − 1)u. The block size bounds B, and the errors of nested blocks add
     up. The square root halves the relative error. Another 4u cover the roundings of the root, the
     scaling and the squares.
@@ -220,7 +220,7 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
 
 
 def _block_size(size: int) -> int:
-    """Return how many terms to add at a time: all, or at most 128, a divisor of `size` if any."""
+    """Return how many of `size` terms to add at a time: up to 128, and if possible a divisor."""
     if size <= _BLOCK:
         return max(size, 1)
     return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)

@@ -1,9 +1,9 @@
 """Add Gaussian noise to a clipped sum.
 
-`add_gaussian_noise` derives a key for each step and each leaf. `_keys.standard_normal` turns the
-random bits of this key into Gaussian numbers. To add another distribution, or noise that is
-correlated between steps, write another transform in this file, with a state that holds its key.
-Exact discrete noise is in `optax_lsdp.discrete`.
+`add_gaussian_noise` derives one key per step and leaf, from which `_keys.standard_normal` draws
+Gaussian numbers. To add another distribution, or noise that is correlated between steps, write
+another transform in this file, with a state that holds its key. Exact discrete noise is in
+`optax_lsdp.discrete`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from optax_lsdp._types import PyTree
 __all__ = ["AddGaussianNoiseState", "add_gaussian_noise", "fresh_key"]
 
 
-_LAST_STEP = 2**31 - 1  # the step counter stops here, so later steps would repeat the noise
+_LAST_STEP = 2**31 - 1  # the step counter stops here: later steps would repeat the noise
 _SMALL = 2**13  # leaves with at most this many entries share draws
 
 
@@ -64,31 +64,31 @@ def add_gaussian_noise(
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
-    Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. A
-    resumed run therefore draws the same noise as an uninterrupted run, on any mesh. The noise is
-    drawn and added in float32 or float64. It reaches 9.1 standard deviations; `jax.random.normal`
-    reaches 5.4 in float32.
+    Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. So a
+    resumed run draws the same noise as an uninterrupted run, on any mesh. The noise is drawn and
+    added in float32 or float64. Its tails reach 9.1 standard deviations; those of
+    `jax.random.normal` reach 5.4 in float32.
 
     Args:
         stddev: the noise multiplier times `sensitivity(clip_norm)`; a number or a schedule. If a
-            scheduled or injected value is not positive, the result is NaN, so the sum is never
-            released without noise.
+            value of a schedule or of `optax.inject_hyperparams` is not positive, the result is NaN,
+            so the sum is never released without noise.
         key: one typed key, such as `fresh_key()`, used for nothing else. The state stores the key,
             so the state is as secret as the data. Use each key for one `init` only: two runs with
             the same key draw the same noise, and the difference of their results reveals the
-            examples in which the runs differ. Under `jax.vmap`, map over keys. JAX's default
-            generator, Threefry, is a cipher: its output cannot be guessed, and is the same on any
-            mesh. The cryptographic strength of "rbg" is unknown, and its bits depend on the device
-            and the compiler. "rbg" is for devices with a hardware generator; CPUs are slower at it.
+            examples in which the runs differ. Under `jax.vmap`, map over keys. Prefer JAX's default
+            generator, Threefry: it is a cipher, and its output is the same on any mesh. The
+            cryptographic strength of "rbg" is unknown, and its bits depend on the device and the
+            compiler. "rbg" is fast only on devices with a hardware generator.
         shard_specs: how `shard_map` splits the updates over its mesh axes: None if it does not
             split them, one `PartitionSpec` for all leaves, or a tree like `updates` with one
-            `PartitionSpec` per leaf. Shards draw different noise along the mesh axes that their
-            leaf's spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
-            axes a leaf varies over (check_vma=True), axes along which the leaf is replicated are
+            `PartitionSpec` per leaf. Shards of a leaf draw different noise along the mesh axes that
+            its spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
+            axes a leaf varies over (check_vma=True), axes over which the leaf does not vary are
             ignored, so one spec also serves scalars and biases.
 
     Raises:
-        TypeError: if `key` is not one typed key, or `shard_specs` holds other things than
+        TypeError: if `key` is not one typed key, or `shard_specs` does not consist of
             PartitionSpecs.
         ValueError: if `stddev` is not positive or has half precision; if `updates` are not a plain
             clipped sum; or if shards whose values may differ would draw the same noise.
@@ -158,9 +158,9 @@ def _draw(
 ) -> list[jax.Array]:
     """Return standard Gaussian noise for each leaf; leaves are float32 or float64.
 
-    A leaf's key is the state's key with the step, the leaf's address and the index of this shard
-    along the leaf's mesh `axes` folded in. Small leaves of similar size share one draw, because
-    this compiles to fewer kernels.
+    The key of a leaf is the state's key, into which are folded: the step, the leaf's address, and
+    the index of this shard along the leaf's mesh `axes`. Small leaves of similar size share one
+    draw, which compiles to fewer kernels.
     """
     step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
     keys = fold_in_texts(step_key, addresses)
@@ -194,15 +194,15 @@ def _draw(
 def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
     """Return a row of standard Gaussian noise for each key, or NaN if the step is negative.
 
-    Steps are never negative, but the condition makes XLA draw the rows once. Without it, XLA would
-    draw the rows again in every kernel that slices a leaf's noise from them.
+    Steps are never negative. The condition only keeps XLA from drawing the rows again in every
+    kernel that slices a leaf's noise from them.
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def _check_stddev(stddev: ArrayLike) -> None:
-    """Raise unless `stddev` is one number that is not in half precision."""
+    """Raise unless `stddev` is one number in float32 or float64."""
     if jnp.shape(stddev):
         raise ValueError(f"`stddev` must give one number, got the shape {jnp.shape(stddev)}.")
     dtype = getattr(stddev, "dtype", jnp.dtype("float32"))
@@ -221,7 +221,7 @@ def _split_axes(shard: Shard) -> tuple[str, ...]:
 def _check_shards(
     leaves: Sequence[tuple[str, jax.Array]], shards: Sequence[Shard], state: AddGaussianNoiseState
 ) -> None:
-    """Raise if a leaf may differ along a mesh axis along which its noise does not differ."""
+    """Raise if a leaf may vary over a mesh axis over which its noise does not vary."""
     for (name, _), shard in zip(leaves, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying
@@ -231,7 +231,7 @@ def _check_shards(
             remedy = "sum it with jax.lax.psum" if tracked else "use shard_map with check_vma=True"
             raise ValueError(
                 f"`updates` must be equal on all shards inside shard_map, got {name!r}, which "
-                f"{reason} over {', '.join(sorted(repeated))}: every shard would draw the same "
-                f"noise; {remedy}, call `update` outside shard_map, or, if these axes split a "
-                "summed gradient, pass `shard_specs` that name them."
+                f"{reason} over {', '.join(sorted(repeated))}: unequal shards would get equal "
+                f"noise; {remedy}, call `update` outside shard_map, or name in `shard_specs` the "
+                "mesh axes that split a summed gradient."
             )

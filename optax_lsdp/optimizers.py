@@ -31,32 +31,32 @@ def privatize(
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
-    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Pass to `update` the
-    marked sum of `clipped_grad`, or stacked per-example gradients with `params`, and with `mask=`
-    if the batch is padded. In a chain, `privatize` must be the first transform. Momentum and weight
-    decay belong in `optimizer`, after the noise.
+    `optimizer` receives u = (I − σL)⁻¹ (Σᵢ clip(gᵢ, C) + N(0, z²C² I)) / b. Here gᵢ is the gradient
+    of example i, and L is the second difference of `laplacian_smooth`. Pass the result of
+    `clipped_grad` to `update`. Or pass stacked per-example gradients with `params`, and with
+    `mask=` if the batch is padded. In a chain, `privatize` must be the first transform. Momentum
+    and weight decay belong in `optimizer`, after the noise.
 
-    Do not wrap the result in `optax.MultiSteps` or `optax.apply_if_finite`: they cannot carry a
-    marked sum. For large batches, use `microbatch_size` of `clipped_grad`, or add the marked sums
-    of disjoint parts with `jax.tree.map(jnp.add, a, b)` and update once. Do not use `privatize` k
-    times under one `optax.partition`: each use would clip by itself, and the joint sensitivity
-    would be √k·C. Use one `privatize(optax.partition(...), ...)`, with a prefix tree of clip norms
-    if the parts need different ones.
+    Do not wrap `privatize` in `optax.MultiSteps` or `optax.apply_if_finite`, which cannot carry the
+    `Clipped` leaves of a sum. For large batches, use `microbatch_size` of `clipped_grad`, or add
+    the sums of disjoint parts with `jax.tree.map(jnp.add, a, b)`. Do not use `privatize` k times in
+    one `optax.partition`: the joint sensitivity would be √k·C. Write
+    `privatize(optax.partition(...), ...)` instead.
 
     Args:
         optimizer: any Optax optimizer, such as `optax.adamw(1e-3)`.
         clip_norm: C; see `clip_per_example`. It must be the same as in `clipped_grad`.
-        noise_multiplier: z > 0, the standard deviation of the noise on the clipped *sum*, in units
-            of the sum's `sensitivity`: the number that the accountant computes. For a schedule, the
-            accountant must know every value; `PrivacyPlan` accounts for those of a `Piecewise`.
+        noise_multiplier: z > 0, a number or a schedule. The standard deviation of the noise on the
+            clipped *sum* is z times the sum's `sensitivity`. The accountant must know every value
+            of a schedule; `PrivacyPlan` accounts for the values of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
         smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
-            `laplacian_smooth(...)` transform instead. Smoothing costs no privacy and buys none.
+            `laplacian_smooth(...)` transform instead. Smoothing does not change ε.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
-            `add_gaussian_noise` and `laplacian_smooth`. `privatize` passes `shard_specs` to both,
-            unless `smoothing` is a transform: then set the transform's own `shard_specs` too.
+            `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
+            `smoothing` is a transform, set the transform's own `shard_specs`.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
@@ -135,9 +135,8 @@ def dp_lssgd(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSSGD: `privatize(optax.sgd(learning_rate, momentum), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize` and `optax.sgd`. Here σ is 1 by default. Reference: Wang et
-    al. 2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in Privacy-Preserving
-    ERM.
+    For the arguments, see `privatize` and `optax.sgd`; σ is 1 by default. Reference: Wang et al.
+    2019, DP-LSSGD: A Stochastic Optimization Method to Lift the Utility in Privacy-Preserving ERM.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lssgd(0.1, expected_batch_size=256, **private)
@@ -189,7 +188,7 @@ def dp_lsadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize`. Here σ is 1 by default.
+    For the arguments, see `privatize`; σ is 1 by default.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
@@ -206,7 +205,7 @@ def dp_lsadam(
 
 
 def steps_taken(state: optax.OptState) -> jax.Array:
-    """Return how many steps an optimizer of `privatize` has taken, from the optimizer's state."""
+    """Return how many steps an optimizer of `privatize` has taken, according to its state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
 
@@ -239,7 +238,7 @@ def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.Gra
 def _with_clear_errors(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Make optimizers that need more than gradients, such as L-BFGS, raise a clear error."""
+    """Replace the error of optimizers that need more than gradients, such as L-BFGS."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(

@@ -1,11 +1,11 @@
-"""Samplers, one for each sampling scheme: they decide which examples are in the batch of a step.
+"""Samplers, one for each sampling scheme: they choose the examples of each step's batch.
 
-A batch depends only on the key and the step, because all randomness is Threefry with a key per
-step. So any host can draw the batch of any step, in NumPy or inside `jax.jit`, with the same bits.
-The cost grows with the batch, not with the dataset. A Poisson sampler draws 64 random bits and
-looks up the size of the batch in a table of cumulative probabilities. It then draws this many
-different indices, each as ⌊n·u⌋ with 64 random bits for u in [0, 1). The relative error of an
-example's sampling rate is at most n·2⁻⁶⁴.
+A batch depends only on the key and the step, so any host can draw the batch of any step, in NumPy
+or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset.
+
+A Poisson sampler draws the size of the batch by inverting its cumulative distribution, with 64
+random bits. It then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in
+[0, 1). The relative error of an example's sampling rate is at most n·2⁻⁶⁴.
 """
 
 import math
@@ -31,13 +31,13 @@ Step: TypeAlias = int | np.integer | jax.Array
 
 _MOST = 2**31 - 1  # examples, since indices are int32
 _RARE = 1e-15  # the probability that a batch exceeds the default room, about b + 8√b
-_DENSE = 4  # subsets with room for more than n/4 examples come from a permutation of all examples
+_DENSE = 4  # if a batch may have more than n/4 examples, a permutation of all examples is drawn
 
 
 class Batch(NamedTuple):
     """The batch of a step: the examples `indices[mask]`, followed by padding.
 
-    Use both in the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
+    Pass both to the gradient: `clipped_grad(...)(params, data[batch.indices], batch.mask)`. Without
     the mask, padding counts as examples, and the true ε is larger than the accountant's.
 
     Attributes:
@@ -70,9 +70,8 @@ class Sampler(Protocol):
 class PoissonSampler:
     """Draw each example into each batch with probability q, independently of all else.
 
-    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. If
-    a batch has more than `max_batch_size` examples, the sampler truncates it: it keeps a uniform
-    subset of this size. `overflow_probability` is the probability of a truncation in one step. The
+    The number of examples in a batch is random, but the length of its arrays, `size`, is fixed. The
+    sampler truncates larger batches to a uniform subset of `max_batch_size` examples. The
     accountant must know about the truncation: pass `max_batch_size` and `dataset_size` to
     `accounting.SampledGaussian`, or use a `PrivacyPlan`.
 
@@ -83,8 +82,8 @@ class PoissonSampler:
             assumes that nobody knows which examples are in which batch.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
             probability 1e-15 or less.
-        multiple_of: the length of the arrays is rounded up to a multiple of this number, such as
-            the number of devices or the size of a microbatch.
+        multiple_of: `size` is rounded up to a multiple of this number, such as the number of
+            devices or the size of a microbatch.
 
     >>> sampler = PoissonSampler(60_000, 256 / 60_000, key=jax.random.key(0))
     >>> batch = sampler.batch(step=7)
@@ -105,12 +104,11 @@ class PoissonSampler:
         if self.max_batch_size is None:
             room = room_for_batch(self.dataset_size, self.sampling_rate * self.dataset_size)
             object.__setattr__(self, "max_batch_size", room)
-        _check_threefry(self.key)
         _set_size(self, "max_batch_size")
 
     @property
     def overflow_probability(self) -> float:
-        """Return the probability that the batch of a step exceeds `max_batch_size`."""
+        """Return the probability that a step truncates its batch."""
         return float(binom.sf(self.max_batch_size, self.dataset_size, self.sampling_rate))
 
     def batch(self, step: Step) -> Batch:
@@ -138,8 +136,7 @@ class PoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`. `batch_size` is b, the number of
-    examples in each batch. For the other arguments, see `PoissonSampler`.
+    The accountant calls this `sampling="without_replacement"`. For arguments, see `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -153,7 +150,6 @@ class FixedSizeSampler:
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
 
     def __post_init__(self) -> None:
-        _check_threefry(self.key)
         _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
@@ -166,11 +162,10 @@ class FixedSizeSampler:
 class ShuffledSampler:
     """Shuffle the data in every epoch, cut them into ⌊n/b⌋ batches, and drop the remainder.
 
-    Data loaders that drop the last batch do the same. The accountant (`sampling="shuffled"`) claims
-    no amplification by sampling, so the same ε needs many times the noise. Use this sampler for
+    Here n is `dataset_size` and b is `batch_size`. The accountant (`sampling="shuffled"`) claims no
+    amplification by sampling, so the same ε needs many times the noise. Use this sampler for
     comparison, or if the data cannot be read in any other way. It sorts n numbers once per epoch,
-    or, inside `jit`, once per step. `batch_size` is b, the number of examples in each batch. For
-    the other arguments, see `PoissonSampler`.
+    or, inside `jit`, once per step. For the other arguments, see `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -185,7 +180,6 @@ class ShuffledSampler:
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_threefry(self.key)
         _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:
@@ -198,7 +192,7 @@ class ShuffledSampler:
         return Batch(indices, within < self.batch_size)
 
     def _order(self, epoch: Step) -> Array:
-        """Return the order of all examples in an epoch. Keep NumPy arrays for later steps."""
+        """Return the order of all examples in an epoch. Keep a NumPy order for later steps."""
         bits = RandomBits(self.key, epoch)
         if isinstance(epoch, jax.Array):
             return bits.permutation(self.dataset_size)
@@ -236,23 +230,27 @@ def room_for_batch(
 ) -> int:
     """Return a size that a Poisson batch exceeds with probability `rare` or less.
 
-    This also holds for a dataset with a further group of `group_size` examples.
+    The bound also holds if `group_size` examples are added to the dataset.
 
     >>> room_for_batch(60_000, 256)
     393
     """
-    rate = expected_batch_size / dataset_size
-    least = max(math.floor(expected_batch_size), 1)
-
-    def is_enough(room: int) -> bool:
-        return binom.sf(room, dataset_size + group_size, rate) <= rare
-
-    # SciPy's inverse of `sf` fails below 1e-16.
-    return least + bisect_left(range(least, dataset_size), True, key=is_enough)
+    size_of_batch = binom(dataset_size + group_size, expected_batch_size / dataset_size)
+    rooms = range(max(math.floor(expected_batch_size), 1), dataset_size)
+    # Bisection, because SciPy's inverse of `sf` fails below 1e-16.
+    return rooms.start + bisect_left(rooms, True, key=lambda room: size_of_batch.sf(room) <= rare)
 
 
 def _set_size(sampler: Any, name: str) -> None:
-    """Check the sizes of a sampler, and set `size`. `name` names the field that bounds a batch."""
+    """Check a sampler, and set `size`. `name` is the field with the largest size of a batch."""
+    if hasattr(sampler, "key"):
+        check_key("key", sampler.key)
+        if not is_threefry(sampler.key):
+            kind = jax.random.key_impl(sampler.key)
+            raise ValueError(
+                f"`key` must be a Threefry key, got {kind}, whose bits may differ between devices; "
+                "make a key with fresh_key()."
+            )
     room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)
@@ -262,22 +260,13 @@ def _set_size(sampler: Any, name: str) -> None:
     object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
 
 
-def _check_threefry(key: jax.Array) -> None:
-    check_key("key", key)
-    if not is_threefry(key):
-        raise ValueError(
-            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
-            "between devices; make a key with fresh_key()."
-        )
-
-
 def _namespace(step: Step) -> ModuleType:
     """Return `jax.numpy` if the step is a JAX array, and `numpy` otherwise."""
     return jnp if isinstance(step, jax.Array) else np
 
 
 class RandomBits:
-    """The random bits of one step, from Threefry with a key per step, in NumPy or JAX."""
+    """The random bits of one step: Threefry with a key for each step, in NumPy or JAX."""
 
     def __init__(self, key: jax.Array, step: Step) -> None:
         self.xp = _namespace(step)
@@ -297,7 +286,7 @@ class RandomBits:
         return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
 
     def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
-        """Draw a random 64-bit number; return how many numbers in a table do not exceed it."""
+        """Draw a random 64-bit number. Return how many numbers in a table do not exceed it."""
         high, low = self.draw(0, 1)
         return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
 
@@ -310,17 +299,12 @@ class RandomBits:
         return (_high_product(high, times) + overflow).astype(np.int32)
 
     def different(self, bound: int, size: int) -> Array:
-        """Return an array whose first `size` entries are different indices below `bound`.
+        """Return an array whose first `size` entries are different random indices below `bound`.
 
-        `size` must be at most bound/4. More indices are drawn, and repeated ones moved to the end.
-        A draw with too few different indices would be twenty standard deviations from the mean.
+        `size` must be at most bound/4. Too few of the drawn indices would be different only if
+        their number were twenty standard deviations below its mean.
         """
-        repeated = self.indices(bound, size + size // 2 + 64)
-        order = self.xp.argsort(repeated, stable=True)
-        is_new = repeated[order][1:] != repeated[order][:-1]
-        first = self.xp.concatenate([self.xp.ones(1, bool), is_new])
-        first = first[self.xp.argsort(order, stable=True)]
-        return repeated[self.xp.argsort(~first, stable=True)]
+        return _repeats_last(self.indices(bound, size + size // 2 + 64), self.xp)
 
     def permutation(self, size: int) -> Array:
         """Return all indices below `size`, sorted by a random 64-bit number for each index."""
@@ -328,10 +312,10 @@ class RandomBits:
 
 
 def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, size: int) -> Batch:
-    """Return a batch of `count` different random indices. `count` is at most `room`.
+    """Return a batch of `count` different random indices, where `count` is at most `room`.
 
     The arrays have `size` entries, but `size` does not affect which examples are drawn. Padding
-    consists of the other indices. They repeat only if `size` exceeds `dataset_size`.
+    consists of other indices, which repeat only if `size` exceeds `dataset_size`.
     """
     xp = bits.xp
     if _DENSE * room > dataset_size:
@@ -339,20 +323,18 @@ def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, s
     else:
         order = bits.different(dataset_size, size if _DENSE * size <= dataset_size else room)
         if _DENSE * size > dataset_size:
-            order = _followed_by_others(order[:room], dataset_size, xp)
+            others = xp.arange(dataset_size, dtype=np.int32)
+            order = _repeats_last(xp.concatenate([order[:room], others]), xp)[:dataset_size]
     place = xp.arange(size, dtype=np.int32)
     return Batch(order[place % np.int32(len(order))], place < count)
 
 
-def _followed_by_others(drawn: Array, dataset_size: int, xp: ModuleType) -> Array:
-    """Return the indices `drawn`, followed by all other indices."""
-    rank = xp.full(dataset_size, len(drawn), np.int32)
-    rise = xp.arange(len(drawn), dtype=np.int32)
-    if xp is np:
-        rank[drawn] = rise
-    else:
-        rank = rank.at[drawn].set(rise)
-    return xp.argsort(rank, stable=True).astype(np.int32)
+def _repeats_last(indices: Array, xp: ModuleType) -> Array:
+    """Return the indices in the same order, but with repeated indices moved to the end."""
+    order = xp.argsort(indices, stable=True)
+    is_new = indices[order][1:] != indices[order][:-1]
+    first = xp.concatenate([xp.ones(1, bool), is_new])[xp.argsort(order, stable=True)]
+    return indices[xp.argsort(~first, stable=True)]
 
 
 def _high_product(one: Array, other: np.uint32) -> Array:

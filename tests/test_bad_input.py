@@ -213,7 +213,7 @@ CASES = {
         ),
         "`updates` must hold real floating-point arrays, got complex64",
     ),
-    # links out of their order
+    # transforms in the wrong order
     "noise before the clip": (
         lambda: lsdp.add_gaussian_noise(1.0, key=KEY).update(
             marked(), lsdp.add_gaussian_noise(1.0, key=KEY).init(PARAMS)

@@ -176,7 +176,7 @@ def test_frozen_statistics_are_accepted(model):
     "model", [lambda: nnx_model(False, copy=False), lambda: linen_model(False, mutable=())]
 )
 def test_a_layer_whose_statistics_cannot_be_written_is_reported(model):
-    """Flax raises errors of its own in that case."""
+    """Flax itself raises an error if statistics cannot be written."""
     message = message_of(USES["check_model"], *model())
     assert all(words in message for words in WORDS), message
 
@@ -222,7 +222,7 @@ STATEFUL = {
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_running_statistics_among_the_parameters_are_refused(name):
-    """They would get noise and no gradient."""
+    """Running statistics have no gradient, and would receive noise."""
     make, message = STATEFUL[name]
     params = make()
     for use in ("fit", "clipped_grad", "explain_clipping"):

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data, _timing, zoo
+from benchmarks import _data, _timing, effective_clip_norm, zoo
+from benchmarks._results import RESULTS
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
 
@@ -73,6 +74,31 @@ def test_a_smoke_run_of_scaling_writes_a_record(tmp_path):
     command = [sys.executable, "-m", "benchmarks.scaling", "--smoke", "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
     assert json.loads(output.read_text())["overhead"]["MNIST CNN"]["fit"] > 0
+
+
+def test_a_smoke_run_of_effective_clip_norms_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    output = tmp_path / "effective_clip_norm.json"
+    monkeypatch.setattr(sys, "argv", ["effective_clip_norm", "--smoke", "--output", str(output)])
+    effective_clip_norm.main()
+    whole = json.loads(output.read_text())
+    found = whole["tpu"].pop("softmax regression")
+    output.write_text(json.dumps({**whole, "is_whole": False}))
+    effective_clip_norm.main()
+    again = json.loads(output.read_text())
+    assert again["is_whole"] and again["cpu"] == whole["cpu"]
+    lost = again["tpu"]["softmax regression"]
+    assert (lost["smallest"], lost["median"]) == (found["smallest"], found["median"])
+    assert 0.95 <= found["smallest"] <= found["median"] <= 1
+
+
+def test_examples_of_the_zoo_get_nearly_the_clip_norm_on_record():
+    record = _timing.load_record(RESULTS / "effective_clip_norm.json")
+    least = {"cpu": 0.99, "cuda": 0.95, "tpu": 0.95}  # as docs/guarantees.md says
+    assert least.keys() == set(effective_clip_norm.PLATFORMS)
+    for platform, promised in least.items():
+        assert record[platform].keys() == zoo.ZOO.keys()
+        for name, row in record[platform].items():
+            assert promised <= row["smallest"] <= row["median"] <= 1, f"{name} on {platform}"
 
 
 def write_idx(path, array):

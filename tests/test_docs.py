@@ -40,7 +40,7 @@ def relative(path):
 
 @pytest.fixture(autouse=True)
 def _strict_promotion():
-    """Replace the strict one: examples are run as a user would run them."""
+    """Replace the fixture with strict promotion: examples run as a user would run them."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
@@ -54,7 +54,7 @@ def test_every_block_of_a_page_runs_as_printed(path, tmp_path, monkeypatch):
 
 
 def test_readme_keeps_its_shape():
-    """At most 180 lines, the claim with its device by line 5 and code by line 15."""
+    """README has at most 180 lines, the claim with its device by line 5, and code by line 15."""
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= 180
     assert "times" in lines[4] and "CPU" in lines[4]
@@ -93,7 +93,7 @@ def test_every_link_leads_somewhere(path):
 
 
 def test_every_public_name_is_in_the_reference():
-    """Under the shortest name by which users reach it, and once."""
+    """The reference lists each name once, under the shortest name by which users reach it."""
     text = "\n".join(path.read_text() for path in MANUAL if path.parent.name == "api")
     listed = re.findall(r"^\.\. auto(?:function|class|exception):: optax_lsdp\.(\S+)", text, re.M)
     assert len(listed) == len(set(listed))
@@ -116,7 +116,7 @@ def test_every_file_that_contributing_names_exists():
 
 
 def test_the_glossary_is_short_and_true():
-    """At most 30 terms, each with a name that occurs in the file that it points to."""
+    """The glossary has at most 30 terms. The name of each term occurs in the file that it names."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     table = text.partition("## Glossary")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split("|") for line in table.splitlines() if line.startswith("| ")][2:]
@@ -137,8 +137,9 @@ def test_the_numbers_are_those_of_the_results():
 
 def test_the_epsilons_of_shuffled_and_poisson_batches_are_those_of_the_accountant():
     said = re.search(
-        r"At z = (\S+), batches of (\d+) and (\d+) epochs of ([\d,]+) examples, ε at δ = 1e-5 is "
-        r"(\S+) for Poisson batches, and nothing below (\d+) is certified for shuffled",
+        r"Take z = (\S+), batches of (\d+), (\d+) epochs of ([\d,]+) examples and δ = 1e-5\. "
+        r"Poisson batches then give ε = (\S+)\. For shuffled batches \(`\"zero_out\"`\), the "
+        r"accountant certifies no ε below (\d+)\.",
         " ".join((ROOT / "docs" / "accounting.md").read_text().split()),
     )
     z, batch, epochs, size, poisson, shuffled = (float(x.replace(",", "")) for x in said.groups())
@@ -152,7 +153,7 @@ def test_the_epsilons_of_shuffled_and_poisson_batches_are_those_of_the_accountan
 
 
 def test_the_advice_in_words_follows_from_the_records():
-    """As the docstring of `laplacian_smooth` and the paper's README give it."""
+    """README and the README of the paper's experiments give the advice."""
     numbers = _report.numbers()
 
     def gain(epsilon, layout):
@@ -167,7 +168,7 @@ def test_the_advice_in_words_follows_from_the_records():
 
 
 def test_what_is_said_of_cnns_follows_from_the_records():
-    """In the paper's README, docs/smoothing.md and the docstring of `laplacian_smooth`."""
+    """docs/smoothing.md and the README of the paper's experiments make the statements."""
     numbers = _report.numbers()
 
     def short(name, z=10):
@@ -210,7 +211,7 @@ def test_the_audits_on_record_found_what_they_should():
 
 
 def test_runs_that_are_in_two_records_are_the_same_in_both():
-    """A second run with the same seed gives the same numbers."""
+    """A second run with the same seed has the same results."""
     once = load_record(RESULTS / "paper" / "cnn.json").get("noise", {})
     again = load_record(RESULTS / "paper" / "cnn_effects.json").get("smoothing", {})
     for name, smoothing in (("sgd 10 seed 0", "0"), ("lssgd 10 seed 0", "1")):

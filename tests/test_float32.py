@@ -17,7 +17,7 @@ quantile = jax.jit(_quantile)
 
 @pytest.mark.parametrize("exponent", range(1, 65))
 def test_gaps_between_neighbouring_noise_values_are_as_small_as_documented(exponent):
-    """They are 2⁻²¹ standard deviations, and 2⁻¹⁹ in the tails.
+    """The gaps are at most 2⁻²¹ standard deviations, and 2⁻¹⁹ in the tails.
 
     Noise is a function of a probability p in float32, and the test takes consecutive values of p.
     """
@@ -53,7 +53,7 @@ def norm(tree):
 @pytest.mark.parametrize("size", [64, 1024, *slow(16_384)])
 @pytest.mark.parametrize("cancel", [False, True])
 def test_the_order_of_summation_changes_the_sum_by_little(size, engine, cancel):
-    """Each addition rounds to 2⁻²⁴ of the partial sum, whether examples add up or cancel."""
+    """Each addition has an error of 2⁻²⁴ of the partial sum, whether examples add up or cancel."""
     rng = np.random.default_rng(size)
     batch = rng.normal(size=(size, 16)).astype(np.float32) * 10.0 ** rng.integers(-3, 4, (size, 1))
     if cancel:

@@ -143,7 +143,7 @@ def test_foreign_functions_that_see_a_whole_batch_are_refused():
 
 
 def test_a_sum_inside_an_untracked_shard_map_is_refused():
-    """Under vmap, its axis may hold other examples."""
+    """Under vmap, the axis of an untracked shard_map may hold other examples."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def loss(check_vma, w, x):
@@ -161,7 +161,7 @@ def test_a_sum_inside_an_untracked_shard_map_is_refused():
 
 
 def test_small_weights_in_long_loops_store_no_operands():
-    """Solvers of neural differential equations have such loops, and rematerialise them."""
+    """Solvers of neural differential equations have long loops, and rematerialise them."""
 
     def loss(params, x):
         @jax.checkpoint

@@ -61,7 +61,7 @@ def test_a_mask_for_a_marked_sum_is_refused(make):
 
 @pytest.mark.parametrize("make", [by_the_link_alone, by_a_whole_chain])
 def test_a_mask_under_another_name_is_refused(make):
-    """So are weights and other arguments with one value for each example."""
+    """Weights and other arguments with one value for each example are refused as well."""
     params, tx, stacked = jnp.zeros(2), make(1.0), jnp.ones((3, 2))
     total = jax.jit(lsdp.clipped_grad(jnp.vdot, clip_norm=1.0))(params, stacked)
     for updates, extra in (

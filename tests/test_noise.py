@@ -240,7 +240,7 @@ def in_shard_map(updates, spec, *, key_varies=False, check_vma=True, reduce=Fals
 
 
 def test_inside_shard_map_noise_that_would_repeat_is_refused():
-    with pytest.raises(ValueError, match="same noise"):
+    with pytest.raises(ValueError, match="equal noise"):
         in_shard_map(jnp.zeros((8, 100)), PartitionSpec("shards"))
 
 
@@ -286,7 +286,7 @@ def test_inside_shard_map_a_named_axis_gives_each_shard_its_own_noise():
 
 def test_specs_of_single_leaves_allow_no_repeated_noise():
     swapped = {**SPECS, "split": PartitionSpec(), "whole": PartitionSpec("shards")}
-    with pytest.raises(ValueError, match="got 'split', which varies over shards: every shard"):
+    with pytest.raises(ValueError, match="got 'split', which varies over shards: unequal shards"):
         jax.eval_shape(in_shards(swapped), SPLIT_TREE)
     with pytest.raises(ValueError, match=r"got 'scalar', which may vary .* over shards"):
         jax.eval_shape(in_shards(SPECS, check_vma=False), SPLIT_TREE)
@@ -314,7 +314,7 @@ def test_inside_shard_map_an_unsummed_gradient_is_refused_although_its_spec_name
         return jax.eval_shape(mapped, jnp.zeros((8, 8)))
 
     run(is_summed=True)
-    with pytest.raises(ValueError, match="over data: every shard would draw the same"):
+    with pytest.raises(ValueError, match="over data: unequal shards would get equal"):
         run(is_summed=False)
 
 

@@ -46,7 +46,7 @@ def test_named_axes_are_folded_in_where_jax_does_not_track_them():
 
 
 def test_stacked_gradients_are_not_noised():
-    """The gradients are stacked, so they would be clipped after the noise, and the noise too."""
+    """Noise on stacked gradients would be clipped together with them afterwards."""
     params, stack = jnp.zeros((2, 3)), jnp.ones((5, 2, 3))
     tx = optax.chain(
         lsdp.add_gaussian_noise(1e6, key=jax.random.key(0)), lsdp.clip_per_example(1.0)

@@ -178,7 +178,7 @@ def test_a_second_step_does_not_recompile(kind):
 @both_kinds
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_dtypes_are_stable(kind, dtype):
-    tx = OPTIMIZERS["dp_lsadam"]  # has every transform there is
+    tx = OPTIMIZERS["dp_lsadam"]  # this optimizer has every transform
     with jax.enable_x64(dtype == "float64"):
         params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
         state = tx.init(params)
@@ -309,17 +309,17 @@ def test_privatize_passes_shard_specs_to_noise_and_smoothing(check_vma):
         zeros, one_row
     )
     for leaf in drawn.values():
-        assert len(np.unique(leaf)) == leaf.size  # each shard draws noise of its own
+        assert len(np.unique(leaf)) == leaf.size  # each shard draws different noise
     whole = lsdp.laplacian_smooth(2.0)
     expected, _ = jax.jit(whole.update)(jax.device_get(drawn), whole.init(None))
     chex.assert_trees_all_close(got, expected, atol=1e-6)
     without_specs = lsdp.privatize(optax.identity(), **PRIVATE, replicated_axes="x")
-    with pytest.raises(ValueError, match="every shard would draw the same noise"):
+    with pytest.raises(ValueError, match="unequal shards would get equal noise"):
         jax.eval_shape(on_shards(without_specs), zeros, one_row)
 
 
 def test_an_update_reads_as_a_straight_path_through_the_package():
-    """A reader who follows one update and reads each function once changes file this rarely."""
+    """Count how often a reader changes file who follows one update and reads each function once."""
     tx = lsdp.dp_lssgd(LR, smoothing=2.0, **PRIVATE)
     grads, state = updates_of("marked"), tx.init(PARAMS)
     called = {}

@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def run(*command, **options):
-    """Run a command, and show what it said if it fails."""
+    """Run a command. If it fails, show its output."""
     done = subprocess.run(command, capture_output=True, text=True, **options)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
@@ -85,7 +85,7 @@ def link_installed(requirements, site_packages):
 
 @pytest.mark.parametrize("versions", ["installed", *slow("newest", "oldest")])
 def test_the_wheel_works_with_its_declared_dependencies_alone(versions, built, tmp_path):
-    """README's first example and the accountant's command run; missing extras are named."""
+    """README's first example and the accountant's command run. Errors name missing extras."""
     required = PROJECT["dependencies"] + PROJECT["optional-dependencies"]["training"]
     venv = tmp_path / "venv"
     python = venv / "bin" / "python"

@@ -1,9 +1,9 @@
 """Certified bounds on ε and δ: in closed form for a Gaussian mechanism, on a lattice otherwise.
 
-The parameter μ of a Gaussian mechanism is its sensitivity divided by the standard deviation of its
-noise. T Gaussian mechanisms with μ compose to one Gaussian mechanism with √T·μ. All other steps are
-composed on a lattice (`_lattice`) with settings from `_quadrature`. Upper bounds are never below
-the true value, and lower bounds are never above the true value.
+μ of a Gaussian mechanism is its sensitivity divided by the standard deviation of its noise. T
+Gaussian mechanisms with μ compose to one Gaussian mechanism with √T·μ. `_lattice` composes all
+other steps, with settings from `_quadrature`. An upper bound is never below the true value, and a
+lower bound is never above it.
 """
 
 import itertools
@@ -22,9 +22,9 @@ from optax_lsdp.accounting._quadrature import LatticeSettings, Steps
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
 _LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ that `upper_profile` tries
 _PRECISION = 1e-8  # relative precision of the root search for ε
-_FEW = 256  # frequencies; if there are more, the contour integral never gives a value
+_FEW = 256  # with more Fourier coefficients than this, the contour integral gives no value
 _LARGEST_EPSILON = 1e300
-_LARGEST = 2_000_000  # most lattice points for a lower bound
+_MOST_POINTS = 2_000_000  # most lattice points for a lower bound
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:
@@ -39,10 +39,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
-    """Return δ(ε) of a Gaussian mechanism, and a bound on the rounding error.
-
-    Logarithms of the two terms, and expm1 for their difference, save a small δ from cancellation.
-    """
+    """Return δ(ε) of a Gaussian mechanism without cancellation, and a bound on its rounding."""
     inside = float(log_ndtr(mu / 2 - epsilon / mu))
     outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     first = math.exp(inside)
@@ -53,11 +50,7 @@ def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
 def gaussian_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded up.
 
-    The privacy loss is N(μ²/2, μ²), so ε = μ²/2 + μ√(−2 log δ) suffices. Bisection goes down
-    from this ε and returns a point at which δ(ε) ≤ δ holds.
-
-    >>> round(gaussian_epsilon(1e-5, 1.0), 4)
-    4.3772
+    The privacy loss has the distribution N(μ²/2, μ²), so ε = μ²/2 + μ√(−2 log δ) is large enough.
     """
     if mu > 1e100:
         return math.inf
@@ -68,7 +61,7 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 def gaussian_lower_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
-    The search goes down from `gaussian_epsilon` until δ(ε) exceeds δ by more than its rounding.
+    The search lowers `gaussian_epsilon` until δ(ε) exceeds δ by more than the rounding error.
     """
     upper = gaussian_epsilon(delta, mu)
     if upper == math.inf:
@@ -83,11 +76,7 @@ def gaussian_lower_epsilon(delta: float, mu: float) -> float:
 
 
 def gaussian_mu(epsilon: float, delta: float) -> float:
-    """Return the largest μ at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
-
-    >>> round(gaussian_mu(4.3772, 1e-5), 4)
-    1.0
-    """
+    """Return the largest μ at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down."""
     too_much = 1.0
     while gaussian_delta(epsilon, too_much) <= delta:
         too_much *= 2
@@ -95,24 +84,30 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """Return the point above which `holds` is true, rounded up so that `holds` is true there."""
+    """Return the smallest x ≥ `low` for which `holds(x)` is true, rounded up; `high` may be ∞."""
     if holds(low):
         return low
     if high == math.inf:
         high = 2 * low
         while not holds(high):
             low, high = high, 2 * high
-    while True:
-        middle = (low + high) / 2
-        if not low < middle < high or high - low <= 1e-14 * high:
-            return high
+    return narrow(low, high, holds, 1e-14)
+
+
+def narrow(low: float, high: float, holds: Callable[[float], bool], precision: float) -> float:
+    """Halve [low, high] until its width is at most precision·high, and return its upper end.
+
+    `holds` must be false at `low` and true at `high`. It is true at the returned point.
+    """
+    while low < (middle := (low + high) / 2) < high and high - low > precision * high:
         low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
     """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if this ε reaches `limit`.
 
-    `upper_epsilons` gives a first ε, which is raised until `upper_delta` certifies it too.
+    `upper_epsilons` proposes an ε. It is raised until `upper_delta` certifies it, too.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
@@ -143,7 +138,7 @@ def _refined(steps: Steps, delta: float, high: float) -> float:
 
 
 def _union_bound(steps: Steps) -> float:
-    """Return Σ T·δ(0) over the steps. It bounds δ(ε) of their composition at every ε ≥ 0."""
+    """Return Σ T·δ(0), where each step is taken T times. It bounds δ(ε) at every ε ≥ 0."""
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
@@ -151,7 +146,10 @@ def _union_bound(steps: Steps) -> float:
 def upper_epsilons(
     steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
 ) -> np.ndarray:
-    """Return an upper bound on ε for each row of `counts`. The settings suit the last row."""
+    """Return an upper bound on ε for each row of `counts`, which says how often steps are taken.
+
+    All rows share the lattice settings of the last row.
+    """
     limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
 
@@ -162,13 +160,13 @@ def upper_epsilons(
 
     settings = quadrature.settings_for_epsilon(last, delta)
     epsilons = solve(settings)
-    if 0 < epsilons[-1] < 0.8 * settings.epsilon:  # the tail is heavy: the mesh was too coarse
+    if 0 < epsilons[-1] < 0.8 * settings.epsilon:  # a heavy tail made the mesh too coarse
         epsilons = solve(quadrature.settings_for_epsilon(last, delta, float(epsilons[-1])))
     return epsilons
 
 
 def upper_delta(steps: Steps, epsilon: float) -> float:
-    """Return an upper bound on δ(ε): the smallest bound from several settings."""
+    """Return an upper bound on δ(ε): the smallest of several valid bounds."""
     if (single := _single(steps)) is not None:
         return min(1.0, float(np.add(*divergence(single, np.array([epsilon])))[0]))
     delta = min(1.0, _union_bound(steps))
@@ -177,11 +175,11 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
         tilted = _compose(*_matrix(steps), settings)
         found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
-        if is_worse and delta < 1:  # the settings suit an irrelevant tail
+        if is_worse and delta < 1:  # the settings were chosen for a tail that does not matter
             settings = quadrature.settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
-        elif tilted.infinite[0] > 1e-3 * delta:  # too much of a heavy tail was cut
+        elif tilted.infinite[0] > 1e-3 * delta:  # the settings cut off too much of a heavy tail
             settings = quadrature.settings_for_delta(steps, epsilon, math.log(delta) - 7)
-        elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # Chernoff's bound was off
+        elif turn == 0 and delta < 1e-3 * math.exp(settings.log_delta):  # δ was guessed too large
             settings = quadrature.settings_for_epsilon(steps, delta, epsilon or None)
         else:
             break
@@ -202,42 +200,42 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. Each pair dominates its optimistic lattice, and so does the
-    composition. The mesh is refined until a finer mesh gains nothing.
+    `upper` must be an upper bound on ε. Optimistic lattices never have a larger δ(ε) than their
+    pairs, alone or composed. The mesh is refined until a finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)
     if (single := _single(steps)) is not None:
-        return float(
-            find(lambda at: np.subtract(*divergence(single, at)), start=1.0, stride=0.5)[0]
-        )
+        exact = find(lambda at: np.subtract(*divergence(single, at)), start=1.0, stride=0.5)
+        return float(exact[0])
     settings = quadrature.settings_for_epsilon(steps, delta, upper or None)
     highest = 0.0
     for finer in (1, 4, 16, 64):
         mesh = settings.mesh / finer
-        if highest >= 0.9997 * upper or settings.window / mesh > _LARGEST:
+        if highest >= 0.9997 * upper or settings.window / mesh > _MOST_POINTS:
             break
         lattices = [
             lattice.optimistic_lattice(pair, mesh, finer * settings.per_octave, settings.tail)
             for pair, _ in pairs
         ]
         tilted = lattice.convolve(lattices, _matrix(steps)[1], settings._replace(mesh=mesh))
-        if len(tilted.frequencies) > _LARGEST // 100:
+        if len(tilted.frequencies) > _MOST_POINTS // 100:
             break
+        previous = highest
         found = float(find(tilted.lower_delta, start=upper, stride=1 / settings.tilt)[0])
-        if 0 < found <= 1.0003 * highest:
-            return max(found, highest)
-        highest = max(found, highest)
+        highest = max(found, previous)
+        if 0 < found <= 1.0003 * previous:
+            break
     return highest
 
 
 def _single(steps: Steps) -> Step | None:
-    """Return the step if there is only one, which needs no composition. Otherwise return None."""
+    """Return the step if `steps` is one step, taken once. Otherwise return None."""
     return steps[0][0] if len(steps) == 1 and steps[0][1] == 1 else None
 
 
 def _matrix(steps: Steps) -> tuple[list[Step], np.ndarray]:
-    """Return the different steps, and how often each is taken, as a matrix with one row."""
+    """Return the different steps, and a matrix with one row that says how often each is taken."""
     return [step for step, _ in steps], np.array([[count for _, count in steps]], float)
 
 
@@ -261,12 +259,12 @@ def _solve(
 ) -> np.ndarray:
     """Return, for each row, the ε at which a decreasing bound on δ(ε) equals δ.
 
-    The search goes up from `start`, then down in growing strides, and then narrows the bracket. For
-    an upper bound on δ(ε), return the bracket's upper end, and for a lower bound its lower end.
+    The search goes up from `start`, then down in growing strides, and then narrows a bracket of ε.
+    For an upper bound on δ(ε), return the bracket's upper end, for a lower bound its lower end.
 
     Return ∞ if ε is far above `limit`. Return 0 if an upper bound is at most δ at ε = 0, or if the
-    search finds no ε at which a lower bound exceeds δ. A lower bound at ε = 0 decides nothing: it
-    drops to 0 below the ε that its settings suit.
+    search finds no ε at which a lower bound exceeds δ. A lower bound at ε = 0 shows nothing,
+    because lower bounds drop to 0 far below the ε of their settings.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -313,7 +311,7 @@ def _check(steps: Steps, settings: LatticeSettings, epsilon: float, lattice_delt
         return
     expected = 10 * (settings.tilt + 1) * settings.cost + math.log(2)
     gap = math.log(lattice_delta / contour)
-    if gap < -2e-6 or (gap > expected and lattice_delta > 1e-20):  # smaller gaps are rounding
+    if gap < -2e-6 or (gap > expected and lattice_delta > 1e-20):
         raise ArithmeticError(
             f"two methods disagree on δ({epsilon!r}): {lattice_delta!r} and {contour!r}; report "
             "the arguments of this call as a bug of optax_lsdp."

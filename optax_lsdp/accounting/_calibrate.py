@@ -1,4 +1,4 @@
-"""Calibration: the noise multiplier, number of steps or batch size that a privacy budget allows."""
+"""Calibration: the smallest noise, or the most steps or largest batches, within a budget (ε, δ)."""
 
 import math
 from collections.abc import Callable
@@ -11,14 +11,14 @@ from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_wh
 from optax_lsdp._schemes import RELATIONS, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import is_gaussian
 from optax_lsdp.accounting._bounds import gaussian_mu, upper_delta
-from optax_lsdp.accounting._composition import Mechanism, privacy_profile
+from optax_lsdp.accounting._composition import Mechanism, profile
 from optax_lsdp.accounting._mechanisms import DEFAULT_RELATION, SampledGaussian
 
 _CLOSE = 2e-5  # relative distance between an answer and the smallest sufficient scale
 _STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # in log z, away from a good guess
 _LONG_STRIDES = (1.0,) * 60  # away from a bad guess
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MANY_STEPS = 10**5  # tried before MOST_STEPS, because ε is cheaper to compute
+_MANY_STEPS = 10**5  # tried before MOST_STEPS, whose ε takes longer to compute
 
 
 class _Options(TypedDict, total=False):
@@ -46,8 +46,8 @@ def calibrate_noise_multiplier(
 ) -> float:
     """Return the smallest noise multiplier z with which training is (ε, δ)-differentially private.
 
-    With 0.01 % less noise, training would exceed the budget (ε, δ). The other arguments are those
-    of `SampledGaussian`. Raise a ValueError if no noise suffices.
+    0.01 % less noise would exceed the budget (ε, δ). For the other arguments, see
+    `SampledGaussian`. Raise a ValueError if no noise suffices.
 
     >>> z = calibrate_noise_multiplier(
     ...     epsilon=0.1, delta=1e-5, sampling_rate=128 / 60_000, steps=23_450
@@ -71,24 +71,24 @@ def calibrate_noise_multiplier(
     if is_gaussian(unit) and unit.mu is not None:  # the closed form
         return unit.mu / mu * (1 + 1e-12)
 
-    # The guess is the z at which the privacy loss has about the variance μ², as the loss of a
-    # Gaussian mechanism that spends exactly (ε, δ).
+    # At this guess of log z, the variance of the privacy loss is about μ², as for the Gaussian
+    # mechanism that spends (ε, δ).
     sensitivity = unit.group_size * RELATIONS[unit.neighbouring].sensitivity
     ratio = min(max(mu / (unit.sampling_rate * math.sqrt(unit.steps)), 1e-150), 1e150)
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
     guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
-    worst_case: list[int] = []  # the first call sets it; later calls compute only this case
+    worst_case: list[int] = []  # set by the first call of `spent`; later calls compute no other
 
     def family(noise: float) -> SampledGaussian:
         return replace(unit, noise_multiplier=noise)
 
     def spent(noise: float) -> float:
-        profile = privacy_profile(family(noise).parts)
-        if profile.group_size > 1 or not profile.upper:
-            return profile.delta(epsilon)
-        cases = worst_case or range(len(profile.upper))
-        deltas = [upper_delta(profile.upper[case], epsilon) for case in cases]
+        found = profile(family(noise).parts)
+        if found.group_size > 1 or not found.upper:
+            return found.delta(epsilon)
+        cases = worst_case or range(len(found.upper))
+        deltas = [upper_delta(found.upper[case], epsilon) for case in cases]
         worst_case[:] = worst_case or [deltas.index(max(deltas))]
         return max(deltas)
 
@@ -98,8 +98,8 @@ def calibrate_noise_multiplier(
 def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, delta: float) -> float:
     """Return the smallest scale s for which `family(s)` is (ε, δ)-differentially private.
 
-    Use this function for noise that follows a schedule. `family` maps s to the sum of all phases,
-    whose noise multipliers are proportional to s. Raise a ValueError if no scale suffices.
+    Use this function for noise that follows a schedule: `family(s)` is the sum of all phases, with
+    noise multipliers proportional to s. Raise a ValueError if no scale suffices.
 
     >>> def halved(scale):
     ...     return SampledGaussian(scale, 0.01, 100) + SampledGaussian(scale / 2, 0.01, 100)
@@ -107,11 +107,9 @@ def calibrate_scale(family: Callable[[float], Mechanism], *, epsilon: float, del
     1.81
     """
     _check_budget(epsilon, delta)
-
-    def spent(scale: float) -> float:
-        return family(scale).delta(epsilon)
-
-    return _smallest_scale(family, spent, epsilon, delta, 0.0, _LONG_STRIDES)
+    return _smallest_scale(
+        family, lambda scale: family(scale).delta(epsilon), epsilon, delta, 0.0, _LONG_STRIDES
+    )
 
 
 def _smallest_scale(
@@ -124,9 +122,9 @@ def _smallest_scale(
 ) -> float:
     """Return the smallest sufficient scale s, rounded up.
 
-    `spent` is δ(ε) as a function of s, and `guess` is a guess of log s. The search moves away from
-    the guess in `strides` until it has a bracket, and then narrows the bracket. Finally it raises s
-    until `family(s).epsilon(delta)` is at most ε.
+    `spent(s)` is δ(ε), and `guess` is a guess of log s. The search moves away from the guess in
+    `strides` until it has a bracket, and narrows the bracket. Then it raises s until
+    `family(s).epsilon(delta)` is at most ε.
     """
 
     def excess(log_scale: float) -> float:
@@ -141,10 +139,8 @@ def _smallest_scale(
         if far < math.log(_LEAST_NOISE) and not is_too_small:
             return _LEAST_NOISE
         if far > math.log(_MOST_NOISE) and is_too_small:
-            raise ValueError(
-                f"`epsilon` must be reachable with a noise multiplier below {_MOST_NOISE:g}, "
-                f"got {epsilon!r} at delta={delta!r}; raise `epsilon` or take fewer steps."
-            )
+            demand = f"reachable with a noise multiplier below {_MOST_NOISE:g} at delta={delta!r}"
+            raise refusal("epsilon", demand, epsilon, "raise `epsilon` or take fewer steps")
     scale = math.exp(brentq(excess, min(near, far), max(near, far), xtol=_CLOSE))
     more = _CLOSE / 2
     while family(scale).epsilon(delta) > epsilon:
@@ -162,8 +158,8 @@ def calibrate_steps(
 ) -> int:
     """Return the largest number of steps that is (ε, δ)-differentially private.
 
-    `options` are further arguments of `SampledGaussian`. Raise a ValueError if a single step
-    exceeds the budget, or if 10⁹ steps do not exceed it.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if one step exceeds the
+    budget, or if the budget allows 10⁹ steps or more.
 
     >>> calibrate_steps(epsilon=1, delta=1e-5, noise_multiplier=2, sampling_rate=0.01)
     2432
@@ -194,7 +190,8 @@ def calibrate_batch_size(
 ) -> int:
     """Return the largest expected batch size that is (ε, δ)-differentially private.
 
-    `options` are arguments of `SampledGaussian`. Raise if even one example per batch is too many.
+    `options` are further arguments of `SampledGaussian`. Raise a ValueError if batches of one
+    example exceed the budget.
 
     >>> calibrate_batch_size(
     ...     epsilon=1, delta=1e-5, noise_multiplier=2, dataset_size=60_000, steps=14_100
@@ -205,10 +202,8 @@ def calibrate_batch_size(
     check_whole("dataset_size", dataset_size)
     check_whole("steps", steps)
     if options.get("sampling") == "full":
-        raise ValueError(
-            "`sampling` must not be 'full', because a full batch is always the whole dataset; pass "
-            "'poisson', 'without_replacement' or 'shuffled'."
-        )
+        demand = "'poisson', 'without_replacement' or 'shuffled'"
+        raise refusal("sampling", demand, "full", "a full batch is always the whole dataset")
 
     def spent(size: int) -> float:
         rate = size / dataset_size
@@ -226,7 +221,7 @@ def calibrate_batch_size(
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    `spent` must not decrease. It grows like a power of n: a secant in logarithms converges fast.
+    `spent` must not decrease. It grows like a power of n, so the search interpolates log spent(n).
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

@@ -1,10 +1,11 @@
-"""The privacy of one phase, or of several phases on the same data.
+"""The privacy of one or several phases on the same data.
 
-A phase is a number of equal steps, described by a `SampledGaussian`. `Mechanism` holds the methods
-that a phase, a `Composition` of phases and a `Ledger` share.
+A `SampledGaussian` is a phase: a number of equal steps. `Mechanism` holds the methods that a phase,
+a `Composition` of phases and a `Ledger` share.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -14,33 +15,27 @@ import numpy as np
 
 from optax_lsdp._checks import check_delta, check_non_negative, check_whole, refusal
 from optax_lsdp._schemes import SCHEMES
-from optax_lsdp.accounting._analysis import (
-    PrivacyProfile,
-    analyse,
-    has_group_analysis,
-    steps_per_epoch,
-    unamplified_mu,
-)
+from optax_lsdp.accounting import _analysis as analysis
 
 if TYPE_CHECKING:
     import dp_accounting
 
     from optax_lsdp.accounting._mechanisms import SampledGaussian
 
-_MOST_KINDS = 64  # different sampled steps; if there are more, similar steps are made equal
+_MOST_KINDS = 64  # most different sampled steps; beyond it, similar steps are made equal
 
 
 class Mechanism:
-    """The privacy of training steps. `a + b` is a's steps, followed by b's on the same data.
+    """Training steps, each of which may depend on the results of earlier steps.
 
-    Each step may depend on the results of earlier steps. Every answer errs towards less privacy.
+    `a + b` is a's steps, followed by b's on the same data. Every answer errs towards less privacy.
     """
 
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
 
         @property
         def phases(self) -> tuple[SampledGaussian, ...]:
-            """The phases in the order in which they are taken."""
+            """The phases, in order."""
 
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
@@ -50,18 +45,18 @@ class Mechanism:
     def group(self, size: int) -> "Mechanism":
         """Return the same steps with a guarantee for any `size` examples that change together.
 
-        Full batches are accounted for exactly. Poisson batches with "add_remove" or "zero_out" have
-        a tight analysis, unless a batch is likely to contain so many members of the group that they
-        move the sum by more than 20 standard deviations of the noise. In all other cases ε comes
-        from a bound that holds for every mechanism. It may be far above the true ε.
+        The analysis is exact for full batches. It is tight for Poisson batches with "add_remove" or
+        "zero_out", unless the members of a group in one batch are likely to move the sum by more
+        than 20 standard deviations of the noise. All other cases use a generic bound on ε, which
+        may be far above the true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))
 
     def to_dp_event(self) -> "dp_accounting.DpEvent":
-        """Return the steps as a `DpEvent` of the package dp-accounting, which must be installed.
+        """Return the steps as a `DpEvent` for an accountant of the package dp-accounting.
 
-        Pass the neighbouring relation to dp-accounting's accountant: a `DpEvent` has none.
+        Pass the neighbouring relation to that accountant, because a `DpEvent` does not contain it.
         """
         try:
             import dp_accounting as dp
@@ -74,25 +69,25 @@ class Mechanism:
     def epsilon(self, delta: float) -> float:
         """Return the smallest ε for which (ε, δ)-differential privacy is certified."""
         check_delta("delta", delta)
-        return privacy_profile(self.parts).epsilon(float(delta))
+        return profile(self.parts).epsilon(float(delta))
 
     def delta(self, epsilon: float) -> float:
         """Return the smallest δ for which (ε, δ)-differential privacy is certified."""
         check_non_negative("epsilon", epsilon)
-        return privacy_profile(self.parts).delta(float(epsilon))
+        return profile(self.parts).delta(float(epsilon))
 
     def epsilon_bounds(self, delta: float) -> tuple[float, float]:
         """Return certified lower and upper bounds on the smallest ε.
 
-        The lower bound is the ε of two particular neighbouring datasets. For shuffled batches it is
-        0, because no useful datasets are known. For groups without their own analysis (see
-        `group`), it is the lower bound for one example. It may be far below the true ε, or 0, if
-        losses are rare and large: at noise multipliers below 1 with sampling rates near 1/steps.
+        The lower bound is the ε of two particular neighbouring datasets. It is 0 for shuffled
+        batches. For groups with the generic bound (see `group`), it is the lower bound for one
+        example. It may be far below the true ε, or 0, if large privacy losses are rare: at noise
+        multipliers below 1 with sampling rates near 1/steps.
         """
         check_delta("delta", delta)
-        profile = privacy_profile(self.parts)
-        upper = profile.epsilon(float(delta))
-        lower = profile.lower_epsilon(float(delta), upper)
+        found = profile(self.parts)
+        upper = found.epsilon(float(delta))
+        lower = found.lower_epsilon(float(delta), upper)
         if lower > upper:
             raise ArithmeticError(
                 f"the bounds on ε contradict each other, {lower!r} and {upper!r}; report the "
@@ -101,25 +96,24 @@ class Mechanism:
         return lower, upper
 
     def trade_off(self, alpha: float | np.ndarray) -> float | np.ndarray:
-        """Return f(α): no test between neighbouring datasets has a lower false-negative rate.
+        """Return f(α) of f-differential privacy at one or more false-positive rates α.
 
-        `alpha` holds one or more false-positive rates. f is the f of f-differential privacy.
+        No test between neighbouring datasets has a false-negative rate below f(α).
         """
         rates = np.asarray(alpha, float)
         if not np.all((rates >= 0) & (rates <= 1)):
             raise refusal("alpha", "between 0 and 1", alpha)
-        missed = privacy_profile(self.parts).trade_off(rates.ravel()).reshape(rates.shape)
+        missed = profile(self.parts).trade_off(rates.ravel()).reshape(rates.shape)
         return float(missed) if rates.ndim == 0 else missed
 
     def advantage(self) -> float:
-        """Return δ(0), the most that a test between neighbouring datasets can gain over guessing.
+        """Return δ(0), the largest value of 1 − α − f(α), where f is `trade_off`.
 
-        δ(0) is the largest value of 1 − α − f(α), where f is `trade_off`.
+        It is the most that a test between neighbouring datasets can gain over guessing.
         """
         return self.delta(0.0)
 
     def __add__(self, other: "Mechanism") -> "Composition":
-        """Return these steps, followed by the steps of `other` on the same data."""
         if not isinstance(other, Mechanism):
             return NotImplemented
         return Composition((*self.phases, *other.phases))
@@ -146,57 +140,44 @@ class Composition(Mechanism):
         for name in ("neighbouring", "group_size"):
             values = {getattr(phase, name) for phase in self.phases}
             if len(values) > 1:
+                got = " and ".join(sorted(map(repr, values)))
                 raise ValueError(
-                    f"`{name}` must be the same in all phases of a composition, got "
-                    f"{' and '.join(sorted(map(repr, values)))}; pass the same value to each phase."
+                    f"`{name}` must be the same in all phases of a composition, got {got}."
                 )
 
 
 def merge(phases: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
     """Return the phases, with equal phases merged into one phase that has all their steps.
 
-    Phases that end within a shuffled epoch stay apart: parts of two epochs may share an example.
+    Phases that end within a shuffled epoch stay apart, because two such epochs may share examples.
     """
-    counts: dict[SampledGaussian, int] = {}
+    counts: Counter[SampledGaussian] = Counter()
     apart = []
     for phase in phases:
-        if SCHEMES[phase.sampling].once_per_epoch and phase.steps % steps_per_epoch(phase):
+        if SCHEMES[phase.sampling].once_per_epoch and phase.steps % analysis.steps_per_epoch(phase):
             apart.append(phase)
         else:
             size = None if phase.max_batch_size is None else phase.dataset_size
-            key = replace(phase, steps=1, dataset_size=size)
-            counts[key] = counts.get(key, 0) + phase.steps
+            counts[replace(phase, steps=1, dataset_size=size)] += phase.steps
     return *(replace(key, steps=steps) for key, steps in counts.items() if steps), *apart
 
 
-def privacy_profile(phases: "tuple[SampledGaussian, ...]") -> PrivacyProfile:
+def profile(phases: "tuple[SampledGaussian, ...]") -> analysis.PrivacyProfile:
     """Return the privacy profile of all phases together."""
     group_size = 1
-    if not all(map(has_group_analysis, phases)):
+    if not all(map(analysis.has_group_analysis, phases)):
         group_size = phases[0].group_size
         phases = tuple(replace(phase, group_size=1) for phase in phases)
-    unamplified = group_size * math.hypot(*map(unamplified_mu, phases)) * (1 + 1e-15)
-    upper = [analyse(phase) for phase in simplify(phases)]
-    lower = [analyse(phase) for phase in simplify(phases, more_private=True)]
-    return PrivacyProfile.of(upper, lower, group_size, unamplified)
+    unamplified = group_size * math.hypot(*map(analysis.unamplified_mu, phases)) * (1 + 1e-15)
+    upper = [analysis.analyse(phase) for phase in merge(simplify(phases))]
+    lower = [analysis.analyse(phase) for phase in merge(simplify(phases, more_private=True))]
+    return analysis.PrivacyProfile.of(upper, lower, group_size, unamplified)
 
 
 def simplify(
-    phases: "tuple[SampledGaussian, ...]", *, more_private: bool = False
-) -> "tuple[SampledGaussian, ...]":
-    """Return few phases that are at most as private, or with `more_private` at least as private."""
-    if len(phases) <= _MOST_KINDS:
-        return phases
-    return merge(simplify_in_order(phases, more_private=more_private))
-
-
-def simplify_in_order(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Round noise down and rates up until few different phases remain.
-
-    With `more_private`, round noise up and rates down.
-    """
+    """Round noise down and rates up, or with `more_private` vice versa, to few different phases."""
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
         ratio *= 1.5
@@ -213,7 +194,7 @@ def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "Samp
     smaller, larger = (max, min) if more_private else (min, max)
     noise = math.exp(grid * down(math.log(phase.noise_multiplier) / grid))
     rate = math.exp(grid * up(math.log(phase.sampling_rate) / grid))
-    if phase.max_batch_size is not None:  # a higher rate can reveal less in truncated batches
+    if phase.max_batch_size is not None:  # truncated batches: a higher rate can reveal less
         rate = phase.sampling_rate
     return replace(
         phase,
@@ -225,10 +206,8 @@ def _rounded(phase: "SampledGaussian", grid: float, more_private: bool) -> "Samp
 def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEvent":
     """Return one step as a `DpEvent`. `dp` is the module dp_accounting."""
     if SCHEMES[phase.sampling].once_per_epoch:
-        raise ValueError(
-            f"`sampling` must not be {phase.sampling!r} for to_dp_event, because dp-accounting has "
-            "no such event; use 'poisson', 'without_replacement' or 'full'."
-        )
+        demand = "'poisson', 'without_replacement' or 'full' for to_dp_event"
+        raise refusal("sampling", demand, phase.sampling, "dp-accounting has no other event")
     if phase.group_size != 1:
         demand = "1 for to_dp_event, because a DpEvent describes single examples"
         raise refusal("group_size", demand, phase.group_size, "call to_dp_event before `group`")

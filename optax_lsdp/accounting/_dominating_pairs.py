@@ -1,15 +1,16 @@
 """Dominating pairs: two Gaussian mixtures P and Q that reveal at least as much as a training step.
 
-A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q is no smaller than
-the divergence between the step's outputs on any two neighbouring datasets. The composition of pairs
-dominates the composition of their steps. `_analysis` chooses the pairs of each sampling scheme.
+A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q is at least the
+divergence between the step's outputs on any two neighbouring datasets. A composition of pairs then
+dominates the composition of the steps. `_analysis` chooses the pairs of each sampling scheme.
 
-The noise has variance 1, and N(m) stands for N(m, 1). q is the sampling rate. The shift μ is the
-largest contribution of one example, divided by the standard deviation of the noise.
+N(m) stands for N(m, 1), and q is the sampling rate. The shift μ is the largest contribution of one
+example, divided by the standard deviation of the noise.
 """
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,16 +25,14 @@ _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double
 
 
 class Pair(NamedTuple):
-    """P = Σ(bᵢ + dᵢ)·N(mᵢ, 1) and Q = Σbᵢ·N(mᵢ, 1), whose privacy loss log P/Q grows with x."""
+    """P = Σ(bᵢ + dᵢ)·N(mᵢ) and Q = Σbᵢ·N(mᵢ), whose privacy loss log P/Q grows with x."""
 
     centres: np.ndarray  # the means mᵢ
-    base: np.ndarray  # the weights b of Q
-    change: np.ndarray  # the differences d: they avoid cancellation if P is close to Q
+    base: np.ndarray  # the weights bᵢ of Q
+    change: np.ndarray  # the differences dᵢ, which avoid cancellation if P is close to Q
     point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if there is none
-    # Whether (P, Q) dominates both directions only at ε ≥ 0, and (Q, P) dominates both directions
-    # at ε < 0. Sampling without replacement has such a pair.
-    folded: bool = False
-    missing: float = 0.0  # the mass of P that no Gaussian models: its loss counts as infinite
+    folded: bool = False  # whether (P, Q) dominates only at ε ≥ 0, and (Q, P) at ε < 0
+    missing: float = 0.0  # mass that P lacks; it counts as an infinite loss
 
     @property
     def weights(self) -> np.ndarray:
@@ -56,7 +55,7 @@ class Pair(NamedTuple):
 
 
 Step = tuple[tuple[float, Pair], ...]
-"""One training step: pairs with probabilities. The attacker learns which of the pairs was used."""
+"""One training step: pairs with their probabilities. The attacker learns which pair was drawn."""
 
 
 def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -95,11 +94,11 @@ def addition_pair(rate: float, shift: float) -> Pair:
 def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
-    Let the two values of the example contribute u and v, of norm at most μ. The worst case is
-    u = −v of norm μ. For α = e^ε ≥ 1, the divergence is that of the single Gaussian qN(u) from the
-    mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the distances from u to the mixture's centres
-    0 and v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix Mechanisms). They are at
-    most μ and 2μ, and u = −v attains both. For α < 1, exchange u and v.
+    Let the two values of the example contribute u and v, of norm at most μ. For α = e^ε ≥ 1, the
+    divergence is that of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the
+    distances of u from 0 and from v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix
+    Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v of norm μ, which
+    attains both. For α < 1, exchange u and v.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -118,36 +117,34 @@ def replacement_pair(rate: float, shift: float) -> Pair:
 def fixed_size_pair(rate: float, shift: float) -> Pair:
     """Return the folded `removal_pair`, for replacing one example of a fixed-size batch.
 
-    Here μ is the largest distance between the old and the new contribution. See Zhu, Dong and Wang
+    Here μ is the largest distance between the old and the new contribution (Zhu, Dong and Wang
     2022, Optimal Accounting of Differential Privacy via Characteristic Function; Lebeda et al.
-    2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms.
+    2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms).
     """
     return removal_pair(rate, shift)._replace(folded=True)
 
 
 def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
-    """Return m, the most group members per batch that pairs model, and a bound on P(more than m).
+    """Return m, the most group members per batch that a pair models, and a bound on P(more than m).
 
-    More than m members in one batch are either unlikely or move the sum too far.
+    More than m members in one batch are unlikely, or move the sum too far.
     """
+
+    def exceeds(m: int) -> float:
+        return binomial_upper_tail(m + 1, size, rate) if m < size else 0.0
+
     most = int(min(size, max(1, _LARGEST_REACH // shift)))
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_likely = middle < size and binomial_upper_tail(middle + 1, size, rate) >= _UNLIKELY
-        low, high = (middle, high) if is_likely else (low, middle)
-    if high == size:
-        return high, 0.0
-    return high, binomial_upper_tail(high + 1, size, rate) * (1 + binomial_rounding(size))
+    m = 1 + bisect_left(range(1, most), True, key=lambda m: exceeds(m) < _UNLIKELY)
+    return m, exceeds(m) * (1 + binomial_rounding(size))
 
 
 def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return P = Σ Binomial(j; k, q)·N(jμ) and Q = N(0), for removing k = `size` examples.
 
-    Batches with more members than `group_members` returns count as an infinite loss, and weights
-    are rounded up. An optimistic pair, for lower bounds on ε, counts such batches as no loss and
-    rounds weights down. See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling
-    via Mixture of Gaussians Mechanisms.
+    Batches with more than `group_members` count as an infinite loss, and weights are rounded up. An
+    optimistic pair, for lower bounds on ε, counts such batches as no loss and rounds weights down.
+    See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
+    Gaussians Mechanisms.
     """
     return _group_pair(rate, shift, size, 1 - 1e-9 if optimistic else 1 + 1e-9, optimistic)
 
@@ -155,8 +152,8 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks batches with more members than `group_members`
-    returns. Both raise the divergence of P from Q. An optimistic pair gives their mass to N(0).
+    The weights of Q are rounded down, and Q lacks batches with more than `group_members`. Both
+    raise the divergence of P from Q. An optimistic pair gives the mass of such batches to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 
@@ -204,27 +201,19 @@ def _group_pair(rate: float, shift: float, size: int, rounding: float, optimisti
 
 
 def binomial_upper_tail(least: int, trials: int, rate: float) -> float:
-    """Return the probability of at least `least` successes, for 1 ≤ least ≤ trials.
-
-    >>> binomial_upper_tail(2, 2, 0.5)
-    0.25
-    """
+    """Return the probability of at least `least` successes, for 1 ≤ least ≤ trials."""
     return float(betainc(float(least), float(trials - least + 1), rate))
 
 
 def binomial_lower_tail(least: int, trials: int, rate: float) -> float:
-    """Return the probability of fewer than `least` successes, for 1 ≤ least ≤ trials.
-
-    >>> binomial_lower_tail(2, 2, 0.5)
-    0.75
-    """
+    """Return the probability of fewer than `least` successes, for 1 ≤ least ≤ trials."""
     return float(betaincc(float(least), float(trials - least + 1), rate))
 
 
 def binomial_rounding(trials: int) -> float:
     """Return a bound on the relative error of both binomial tails.
 
-    Compared with sums in mpmath of up to 10⁹ trials, the error is at most a tenth of the bound.
+    Compared with mpmath, for up to 10⁹ trials, the error is at most a tenth of the bound.
     `scipy.special.bdtrc` is not accurate enough: from 10⁶ trials on, its error is 4e-4.
     """
     return 1e-13 + 1e-15 * trials
@@ -236,7 +225,7 @@ def _swapped(pair: Pair) -> Pair:
 
 
 def _mean(exponents: np.ndarray, weights: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the mean of values with weights w·e^x over the last axis, without overflow."""
+    """Return Σ w·e^x·v / Σ w·e^x over the last axis, without overflow."""
     held = weights > 0
     scaled = np.exp(exponents[..., held] - exponents[..., held].max(axis=-1, keepdims=True))
     return (scaled @ (weights[held] * values[held])) / (scaled @ weights[held])

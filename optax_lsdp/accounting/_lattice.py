@@ -1,12 +1,10 @@
 """Proved bounds on δ(ε) of many steps, from privacy losses that are rounded to a lattice.
 
 `pessimistic_lattice` and `optimistic_lattice` round one step's privacy loss to whole multiples of
-the mesh h. `convolve` adds up the losses of all steps: it tilts the masses p at losses ℓ to
-p·e^(θℓ − K(θ)), where K(θ) makes their sum 1, convolves the tilted masses by FFT, and tilts back.
-Without the tilt, the FFT's rounding errors would swamp the tail that determines δ. With θ near the
-Chernoff optimum, this tail becomes the bulk of the distribution.
-
-Every error is bounded. Upper bounds on δ add the bound, and lower bounds subtract it.
+the mesh h. `convolve` adds the losses of all steps by FFT. First it tilts the masses p at losses ℓ
+to p·e^(θℓ − K(θ)), where K(θ) makes their sum 1. Without the tilt, rounding errors of the FFT would
+swamp the tail that determines δ. With θ near the Chernoff optimum, this tail becomes the bulk of
+the distribution. Upper bounds on δ add a bound on every error, and lower bounds subtract it.
 """
 
 import math
@@ -22,31 +20,27 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step
 from optax_lsdp.accounting._quadrature import LatticeSettings, cut_points
 
 _EPS = 2.0**-52
-_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch, as shares of a cell
+_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where in a cell tangents touch
 _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summed
 
 
 class Lattice(NamedTuple):
-    """The mass of P at each loss `positions`·h, and at an infinite loss."""
+    """The distribution of the privacy loss under P, on whole multiples of the mesh h."""
 
-    positions: np.ndarray  # whole numbers
+    positions: np.ndarray  # losses, as whole multiples of h
     masses: np.ndarray  # the mass of P at each position
     infinite: float  # the mass of P at an infinite loss
-    slack: float  # a bound on how far a true loss can exceed its position because of rounding
+    slack: float  # a bound on how far rounding lets a true loss exceed its position
 
 
 def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
-    """Return a lattice whose hockey-stick divergence is at least the step's, at every ε.
-
-    `_connect_dots` explains why. The step's pairs contribute in proportion to their probabilities.
-    """
-    held = [(weight, pair) for weight, pair in step if weight]
-    parts = [_connect_dots(pair, mesh, per_octave, tail / weight) for weight, pair in held]
+    """Return a lattice whose hockey-stick divergence is at least the step's, at every ε."""
+    parts = [(w, _connect_dots(pair, mesh, per_octave, tail / w)) for w, pair in step if w]
     return Lattice(
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([weight * x.masses for (weight, _), x in zip(held, parts, strict=True)]),
-        sum(weight * x.infinite for (weight, _), x in zip(held, parts, strict=True)),
-        max(part.slack for part in parts),
+        np.concatenate([part.positions for _, part in parts]),
+        np.concatenate([w * part.masses for w, part in parts]),
+        sum(w * part.infinite for w, part in parts),
+        max(part.slack for _, part in parts),
     )
 
 
@@ -54,15 +48,14 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
     """Move the mass of each cell to the cell's two ends, so that divergences can only grow.
 
     A cell [ℓ, ℓ′] with masses P and Q gives u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)) to its upper end and
-    P − u to its lower end. The two ends together then have the cell's masses P and Q. This spreads
-    P/Q about its mean under Q. A divergence is convex in P/Q, so the divergence grows at every ε,
-    before and after composition (Doroshenko et al. 2022, Connect the Dots).
+    P − u to its lower end. Both ends together keep the cell's masses P and Q, but P/Q spreads about
+    its mean under Q. A divergence is convex in P/Q, so it grows at every ε, before and after
+    composition (Doroshenko et al. 2022, Connect the Dots).
 
-    Mass below the lattice moves up to the lowest end, and mass above the lattice moves to infinity.
-    Bounds on rounding errors are added to P and u. Near zero, a cell is as wide as the mesh.
-    Further out, its width is a fixed share of the loss. The losses at the ends of cells are known
-    up to an error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and no
-    loss exceeds the cell's upper end by more than 2s. The slack of 3s covers both errors.
+    Mass below the lattice moves to the lowest end, and mass above the lattice to infinity. Bounds
+    on rounding errors are added to P and u. The losses at the ends of cells are known up to an
+    error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and none
+    exceeds the cell's upper end by more than 2s. The slack of 3s covers both errors.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
@@ -87,7 +80,7 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses, and their mirror image for (Q, P). All other mass moves to 0."""
+    """Return the positive losses, and their mirror image for (Q, P). Move all other mass to 0."""
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -101,12 +94,12 @@ def _fold(lattice: Lattice, mesh: float) -> Lattice:
 def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return a lattice whose hockey-stick divergence is at most the pair's, at every ε.
 
-    A divergence is convex in α = e^ε. If all losses are on the lattice, the divergence is also
-    linear between lattice points. In each cell, the chord of the pair's divergence is above the
-    divergence by at most the chord's distance from a tangent. Each lattice point is lowered by the
-    larger of the distances in its two cells, so every chord is below the divergence. Now take the
-    largest convex function below the lowered points that is 1 at α = 0 and 0 at the last positive
-    point. It is the divergence of a distribution on the lattice, and its slopes give the masses.
+    A divergence is convex in α = e^ε. If all losses are on the lattice, it is also linear between
+    lattice points. In each cell, a chord exceeds the pair's divergence by at most the chord's
+    distance from a tangent. Each lattice point is lowered by the larger distance of its two cells,
+    so every chord is below the divergence. The largest convex function below the lowered points,
+    with value 1 at α = 0 and 0 at the last positive point, is the divergence of a distribution on
+    the lattice. Its slopes give the masses.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
@@ -137,10 +130,7 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence at α = e^loss, and its slope in α.
-
-    In cells left of 0, 1 − α is subtracted from the divergence first.
-    """
+    """Return the divergence at α = e^loss, minus 1 − α in cells left of 0, and its slope in α."""
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base
@@ -163,9 +153,8 @@ def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
 def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return Φ(b) − Φ(a) for consecutive rows a and b, and a bound on the error of each.
 
-    Differences are taken in the nearer tail, where Φ is small. The relative error of `ndtr` grows
-    with its exponent x²/2. Against mpmath, the measured error is at most 1.05·ε·(4 + x²), where ε
-    is the machine precision. A difference has two such errors.
+    Differences are taken in the nearer tail, where Φ is small. Compared with mpmath, the relative
+    error of `ndtr` at x is at most 1.05·2⁻⁵²·(4 + x²). A difference has two such errors.
     """
     left, right = ends[:-1], ends[1:]
     far = np.where(left > 0, -left, right)
@@ -177,22 +166,22 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    Arrays have one row for each row of `counts` in `convolve` and, if they depend on the frequency,
-    one column for each frequency. φⱼ is the j-th Fourier coefficient of the tilted masses of one
-    kind of step, which is taken T times. Π and Σ run over the kinds of steps. With h, θ and t, the
-    mesh, the tilt and the extra tilt of the settings, let r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
+    Arrays have one row for each row of `counts` in `convolve`; `gaps` and `ends` have one column
+    for each frequency j. φⱼ is the j-th Fourier coefficient of the tilted masses of a step that is
+    taken T times. Π and Σ run over the different steps. h, θ and t are the mesh, the tilt and the
+    extra tilt of the settings, r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
     """
 
     settings: LatticeSettings
-    size: int  # N, the length of the FFT: losses that differ by N·h are not distinguished
+    size: int  # N, the length of the FFT, which knows losses only modulo N·h
     log_scale: np.ndarray  # Σ T·K(θ): P(s) is the tilted mass times e^(log_scale − θs)
-    frequencies: np.ndarray  # the whole numbers j of the coefficients that are kept
+    frequencies: np.ndarray  # each j whose coefficients are not negligible
     gaps: np.ndarray  # Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, for δ(ε) at lattice points
-    ends: np.ndarray  # Π φⱼ^T/((1 − r′)N), for its correction between lattice points
+    ends: np.ndarray  # Π φⱼ^T/((1 − r′)N), for δ(ε) between lattice points
     noise: np.ndarray  # a bound on the error of a sum over all frequencies
-    growth: np.ndarray  # a bound on log(the factor by which rounding may have changed masses)
+    growth: np.ndarray  # a bound on the logarithm of the factor that rounding puts on masses
     infinite: np.ndarray  # the mass of P at an infinite loss
-    slack: np.ndarray  # a bound on how far the true sum of losses can exceed the lattice's sum
+    slack: np.ndarray  # a bound on how far the true sum of losses exceeds the lattice's sum
     log_moment: np.ndarray  # log E[e^(tS)] of the tilted sum S, to bound its upper tail
 
     def upper_delta(self, epsilon: np.ndarray) -> np.ndarray:
@@ -215,16 +204,16 @@ class TiltedSum(NamedTuple):
     def _sums(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
         """Return δ(ε)/weight, the weight, e^(−θNh), and the logarithm of a factor for rounding.
 
-        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh. They are read
-        as losses s in the window (ε, ε + Nh]. If s₀ is the smallest of these losses, the weight
-        e^(log_scale − θs₀) is factored out. The remaining factors e^(−θs) and e^(−(θ + 1)s) are
-        geometric series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
+        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh, so each is
+        read as a loss s in the window (ε, ε + Nh]. If s₀ is the smallest loss in the window, the
+        weight is e^(log_scale − θs₀). The remaining factors e^(−θs) and e^(−(θ + 1)s) are geometric
+        series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
 
         Losses above the window are read too low. Their true contribution to δ is at most
-        weight·e^(−θNh), so upper bounds add this term. The contribution that is read is at most
-        weight times their tilted mass. A Chernoff bound limits this mass, and lower bounds subtract
-        the limit. Losses below the window are read too high. They contribute at most
-        Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), so lower bounds subtract this term.
+        weight·e^(−θNh), which upper bounds add. The contribution that is read is at most weight
+        times their tilted mass. Lower bounds subtract a Chernoff bound on this mass. Losses below
+        the window are read too high. They contribute at most
+        Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
         """
         mesh, tilt = self.settings.mesh, self.settings.tilt
         epsilon = np.minimum(epsilon, 1e15 * mesh)  # beyond this limit, δ only decreases
@@ -250,12 +239,12 @@ def convolve(
 
     Each row of `counts` says how often each step is taken, and gives one sum.
 
-    Every input of an FFT reaches every output through log₂N additions and multiplications by
-    numbers of modulus 1. So, for inputs that sum to 1, the error of an output φ is at most
-    η = 8·log₂N·ε, where ε is the machine precision. The error of φ^T is at most
-    T·η·(|φ| + η)^(T − 1), plus a relative error of ε·(T|log φ| + 16) from computing the power. A
-    tilted mass is exact up to a factor e^(ε·c), where c is the size of its exponents. T such
-    factors multiply. Dropped Fourier coefficients add at most e^(−42) to the mean of all.
+    An input of the FFT reaches an output through log₂N additions and multiplications by numbers of
+    modulus 1. With the machine precision u = 2⁻⁵² and inputs that sum to 1, the error of an output
+    φ is at most η = 8u·log₂N. The error of φ^T is at most T·η·(|φ| + η)^(T − 1), plus a relative
+    error of u·(T|log φ| + 16) from computing the power. A tilted mass is exact up to a factor
+    e^(u·c), where c is the size of its exponents; T such factors multiply. Dropped Fourier
+    coefficients add at most e^(−42) to the mean of all.
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)

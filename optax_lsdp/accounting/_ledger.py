@@ -1,5 +1,6 @@
-"""The ledger: a record of the steps that a run has taken, and of the ε that they have spent."""
+"""The ledger: a record of the steps that a run has taken, which computes the ε spent so far."""
 
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -13,21 +14,20 @@ from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_per_epoch
 from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
 from optax_lsdp.accounting._calibrate import largest
-from optax_lsdp.accounting._composition import Composition, Mechanism, simplify, simplify_in_order
+from optax_lsdp.accounting._composition import Composition, Mechanism, merge, simplify
 from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _VERSION = 1
-_LONGEST = 10**8  # most steps of a curve
-_RATIO = 5e-4  # relative distance of the numbers of steps at which a curve is computed
+_LONGEST = 10**8  # most steps for which `epsilons` returns an array
+_RATIO = 5e-4  # relative distance of the numbers of steps at which `epsilons` computes ε
 
 
 class Ledger(Mechanism):
     """A record of the steps that a run has taken. Steps are appended and never changed.
 
-    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. Steps that equal the last
-    step are merged into one phase, so 10⁵ equal steps take no more room than one. Shuffled batches
-    are merged only if they are appended with `continues=True`. Otherwise each part of an epoch
-    counts as a whole epoch.
+    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. It merges a step with the
+    last phase if they are equal, so 10⁵ equal steps take no more room than one. Append shuffled
+    batches with `continues=True`; otherwise each part of an epoch counts as a whole epoch.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -47,7 +47,7 @@ class Ledger(Mechanism):
             self.append(phase)
 
     def append(self, phase: SampledGaussian, *, continues: bool = False) -> None:
-        """Record that the steps of `phase` were taken after all steps so far.
+        """Record the steps of `phase`, taken after all steps so far.
 
         With `continues`, shuffled batches continue the epochs of the last phase.
         """
@@ -70,42 +70,35 @@ class Ledger(Mechanism):
 
     @property
     def phases(self) -> tuple[SampledGaussian, ...]:
-        """All phases in the order in which they were taken."""
+        """All phases, in order."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
 
     @property
     def steps(self) -> int:
-        """The number of steps that were taken."""
+        """The number of steps."""
         return sum(self._steps)
 
     def epsilons(self, delta: float) -> np.ndarray:
-        """Return an upper bound on ε after each step.
-
-        ε is computed after some of the steps. A step in between gets the next computed ε.
-        """
+        """Return an upper bound on ε after each step: the ε of this or a slightly later step."""
         check_delta("delta", delta)
         if self.steps > _LONGEST:
-            raise ValueError(
-                f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}; call "
-                "`epsilon` for the ε after the last step."
-            )
+            message = f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}"
+            raise ValueError(f"{message}; call `epsilon` for the ε after the last step.")
         return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps like the last one the budget (ε, δ) allows."""
+        """Return how many more steps that equal the last step the budget (ε, δ) allows."""
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:
             raise ValueError(
                 "`remaining_steps` must follow a step, got an empty ledger; append a step first."
             )
-        past, next_step = Composition(simplify(self.parts)), self._kinds[-1]
-
-        def spent(steps: int) -> float:
-            return (past + replace(next_step, steps=steps)).epsilon(delta)
-
-        return largest(spent, epsilon, MOST_STEPS)
+        past, last = Composition(merge(simplify(self.parts))), self._kinds[-1]
+        return largest(
+            lambda more: (past + replace(last, steps=more)).epsilon(delta), epsilon, MOST_STEPS
+        )
 
     def to_json(self) -> str:
         """Return the ledger as JSON text."""
@@ -114,7 +107,7 @@ class Ledger(Mechanism):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the ledger that `to_json` wrote as `text`. Refuse any other text."""
+        """Return the ledger that `to_json` wrote as `text`."""
         try:
             found = read_json(text)
             version, phases = found["optax_lsdp_ledger"], found["phases"]
@@ -123,8 +116,8 @@ class Ledger(Mechanism):
             raise _refusal("be what to_json returned", f"{str(text)[:40]!r} ({why})") from error
         if type(version) is not int or version != _VERSION:
             raise ValueError(
-                f"`text` must be a ledger of version {_VERSION}, got version {version!r}; "
-                "read it with the version of optax_lsdp that wrote it, or with a newer version."
+                f"`text` must be a ledger of version {_VERSION}, got version {version!r}; read it "
+                "with the release of optax_lsdp that wrote it, or with a newer release."
             )
         if set(found) != {"optax_lsdp_ledger", "phases"} or not isinstance(phases, list):
             keys = "have only the keys 'optax_lsdp_ledger' and 'phases', a list"
@@ -158,17 +151,17 @@ def _refusal(demand: str, got: str) -> ValueError:
 def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
-    ε is computed at `_knots`. The knots of a block share Fourier coefficients; see `_blocks`.
+    ε is computed only at `_knots`. A step between two knots gets the ε of the later knot. Within a
+    block of knots, the number of steps less than doubles, so the block shares lattice settings.
     """
     total = sum(phase.steps for phase in phases)
-    phases = [phase for phase in simplify_in_order(phases) if phase.steps]
+    phases = [phase for phase in simplify(phases) if phase.steps]
     kinds = list(dict.fromkeys(replace(phase, steps=1) for phase in phases))
     if not total:
         return np.zeros(0)
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
-        demand = "1 to compute ε after every step of these phases"
-        remedy = "call `epsilon` on a ledger that ends at the step that you are interested in"
-        raise refusal("group_size", demand, kinds[0].group_size, remedy)
+        demand = "1 to compute ε after every step with this sampling scheme and relation"
+        raise refusal("group_size", demand, kinds[0].group_size, "call `epsilon` instead")
     knots = _knots(total)
     counts = _counts(phases, kinds, knots)
     analyses = [analyse(kind) for kind in kinds]
@@ -178,13 +171,16 @@ def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarra
         at_knots = np.array([gaussian_epsilon(delta, mu) for mu in mus.tolist()])
     else:
         at_knots = np.zeros(len(knots))
-        for case in range(max(len(one.upper) for one in analyses)):
-            steps = [one.upper[case % len(one.upper)] for one in analyses]
-            for rows in _blocks(knots):
-                used = counts[rows][-1] > 0
-                taken = [step for step, is_used in zip(steps, used, strict=True) if is_used]
+        start = 0
+        while start < len(knots):
+            rows = slice(start, int(np.searchsorted(knots, 2 * knots[start])))
+            used = counts[rows][-1] > 0
+            for case in range(max(len(one.upper) for one in analyses)):
+                steps = [one.upper[case % len(one.upper)] for one in analyses]
+                taken = list(itertools.compress(steps, used))
                 found = upper_epsilons(taken, counts[rows][:, used], delta)
                 at_knots[rows] = np.maximum(at_knots[rows], found)
+            start = rows.stop
     return np.maximum.accumulate(at_knots)[np.searchsorted(knots, np.arange(1, total + 1))]
 
 
@@ -196,21 +192,10 @@ def _knots(total: int) -> np.ndarray:
     return np.array(knots)
 
 
-def _blocks(knots: np.ndarray) -> list[slice]:
-    """Cut the knots into blocks within which the number of steps less than doubles."""
-    blocks: list[slice] = []
-    while (start := blocks[-1].stop if blocks else 0) < len(knots):
-        blocks.append(slice(start, int(np.searchsorted(knots, 2 * knots[start]))))
-    return blocks
-
-
 def _counts(
     phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
 ) -> np.ndarray:
-    """Return how many steps of each kind were taken up to each knot.
-
-    For schemes that use each example at most once per epoch, count epochs instead, rounded up.
-    """
+    """Return how many steps of each kind, or shuffled epochs, were taken up to each knot."""
     counts = np.zeros((len(knots), len(kinds)))
     before = 0
     for phase in phases:

@@ -1,8 +1,4 @@
-"""The mechanisms whose privacy the accountant can compute.
-
-To add a mechanism whose steps have a dominating pair, derive it from `Mechanism` and add the pair
-to `_analysis`. Any other mechanism needs its own `epsilon` and `delta`, as `DiscreteGaussian` has.
-"""
+"""The mechanisms that the accountant knows: continuous and discrete Gaussian noise."""
 
 import math
 import sys
@@ -26,20 +22,20 @@ class SampledGaussian(Mechanism):
     """A phase of `steps` noisy clipped sums, each over a sampled batch.
 
     Attributes:
-        noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C.
-            C is the largest norm that one example can contribute. If groups of parameters are
-            clipped separately, to norms Cᵢ, C is √ΣCᵢ². z has the same meaning for every relation:
-            with "replace_one", the accountant itself considers that the sum can move by 2C.
+        noise_multiplier: z, the standard deviation of the noise on the clipped *sum*, divided by C,
+            the largest norm that one example can contribute. If groups of parameters are clipped
+            to separate norms Cᵢ, C is √ΣCᵢ². Do not double C for "replace_one": the accountant
+            knows that the sum can then move by 2C.
         sampling_rate: q, the expected share of the dataset in a batch.
         steps: T, the number of noisy sums that are released.
         sampling: the sampling scheme:
             "poisson": every batch contains every example with probability q, independently;
             "without_replacement": every batch is a uniform subset of q·n examples;
             "full": every batch is the whole dataset, q = 1, and its size is public;
-            "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch, in any order. No tight
-            analysis is known. ε holds for every order, even one that the attacker knows.
-        neighbouring: the neighbouring relation. An attacker must not be able to distinguish two
-            datasets that differ in this way:
+            "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch. No tight analysis is known,
+            so ε holds for every order, even one that the attacker knows.
+        neighbouring: the neighbouring relation, that is, how neighbouring datasets differ. An
+            attacker must not be able to distinguish them:
             "add_remove": one dataset has one more example;
             "zero_out": one example is replaced by a blank that contributes nothing;
             "replace_one": one example has a different value.
@@ -97,10 +93,9 @@ class SampledGaussian(Mechanism):
         if self.max_batch_size is not None:
             checks.check_whole("max_batch_size", self.max_batch_size)
             if not scheme.random_size or self.dataset_size is None:
-                raise ValueError(
-                    "`max_batch_size` must come with sampling='poisson' and a `dataset_size`, "
-                    f"got sampling={self.sampling!r} and dataset_size={self.dataset_size!r}."
-                )
+                got = f"sampling={self.sampling!r} and dataset_size={self.dataset_size!r}"
+                demand = "must come with sampling='poisson' and a `dataset_size`"
+                raise ValueError(f"`max_batch_size` {demand}, got {got}.")
         for field in fields(self):  # NumPy numbers become Python numbers
             value = getattr(self, field.name)
             if not isinstance(value, str | None):
@@ -109,12 +104,12 @@ class SampledGaussian(Mechanism):
 
     @property
     def phases(self) -> tuple[Self, ...]:
-        """This phase, as a tuple of one phase."""
+        """This phase alone."""
         return (self,)
 
     @property
     def mu(self) -> float | None:
-        """μ if the accountant treats this phase as one Gaussian mechanism, otherwise None."""
+        """μ if the analysis of this phase is that of one Gaussian mechanism, otherwise None."""
         return analyse(self).mu if self.steps else 0.0
 
     def group(self, size: int) -> Self:
@@ -127,17 +122,16 @@ class SampledGaussian(Mechanism):
 class DiscreteGaussian:
     """Steps of `discrete.add_discrete_gaussian_noise` on full batches.
 
-    In any dimension, each step satisfies ρ-zero-concentrated differential privacy with
-    ρ = 1/(2z²), just as with continuous noise. T steps together have ρ = T/(2z²). With
-    "replace_one", ρ is four times as large. For any ρ, ε = min over α > 1 of
+    In any dimension, T steps satisfy ρ-zero-concentrated differential privacy with ρ = T/(2z²), or
+    4T/(2z²) with "replace_one", as with continuous noise. Then ε is the minimum over α > 1 of
     αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound (Canonne, Kamath, Steinke 2020,
-    The Discrete Gaussian for Differential Privacy). This ε is somewhat larger than the ε of
-    continuous noise, which has an exact analysis.
+    The Discrete Gaussian for Differential Privacy). Continuous noise has an exact analysis, so its
+    ε is somewhat smaller.
 
     Args:
         noise_multiplier: z, the scale of the noise over the norm that one example can contribute.
         steps: T, the number of noisy sums that are released.
-        sampling: must be "full". The accountant has no analysis of discrete noise with sampling.
+        sampling: must be "full", because sampled batches with discrete noise have no analysis.
         neighbouring: the relation; see `SampledGaussian`. The dataset's size is public.
 
     >>> round(DiscreteGaussian(noise_multiplier=10.0, steps=25).epsilon(1e-5), 3)
@@ -185,22 +179,21 @@ class DiscreteGaussian:
             grown = excess * (order * self.rho - epsilon)
             return grown - log_excess - order * math.log1p(1 / excess)
 
-        least = sys.float_info.min  # δ is never zero
-        return min(1.0, max(least, math.exp(_smallest(log_bound)) * (1 + _ROUNDING)))
+        smallest = math.exp(_smallest(log_bound)) * (1 + _ROUNDING)
+        return min(1.0, max(sys.float_info.min, smallest))  # δ is never zero
 
 
 def _smallest(bound: Callable[[float], float]) -> float:
-    """Return a value of `bound` near its minimum. Every value of `bound` is a valid bound."""
     return float(minimize_scalar(bound, bounds=(-20.0, 30.0), method="bounded").fun)
 
 
 def steps_of_epochs(
     epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
 ) -> int:
-    """Return how many steps `epochs` passes over the data take, rounded up.
+    """Return the number of steps in `epochs` passes over the data, rounded up.
 
-    With n examples and batches of fixed or expected size b, an epoch has n/b steps. With shuffled
-    batches, an epoch has ⌊n/b⌋ steps and leaves out the remaining examples.
+    A pass over n examples in batches of fixed or expected size b has n/b steps, or ⌊n/b⌋ if the
+    batches are shuffled.
 
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
     14063
@@ -212,16 +205,14 @@ def steps_of_epochs(
     checks.check_choice("sampling", sampling, SCHEMES)
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > checks.MOST_STEPS:
-        raise ValueError(
-            f"`epochs` must take at most {checks.MOST_STEPS:.0e} steps, got {epochs!r}, that is, "
-            f"{steps:.2g} steps; lower `epochs` or raise `batch_size`."
-        )
+        demand = f"at most {checks.MOST_STEPS:.0e} steps long"
+        remedy = "lower `epochs` or raise `batch_size`"
+        raise checks.refusal("epochs", demand, epochs, remedy)
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
 
 
 def check_batch_size(batch_size: int, dataset_size: int) -> None:
-    """Raise unless both are positive integers and the batch is at most as large as the dataset."""
+    """Raise unless 1 ≤ `batch_size` ≤ `dataset_size`, and both are integers."""
     checks.check_whole("dataset_size", dataset_size)
     checks.check_whole("batch_size", batch_size)
-    if batch_size > dataset_size:
-        raise checks.refusal("batch_size", f"at most `dataset_size`, {dataset_size}", batch_size)
+    checks.check_at_most("batch_size", batch_size, dataset_size, "`dataset_size`")

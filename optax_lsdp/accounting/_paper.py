@@ -1,9 +1,9 @@
-"""Theorem 1 of the DP-LSSGD paper: its noise, its conditions, and the true ε of its noise.
+"""Theorem 1 of the DP-LSSGD paper (Wang et al. 2019): its noise, its conditions, and the true ε.
 
-The paper is Wang et al. 2019, DP-LSSGD. There are n examples, T steps and batches of b examples,
-and G bounds the norm of one example's gradient. For any μ in (0, 1), the theorem demands noise of
-variance ν² = 20TαG²/(μn²ε) on the mean gradient, where α = log(1/δ)/((1 − μ)ε) + 1. With
-S = 5b²Tα/(μn²ε), its conditions are α ≤ log(n/(b(1 + S))) and S ≥ 1.5.
+There are n examples, T steps and batches of b examples. G bounds the norm of one example's
+gradient. For any μ in (0, 1), the theorem demands noise of variance ν² = 20TαG²/(μn²ε) on the mean
+gradient, where α = log(1/δ)/((1 − μ)ε) + 1. With S = 5b²Tα/(μn²ε), its conditions are
+α ≤ log(n/(b(1 + S))) and S ≥ 1.5.
 """
 
 import math
@@ -15,19 +15,20 @@ from typing import NamedTuple
 import numpy as np
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
+from optax_lsdp.accounting._bounds import narrow
 from optax_lsdp.accounting._mechanisms import SampledGaussian, check_batch_size
 
 _SPLITS = np.linspace(0, 1, 4001)[1:-1]  # values of μ to try
 
 
 class PaperNoise(NamedTuple):
-    """The noise of Theorem 1, its conditions, and the true ε.
+    """The noise of Theorem 1, the terms of its conditions, and the true ε.
 
     Attributes:
         noise_stddev: ν, the standard deviation of the noise on each entry of the *mean* gradient.
-        noise_multiplier: z = νb/G, the same noise on the sum in units of the Lipschitz constant.
+        noise_multiplier: z = νb/G, the same noise on the sum, in units of G.
         alpha: α, the order of the Rényi divergence.
-        mu: μ in (0, 1), the theorem's parameter that splits the budget.
+        mu: μ in (0, 1), which splits the budget.
         largest_alpha: log(n/(b(1 + S))). The first condition is α ≤ largest_alpha.
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
@@ -59,10 +60,9 @@ def paper_noise(
 ) -> PaperNoise:
     """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
-    n, b and T are `dataset_size`, `batch_size` and `steps`. G, the largest norm of one example's
-    gradient, is `lipschitz`; it is the clip norm. The default of `mu` is the μ in (0, 1) with the
-    least noise that satisfies the conditions. With `number_alone`, return the noise even if the
-    conditions fail. The theorem then guarantees nothing. The result still contains the true ε.
+    `lipschitz` is G, the clip norm. By default, `mu` is the μ that needs the least noise among all
+    μ that satisfy the conditions. With `number_alone`, return the noise even if the conditions
+    fail. The theorem then guarantees nothing, but the result still contains the true ε.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,
@@ -84,69 +84,58 @@ def paper_noise(
     if mu is not None:
         check_delta("mu", mu)
     splits = _SPLITS if mu is None else np.array([mu])
-    terms_at = partial(_terms, delta=delta, size=dataset_size, batch=batch_size, steps=steps)
-    terms = terms_at(epsilon, splits)
-    if not (terms.holds.any() or number_alone):
-        raise ValueError(_refusal(terms_at, epsilon, splits))
-    allowed = terms.holds if terms.holds.any() else True
-    best = int(np.argmin(np.where(allowed, terms.noise, math.inf)))
-    multiplier = float(terms.noise[best]) * batch_size
-    poisson = SampledGaussian(multiplier, batch_size / dataset_size, steps)
+    terms_at = partial(
+        _terms, mu=splits, delta=delta, size=dataset_size, batch=batch_size, steps=steps
+    )
+    noise, terms = terms_at(epsilon)
+    if not (terms["holds"].any() or number_alone):
+        raise ValueError(_refusal(terms_at, epsilon))
+    allowed = terms["holds"] if terms["holds"].any() else True
+    best = int(np.argmin(np.where(allowed, noise, math.inf)))
+    noise_multiplier = float(noise[best]) * batch_size
+    poisson = SampledGaussian(noise_multiplier, batch_size / dataset_size, steps)
     fixed_size = replace(poisson, sampling="without_replacement", neighbouring="replace_one")
     return PaperNoise(
-        noise_stddev=float(terms.noise[best]) * lipschitz,
-        noise_multiplier=multiplier,
-        alpha=float(terms.alpha[best]),
-        mu=float(splits[best]),
-        largest_alpha=float(terms.largest_alpha[best]),
-        spread=float(terms.spread[best]),
-        holds=bool(terms.holds[best]),
+        noise_stddev=float(noise[best]) * lipschitz,
+        noise_multiplier=noise_multiplier,
         poisson_epsilon=poisson.epsilon(delta),
         fixed_size_epsilon=fixed_size.epsilon(delta),
+        **{name: values[best].item() for name, values in terms.items()},
     )
 
 
-class _Terms(NamedTuple):
-    noise: np.ndarray
-    alpha: np.ndarray
-    largest_alpha: np.ndarray
-    spread: np.ndarray
-    holds: np.ndarray
+_Terms = tuple[np.ndarray, dict[str, np.ndarray]]
 
 
 def _terms(
     epsilon: float, mu: np.ndarray, delta: float, size: int, batch: int, steps: int
 ) -> _Terms:
-    """Return every term of the theorem at each μ, for G = 1."""
+    """Return the noise ν for G = 1 at each μ, and the terms of the conditions; see `PaperNoise`."""
     with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
         alpha = -math.log(delta) / ((1 - mu) * epsilon) + 1
         share = steps * alpha / (mu * size**2 * epsilon)
         spread = 5 * batch**2 * share
         largest = np.log(size / (batch * (1 + spread)))
     holds = (alpha <= largest) & (spread >= 1.5)
-    return _Terms(np.sqrt(20 * share), alpha, largest, spread, holds)
+    terms = dict(alpha=alpha, mu=mu, largest_alpha=largest, spread=spread, holds=holds)
+    return np.sqrt(20 * share), terms
 
 
-def _refusal(
-    terms_at: Callable[[float, np.ndarray], _Terms], epsilon: float, splits: np.ndarray
-) -> str:
+def _refusal(terms_at: Callable[[float], _Terms], epsilon: float) -> str:
     """Return a message: by how much the conditions fail, and the smallest ε at which they hold."""
 
     def holds(epsilon: float) -> bool:
-        return bool(terms_at(epsilon, splits).holds.any())
+        return bool(terms_at(epsilon)[1]["holds"].any())
 
-    terms = terms_at(epsilon, splits)
-    best = int(np.argmin(np.maximum(terms.alpha - terms.largest_alpha, 1.5 - terms.spread)))
+    alpha, mu, largest, spread, _ = terms_at(epsilon)[1].values()
+    best = int(np.argmin(np.maximum(alpha - largest, 1.5 - spread)))
     rising, remedy = np.geomspace(epsilon, 1e4 * epsilon, 2000), ""
     if (high := next(filter(holds, rising), None)) is not None:
-        low = high * rising[0] / rising[1]
-        while high - low > 1e-4 * high:
-            middle = (low + high) / 2
-            low, high = (low, middle) if holds(middle) else (middle, high)
-        remedy = f"raise `epsilon` to {high:.2f}, where both first hold, or "
+        first = narrow(high * rising[0] / rising[1], high, holds, 1e-4)
+        remedy = f"raise `epsilon` to {first:.2f}, where both first hold, or "
     return (
         f"`epsilon` must satisfy both conditions of Theorem 1, got {epsilon!r}: at the best μ, "
-        f"{splits[best]:.3f}, α = {terms.alpha[best]:.2f} must be at most "
-        f"{terms.largest_alpha[best]:.2f}, and S = {terms.spread[best]:.3g} at least 1.5; "
-        f"{remedy}use calibrate_noise_multiplier, which has no such conditions."
+        f"{mu[best]:.3f}, α = {alpha[best]:.2f} must be at most {largest[best]:.2f}, and "
+        f"S = {spread[best]:.3g} at least 1.5; {remedy}use calibrate_noise_multiplier, which has "
+        "no such conditions."
     )

@@ -1,8 +1,7 @@
-"""The privacy loss at quadrature nodes: close to exact, but without a bound on its error.
+"""Choose lattice settings by quadrature, and check the lattice's δ(ε) by a contour integral.
 
-The privacy guarantee does not depend on this module. First, the quadrature chooses the settings of
-the lattice: the tilt, the mesh and the window. Bad settings make a bound loose, never wrong.
-Second, a contour integral gives an independent value of δ(ε) to compare with the lattice's value.
+The privacy guarantee does not depend on this module. Bad settings make a bound loose, never wrong.
+The contour integral is an independent value of δ(ε), close to exact but without an error bound.
 """
 
 import math
@@ -17,17 +16,17 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step
 
 _PANEL, _PANEL_WEIGHTS = np.polynomial.legendre.leggauss(12)
 _LOOSENESS = 1e-4  # the mesh may raise ε by this share
-_CUT = 1e-5  # share of δ that the tails cut off all steps may have
+_CUT = 1e-5  # share of δ that the cut tails of all steps together may have
 _STEEPEST = 1e6  # largest θ·ε; beyond it, all losses are maximal and δ drops to zero
 _MOST_KINDS = 16  # most different steps that get a quadrature
 _FURTHEST = 1e15  # largest position on the lattice; it fits into int64
 _MOST_RESIDUES = 1_500_000  # lattice points in the window; more would take seconds
-_AGREEMENT = 1e-6  # largest relative difference between two spacings or two lines
-_BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral: in one step of the loop, and in all
+_AGREEMENT = 1e-6  # largest relative difference between contour integrals that agree
+_BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral, computed in blocks
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes, and the mass of P at each. The rest of the mass has loss zero."""
+    """Losses at quadrature nodes, and the mass of P at each. All other mass has loss zero."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -42,40 +41,39 @@ class LatticeSettings(NamedTuple):
 
     tilt: float  # θ
     mesh: float  # h, the spacing of the lattice
-    window: float  # the width of the interval in which losses are distinguished
+    window: float  # the FFT knows sums of losses modulo this width, or slightly more
     extra_tilt: float  # a tilt that is added to θ to bound the mass above the window
     per_octave: int  # the number of cells between a loss and twice that loss
     quadratures: Quadratures  # quadratures of the steps, and how often each step is taken
     tail: float  # the mass that is cut off each tail of a step's P
     epsilon: float  # the ε, or the scale of losses, for which the settings are chosen
     log_delta: float  # log δ at that ε
-    cost: float  # how much the mesh may add to ε: more than intended if the mesh is coarser
+    cost: float  # how much the mesh may add to ε
 
 
 def quadrature(step: Step, tail: float) -> Quadrature:
     """Return a step's losses at Gauss–Legendre nodes, with a mass of `tail` cut off each tail."""
-    parts = [_quadrature(weight, pair, tail / weight) for weight, pair in step if weight]
-    return Quadrature(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-
-def _quadrature(weight: float, pair: Pair, tail: float) -> Quadrature:
-    low, high = cut_points(pair, tail)
-    if pair.folded:
-        low = max(low, float(pair.point(np.zeros(1))[0]))
-    edges = np.linspace(low, high, math.ceil(2 * (high - low)) + 1)
-    half = np.diff(edges) / 2
-    x = (edges[:-1, None] + half[:, None] * (1 + _PANEL)).ravel()
-    widths = weight * (half[:, None] * _PANEL_WEIGHTS).ravel() / math.sqrt(2 * math.pi)
-    losses = pair.loss(x)
-    masses = widths * (np.exp(-((x[:, None] - pair.centres) ** 2) / 2) @ pair.weights)
-    if pair.folded:
-        masses = np.concatenate([masses, masses * np.exp(-losses)])
-        losses = np.concatenate([losses, -losses])
-    return Quadrature(losses, masses)
+    found = []
+    for weight, pair in step:
+        if not weight:
+            continue
+        low, high = cut_points(pair, tail / weight)
+        if pair.folded:
+            low = max(low, float(pair.point(np.zeros(1))[0]))
+        edges = np.linspace(low, high, math.ceil(2 * (high - low)) + 1)
+        half = np.diff(edges) / 2
+        x = (edges[:-1, None] + half[:, None] * (1 + _PANEL)).ravel()
+        widths = weight * (half[:, None] * _PANEL_WEIGHTS).ravel() / math.sqrt(2 * math.pi)
+        losses = pair.loss(x)
+        masses = widths * (np.exp(-((x[:, None] - pair.centres) ** 2) / 2) @ pair.weights)
+        found.append((losses, masses))
+        if pair.folded:
+            found.append((-losses, masses * np.exp(-losses)))
+    return Quadrature(*(np.concatenate(column) for column in zip(*found, strict=True)))
 
 
 def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
-    """Return two points: P has a mass of at most `tail` below the first, and above the second."""
+    """Return x and y such that P has a mass of at most `tail` below x, and also above y."""
     held = pair.weights > 0
     shares = tail / (pair.weights[held] * np.sum(held))
     reach = -ndtri(np.minimum(shares, 0.01))
@@ -85,7 +83,7 @@ def cut_points(pair: Pair, tail: float) -> tuple[float, float]:
 def settings_for_epsilon(
     steps: Steps, delta: float, epsilon: float | None = None
 ) -> LatticeSettings:
-    """Return settings for finding the ε with δ(ε) = δ. `epsilon` may be a guess of this ε."""
+    """Return settings to find the ε with δ(ε) = δ. `epsilon` may be a guess of this ε."""
     log_delta = math.log(delta)
     quadratures, tail = _quadratures(steps, log_delta)
 
@@ -98,7 +96,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings for finding δ(ε). `log_delta`, a guess of log δ(ε), limits the cut tails."""
+    """Return settings to find δ(ε). `log_delta`, a guess of log δ(ε), limits the cut tails."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -106,7 +104,7 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
         return min(epsilon - at, _STEEPEST - tilt * at)
 
     tilt = _root(excess, _gentle_tilt(quadratures))
-    least = 0.02 * math.sqrt(_cumulants(quadratures, tilt).variance)
+    least = 0.02 * math.sqrt(_cumulants(quadratures, tilt)[2])
     log_delta = min(log_delta, _chernoff(quadratures, tilt)[0])
     return _settings(quadratures, tilt, tail, max(log_delta, -600.0), max(epsilon, least))
 
@@ -114,7 +112,7 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, neighbours in the list share the widest's quadrature.
+    If there are too many different steps, consecutive steps share the quadrature of the widest.
     """
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
@@ -128,22 +126,16 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     return found, tail
 
 
-class _Cumulants(NamedTuple):
-    log: float
-    mean: float
-    variance: float
-
-
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return the masses times e^(θℓ − top), the largest exponent top, and e^(−top) · rest."""
+    """Return masses · e^(θℓ − top), the largest exponent top, and (mass of loss 0) · e^(−top)."""
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
     rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
     return masses * np.exp(tilt * losses - top), top, rest
 
 
-def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
-    """Return log E_P[e^(θS)] of the sum S of all losses, and S's tilted mean and variance."""
+def _cumulants(quadratures: Quadratures, tilt: float) -> tuple[float, float, float]:
+    """Return log E_P[e^(θS)] and the tilted mean and variance of S, the sum of all losses."""
     sums = []
     for nodes, count in quadratures:
         losses, masses = nodes
@@ -155,52 +147,47 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> _Cumulants:
         if top < 1:
             log = math.log1p(float(masses @ np.expm1(tilt * losses)))
         sums.append((count * log, count * mean, count * variance))
-    return _Cumulants(*(math.fsum(column) for column in zip(*sums, strict=True)))
+    log, mean, variance = map(math.fsum, zip(*sums, strict=True))
+    return log, mean, variance
 
 
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
-    """Return the Chernoff bound on log δ at the ε for which θ is the best tilt, and this ε.
+    """Return a Chernoff bound on log δ(ε), and the ε at which θ gives the best such bound.
 
-    With K = log E_P[e^(θS)], it is δ ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
+    With K = log E_P[e^(θS)], δ(ε) ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
     """
-    known = _cumulants(quadratures, tilt)
-    epsilon = known.mean + math.log(tilt / (tilt + 1))
-    return known.log - tilt * known.mean - math.log1p(tilt), epsilon
+    log_moment, mean, _ = _cumulants(quadratures, tilt)
+    return log_moment - tilt * mean - math.log1p(tilt), mean + math.log(tilt / (tilt + 1))
 
 
 def _gentle_tilt(quadratures: Quadratures) -> float:
     """Return a tilt that moves the mean of the sum by about a standard deviation."""
     _, mean, variance = _cumulants(quadratures, 0.0)
-
-    def excess(tilt: float) -> float:
-        return 0.5 + tilt * mean - _cumulants(quadratures, tilt).log
-
-    return _root(excess, 1e-3 / math.sqrt(variance))
+    start = 1e-3 / math.sqrt(variance)
+    return _root(lambda tilt: 0.5 + tilt * mean - _cumulants(quadratures, tilt)[0], start)
 
 
 def _root(decreasing: Callable[[float], float], low: float) -> float:
-    """Return the root of a decreasing function above `low`, or `low` if its value there is ≤ 0."""
+    """Return the root of a decreasing function, or `low` if the function is ≤ 0 at `low`."""
     if decreasing(low) <= 0:
         return low
     for _ in range(60):
-        high = 3 * low
-        if decreasing(high) <= 0:
-            return brentq(decreasing, low, high, xtol=1e-15 * low, rtol=1e-14)
-        low = high
+        if decreasing(3 * low) <= 0:
+            return brentq(decreasing, low, 3 * low, xtol=1e-15 * low, rtol=1e-14)
+        low = 3 * low
     return low
 
 
 def _settings(
     quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float | None
 ) -> LatticeSettings:
-    """Return settings whose mesh, if possible, raises ε by no more than the intended share.
+    """Return settings whose mesh h, if possible, raises ε by a share of at most `_LOOSENESS`.
 
-    Rounding to the lattice adds a variance V to the loss of each step, which adds Σ T·V·(θ + 1)/2
-    to ε. V is h²/6 for losses ℓ that are larger than the mesh h, and h|ℓ| for smaller losses.
+    Rounding to the lattice adds a variance V to the loss ℓ of each of T steps. V is the smaller of
+    h²/6 and h|ℓ|. It raises ε by about T·V·(θ + 1)/2.
     """
-    known = _cumulants(quadratures, tilt)
-    scale = max(_chernoff(quadratures, tilt)[1], math.sqrt(known.variance))
-    scale = min(epsilon or math.inf, scale)
+    spread = math.sqrt(_cumulants(quadratures, tilt)[2])
+    scale = min(epsilon or math.inf, max(_chernoff(quadratures, tilt)[1], spread))
     allowed = _LOOSENESS * scale * 2 / (tilt + 1)
     tilted = []
     for (losses, masses), count in quadratures:
@@ -214,7 +201,7 @@ def _settings(
 
     squares = sum(float(w @ size**2) for w, size in tilted)
     mesh = _root(excess, 0.3 * math.sqrt(6 * allowed / sum(count for _, count in quadratures)))
-    least = 0.2 * math.sqrt(_cumulants(quadratures, 0.0).variance)
+    least = 0.2 * math.sqrt(_cumulants(quadratures, 0.0)[2])
     mesh = min(mesh, 0.5 / tilt, max(scale, least) / 300)
     furthest = max(float(size.max()) for _, size in tilted) / _FURTHEST
     per_octave = math.ceil(math.sqrt(squares / (2 * allowed)))
@@ -237,10 +224,10 @@ def _settings(
 def _window(
     quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float
 ) -> tuple[float, float]:
-    """Return an extra tilt and the window's width.
+    """Return the extra tilt and the window's width.
 
-    Over the width of the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted
-    sum has a mass of at most e^(−20). Mass that is cut off counts with the largest loss.
+    Over the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted sum has a mass
+    of at most e^(−20). Mass that is cut off counts with the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -248,7 +235,7 @@ def _window(
             (Quadrature(np.append(losses, losses.max()), np.append(masses, 2 * tail)), count)
             for (losses, masses), count in quadratures
         )
-        return _cumulants(list(with_tail), at).log
+        return _cumulants(list(with_tail), at)[0]
 
     known = log_moment(tilt)
     shares = tilt * np.geomspace(0.02, 2, 12)
@@ -262,9 +249,9 @@ def contour_delta(
 ) -> float | None:
     """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ, or None if unsure.
 
-    M(s) = Π E_P[e^(sL)]^T. The spacing of the trapezoidal rule is πθ/decay. Even with twice this
-    spacing, the aliasing error is only of the order e^(−decay). The value is sure if the sums with
-    twice the spacing, and along a second line, agree with it.
+    M(s) is the product of E_P[e^(sL)] over all steps. The trapezoidal rule has the spacing
+    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Two
+    spacings along two lines must agree.
     """
     sums = [
         _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)
@@ -279,20 +266,15 @@ def contour_delta(
 def _trapezoids(
     quadratures: Quadratures, epsilon: float, line: float, spacing: float
 ) -> tuple[float, float]:
-    """Return the trapezoidal sums along one line, with `spacing` and with twice `spacing`.
-
-    If the sums are not accurate, return NaN twice.
-    """
+    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or NaN twice."""
     terms = np.zeros(0)
     while len(terms) < _MOST_POINTS:
         heights = spacing * (len(terms) + np.arange(_BLOCK))
         points = line + 1j * heights
         logs = sum(count * _log_moments(nodes, line, heights) for nodes, count in quadratures)
-        if not np.all(np.isfinite(logs)):
-            break
         with np.errstate(over="ignore", invalid="ignore"):
             block = np.exp(logs - points * epsilon) / (points * (points + 1))
-        if not np.all(np.isfinite(block)):
+        if not np.all(np.isfinite(logs) & np.isfinite(block)):
             break
         terms = np.concatenate([terms, block])
         if np.abs(block[-1]) < 1e-9 * _AGREEMENT * abs(terms[0]):

@@ -14,8 +14,8 @@ _LARGE = 8.0  # above this ε, the statement says that ε promises little
 def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> str:
     """Return in plain words what a mechanism guarantees at δ, and every assumption.
 
-    The phases of a mechanism may differ in their noise, but not in how they sample. `reserved` is
-    the part of δ that is reserved for events that `mechanism` does not describe.
+    Its phases may differ only in noise and length. `reserved` is a part of δ that covers events
+    outside of the mechanism; the noise must achieve ε at δ − `reserved`.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> print(statement(SampledGaussian(1.1, 256 / 60_000, 14_100), 1e-5).splitlines()[0])
@@ -26,8 +26,8 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
     alike = {replace(one, steps=1, noise_multiplier=1.0) for one in mechanism.phases}
     if len(alike) > 1:
         raise ValueError(
-            f"`mechanism` must sample in the same way in all its phases, got {alike!r}; call "
-            "`epsilon` for the total, and `statement` for each phase."
+            "`mechanism` must sample in the same way in all its phases, got phases that differ in "
+            "more than noise and length; call `epsilon` for the total, and `statement` per phase."
         )
     scheme = SCHEMES[phase.sampling]
     least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
@@ -66,7 +66,7 @@ def statement(mechanism: Mechanism, delta: float, *, reserved: float = 0.0) -> s
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
-    """Return a few digits of ε, rounded up. With `is_lower_bound`, round down.
+    """Return the first `digits` digits of ε, rounded up. With `is_lower_bound`, round down.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')
@@ -75,8 +75,7 @@ def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = Fals
     """
     if not 0 < epsilon < math.inf:
         return f"{epsilon:g}"
-    digits = digits - 1 - math.floor(math.log10(epsilon))
-    scaled = epsilon * 10.0**digits
+    decimals = digits - 1 - math.floor(math.log10(epsilon))
+    scaled = epsilon * 10.0**decimals
     whole = math.floor(scaled * (1 + 1e-12)) if is_lower_bound else math.ceil(scaled * (1 - 1e-12))
-    rounded = whole / 10.0**digits
-    return f"{rounded:.{max(digits, 0)}f}"
+    return f"{whole / 10.0**decimals:.{max(decimals, 0)}f}"

@@ -1,6 +1,6 @@
-"""Check claims without statistics: about plans, about quantized sums and about likely mistakes.
+"""Check claims that need no statistics: about plans, quantized sums and likely mistakes.
 
-Each `_check_…` function returns a text that says what is wrong, or "" if its claim holds.
+Each `_check_…` function returns what is wrong, or "" if its claim holds.
 """
 
 import math
@@ -31,26 +31,25 @@ _SIZE, _BATCH, _STEPS, _DELTA = 400, 40, 24, 1e-5
 _plan = partial(PrivacyPlan, dataset_size=_SIZE, steps=_STEPS, delta=_DELTA)
 poisson_plan = partial(_plan, expected_batch_size=_BATCH, noise_multiplier=1.0)
 _full_plan = partial(_plan, expected_batch_size=_SIZE, sampling="full")
-_LOSS_WIDTH = 5e-4  # the width of the bins for privacy losses
-_MULTIPLE_OF = 64  # the length of padded batches is a multiple of this number
+_LOSS_WIDTH = 5e-4  # the width of the bins of privacy losses
+_MULTIPLE_OF = 64  # batches are padded to a multiple of this length
 _CLIP_NORM, _RESOLUTION = 0.5, 2**10  # of quantized sums
 _FACTORS = (1e-3, 0.02, 1.0, -30.0, 1e6, 1e20, np.nan, np.inf, 0.0)
 
 
 def audit_plan(key: jax.Array) -> ClaimsReport:
     """Check a plan's ε, its number of steps, its masks and its keys."""
-    return check_claims(
-        {
-            "ε of full batches is at least the closed form": _check_full_batches,
-            "ε of Poisson batches is at least a numerical bound": _check_poisson_batches,
-            "steps beyond the plan are refused": partial(_check_steps_beyond, key),
-            "steps beyond the budget are refused": _check_budget,
-            "batches without a mask are refused": _check_missing_mask,
-            "jit draws the same batches": partial(_check_batches_in_jit, key),
-            "sampler, noise and plans have different keys": partial(_check_keys, key),
-            "fresh keys are random": _check_fresh_keys,
-        }
-    )
+    checks: dict[str, Callable[[], str]] = {
+        "ε of full batches is at least the closed form": _check_full_batches,
+        "ε of Poisson batches is at least a numerical bound": _check_poisson_batches,
+        "steps beyond the plan are refused": partial(_check_steps_beyond, key),
+        "steps beyond the budget are refused": _check_budget,
+        "batches without a mask are refused": _check_missing_mask,
+        "jit draws the same batches": partial(_check_batches_in_jit, key),
+        "sampler, noise and plans have different keys": partial(_check_keys, key),
+        "fresh keys are random": _check_fresh_keys,
+    }
+    return check_claims(checks)
 
 
 def audit_likely_mistakes(key: jax.Array) -> ClaimsReport:
@@ -96,18 +95,18 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
         return np.concatenate([np.asarray(marked[name].value, np.int64) for name in sizes])
 
     most = gradient(params, batch, jnp.asarray(indices < 0))["a"].sensitivity
-    alone = [quanta(indices == i) for i in indices]
+    exact = np.concatenate([np.asarray(batch[name], np.float64) for name in sizes], axis=1)
+    exact[~np.isfinite(exact).all(axis=1)] = 0
+    lengths = np.linalg.norm(exact, axis=1, keepdims=True)
+    wanted = exact / np.maximum(lengths, _CLIP_NORM) * _RESOLUTION
+    alone = np.stack([quanta(indices == i) for i in indices])
     too_long = inexact = ""
-    for i, found in enumerate(alone):
-        exact = np.concatenate([np.asarray(batch[name][i], np.float64) for name in sizes])
-        wanted = np.zeros_like(exact)
-        if np.isfinite(exact).all():
-            wanted = exact / max(np.linalg.norm(exact), _CLIP_NORM) * _RESOLUTION
+    for i, (found, exact) in enumerate(zip(alone, wanted, strict=True)):
         if np.linalg.norm(found) > most:
             too_long = f"example {i} adds {np.linalg.norm(found):.6g} of {most} quanta"
-        if np.abs(found - wanted).max() > 1:  # ½ for rounding to quanta, the rest for float32
-            inexact = f"example {i} adds {found} instead of {wanted} quanta"
-    is_sum = np.array_equal(quanta(indices >= 0), np.sum(alone, axis=0))
+        if np.abs(found - exact).max() > 1:  # ½ for rounding to quanta, the rest for float32
+            inexact = f"example {i} adds {found} instead of {exact} quanta"
+    is_sum = np.array_equal(quanta(indices >= 0), alone.sum(axis=0))
     claims = {
         "no example adds more than the sensitivity": too_long,
         "each example adds its clipped gradient": inexact,
@@ -128,7 +127,7 @@ def _check_full_batches() -> str:
 
 
 def _check_poisson_batches() -> str:
-    """Compose the privacy losses of all steps numerically, with each loss rounded down."""
+    """Compare a plan's ε with a numerical composition of its steps. Losses are rounded down."""
     plan = poisson_plan()
     rate, noise = _BATCH / _SIZE, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
@@ -170,13 +169,13 @@ def _check_steps_beyond(key: jax.Array) -> str:
 
 
 def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
-    """Return the random keys in a state if `keys` is true, and all other leaves otherwise."""
+    """Return all random keys in a state or, if not `keys`, all other leaves."""
     leaves = jax.tree.leaves(state)
     return [x for x in leaves if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) == keys]
 
 
 def _check_budget() -> str:
-    """Ask how many steps remain after repeated steps, and compute the ε of all these steps."""
+    """Check that repeated steps count: the plan then allows fewer steps than before."""
     plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:
@@ -235,12 +234,9 @@ def _check_keys(key: jax.Array) -> str:
 
 def _check_fresh_keys() -> str:
     """Compare two fresh keys that one process draws at the same time."""
-
-    @fixed_surroundings()
-    def draw() -> int:
-        return int.from_bytes(_bits(fresh_key()))
-
-    return too_similar(draw(), draw())
+    draw = fixed_surroundings()(fresh_key)
+    one, other = (int.from_bytes(_bits(draw())) for _ in range(2))
+    return too_similar(one, other)
 
 
 def _bits(key: jax.Array) -> bytes:
@@ -282,7 +278,7 @@ def _check_changed_clip_norms() -> str:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Numbered(dict[int, PyTree]):
-    """A container with integer path entries: joined, `x[1][11]` and `x[11][1]` are both "111"."""
+    """A container with integers as path entries: `x[1][11]` and `x[11][1]` both join to "111"."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[int, PyTree]], tuple[int, ...]]:
         """Return all items, and their keys."""

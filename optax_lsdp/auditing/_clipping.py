@@ -1,12 +1,15 @@
 """Audit the library's clipping by search, and by comparison with an oracle.
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
-comparison measures in two ways what each example contributes to a clipped sum: as the sum of a
-batch whose mask keeps only this example, and as the difference that it makes to a full batch.
+comparison measures the contribution of an example to a clipped sum in two ways: as the sum of a
+batch whose mask keeps only this example, and as the difference between the sums of a full batch
+with and without it. Some audits split the batch or the parameters over eight devices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from operator import itemgetter
 from typing import Literal, NamedTuple
 
@@ -17,17 +20,23 @@ import optax
 
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.auditing import _hard_models as hard
-from optax_lsdp.auditing._report import ClaimsReport
+from optax_lsdp.auditing._report import ClaimsReport, expect_refusal
 from optax_lsdp.auditing._sensitivity import Release, SensitivityReport, audit_sensitivity
-from optax_lsdp.clipping import clip_per_example, clipped_grad, emulate_platform
+from optax_lsdp.clipping import Clipped, clip_per_example, clipped_grad, emulate_platform
+from optax_lsdp.noise import add_gaussian_noise
 
+DEVICES = 8
+SPLIT, WHOLE, COLUMNS = jax.P("shards"), jax.P(), jax.P(None, "shards")
 Engine = Literal["bookkeeping", "vmap"]
 ENGINES: tuple[Engine, ...] = ("bookkeeping", "vmap")
 Case = tuple[PyTree, list[PyTree]]  # a batch, and the oracle's gradient of each example
 Vectors = dict[str, np.ndarray]  # one flat float64 vector for each group
+Gradient = Callable[..., optax.Updates]
+_Errors = list[tuple[float, str]]  # error / limit, and a text about the error
+_Collective = Callable[[jax.Array], jax.Array]
 CLIP_NORM = 0.5
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-UNCERTAIN = ("cancelling",)  # Gram matrices round norms so much that examples are clipped harder
+UNCERTAIN = ("cancelling",)  # models whose norms Gram matrices overestimate by far
 EXACT = tuple(name for name in hard.ALL_MODELS if name not in UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32
@@ -36,10 +45,11 @@ _PRECISION_OF_ROUNDED = 3e-2  # relative error of gradients from operands in bfl
 _STABILITY = 0.01  # the constant of automatic clipping; see `clipped_grad`
 _ROUNDING = 1e-5  # of one contribution in float32, relative to the clip norm
 _SUM_ROUNDING = 1e-4  # of the difference of two sums, relative to the clip norm
-_LEAST = 0.99  # the share of its clipped gradient that an example adds: engines overestimate norms
-_LEAST_OF_ROUNDED = 0.95  # the same if operands are rounded to bfloat16
-_LEAST_OF_UNCERTAIN = 0.05  # the same if rows cancel; a sixth is usual
-_HUGE = 1e18  # squares of gradients beyond this many clip norms overflow; then they may add nothing
+# An example must add at least this share of its clipped gradient, because engines may clip harder:
+_LEAST = 0.99  # in float32
+_LEAST_OF_ROUNDED = 0.95  # if operands are rounded to bfloat16
+_LEAST_OF_UNCERTAIN = 0.05  # for models in UNCERTAIN, which usually add a sixth
+_HUGE = 1e18  # squares of gradients above this many clip norms overflow, so they may add nothing
 
 
 class Group(NamedTuple):
@@ -48,14 +58,14 @@ class Group(NamedTuple):
     clip_norm: float
     select: Callable[[PyTree], PyTree]  # returns the group's part of a tree
     precision: float = _PRECISION  # the relative error that gradients may have
-    least: float = _LEAST  # the share of its clipped gradient that an example must add
+    least: float = _LEAST  # the share of its clipped gradient that an example must add at least
 
 
 ALL_LEAVES = {"all leaves": Group(CLIP_NORM, lambda tree: tree)}
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
-    """Search for neighbours whose clipped sums, for a dense layer, differ by too much."""
+    """Search for neighbours whose clipped sums differ by too much. The model is a dense layer."""
     keys = jax.random.split(key, 3)
     params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
 
@@ -75,31 +85,27 @@ def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityRepor
 
 
 def audit_hard_models(
-    engine: Engine, key: jax.Array, models: Sequence[str] = EXACT
+    engine: Engine, key: jax.Array, models: Sequence[str] = EXACT, platform: str | None = None
 ) -> ClaimsReport:
-    """Compare the clipped sums of hard models with the oracle, with one clip norm per model."""
+    """Compare the clipped sums of hard models with the oracle, with one clip norm per model.
+
+    With a `platform`, the engine rounds as on this platform; see `emulate_platform`.
+    """
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     groups, clip_norms = one_group_per_model(models)
+    if platform is not None:
+        groups = {
+            name: group._replace(precision=_PRECISION_OF_ROUNDED, least=_LEAST_OF_ROUNDED)
+            for name, group in groups.items()
+        }
     size = _MICROBATCH if engine == "vmap" else None
     gradient = clipped_grad(loss, clip_norm=clip_norms, engine=engine, microbatch_size=size)
-    return compare_with_oracle(clipped_sum(gradient, params, clip_norms), cases, groups)
-
-
-def audit_rounding(platform: str, key: jax.Array, models: Sequence[str] = EXACT) -> ClaimsReport:
-    """Audit the engine "bookkeeping" as it rounds on another platform; see `emulate_platform`."""
-    loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
-    groups, clip_norms = one_group_per_model(models)
-    groups = {
-        name: group._replace(precision=_PRECISION_OF_ROUNDED, least=_LEAST_OF_ROUNDED)
-        for name, group in groups.items()
-    }
-    gradient = clipped_grad(loss, clip_norm=clip_norms, engine="bookkeeping")
-    with emulate_platform(platform):
+    with emulate_platform(platform) if platform else nullcontext():
         return compare_with_oracle(clipped_sum(gradient, params, clip_norms), cases, groups)
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
-    """Compare automatic clipping in microbatches with the oracle; all leaves share a clip norm."""
+    """Compare automatic clipping in microbatches with the oracle. All leaves share a clip norm."""
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     gradient = clipped_grad(
         loss,
@@ -112,10 +118,8 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> Cla
     return compare_with_oracle(release, cases, ALL_LEAVES, automatic=True)
 
 
-def clipped_sum(
-    gradient: Callable[..., optax.Updates], params: optax.Params, clip_norm: ClipNorm
-) -> Release:
-    """Return `release(batch, mask)`, which passes the marked sum through `clip_per_example`."""
+def clipped_sum(gradient: Gradient, params: optax.Params, clip_norm: ClipNorm) -> Release:
+    """Return `release(batch, mask)`: the clipped sum, accepted by `clip_per_example`."""
     clip = clip_per_example(clip_norm)
 
     @jax.jit
@@ -125,15 +129,91 @@ def clipped_sum(
     return partial(release, params)
 
 
-def loss_across_shards(
-    collective: Callable[[jax.Array], jax.Array], w: jax.Array, x: jax.Array
-) -> jax.Array:
+def shard_map(function: Gradient, in_specs: PyTree, out_specs: PyTree) -> Gradient:
+    """Return a compiled function that runs on each device, with its shards of the arguments."""
+    automatic, devices = (jax.sharding.AxisType.Auto,), jax.devices()[:DEVICES]
+    mesh = jax.make_mesh((DEVICES,), ("shards",), automatic, devices=devices)
+    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def audit_sharded_clipping(key: jax.Array) -> ClaimsReport:
+    """Compare the clipped sum of a batch that is split over devices with the oracle."""
+    scales = [*hard.PLAIN_SCALES, *hard.ODD_SCALES]
+    loss, params, cases = hard_cases(key, ONE_GROUP, scales)
+    groups, clip_norms = one_group_per_model(ONE_GROUP)
+    of_shard = clipped_grad(loss, clip_norm=clip_norms)
+
+    def gradient(params: optax.Params, batch: PyTree, mask: jax.Array) -> optax.Updates:
+        return jax.lax.psum(of_shard(params, batch, mask), "shards")
+
+    whole = shard_map(gradient, (WHOLE, SPLIT, SPLIT), WHOLE)
+    return compare_with_oracle(clipped_sum(whole, params, clip_norms), cases, groups)
+
+
+def audit_split_parameters(key: jax.Array) -> ClaimsReport:
+    """Compare the clipped sum of parameters that are split over devices with the oracle."""
+    keys = jax.random.split(key, 3)
+    params = {
+        "columns": jax.random.normal(keys[0], (6, 2 * DEVICES)),
+        "rows": jax.random.normal(keys[1], (2 * DEVICES, 3)),
+    }
+    batch = jnp.geomspace(1e-3, 1e3, 12)[:, None] * jax.random.normal(keys[2], (12, 6))
+
+    def whole(params: optax.Params, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jnp.tanh(x @ params["columns"]) @ params["rows"]))
+
+    def part(params: optax.Params, x: jax.Array) -> jax.Array:
+        hidden = jax.lax.psum(jnp.tanh(x @ params["columns"]) @ params["rows"], "shards")
+        return jnp.sum(jnp.sin(hidden))
+
+    gradient = clipped_grad(part, clip_norm=CLIP_NORM)
+
+    def unmarked(params: optax.Params, batch: jax.Array, mask: jax.Array) -> optax.Updates:
+        marked = gradient(params, batch, mask)
+        return jax.tree.map(lambda x: x.value, marked, is_leaf=lambda x: isinstance(x, Clipped))
+
+    specs = {"columns": COLUMNS, "rows": SPLIT}
+    release = partial(shard_map(unmarked, (specs, WHOLE, WHOLE), specs), params)
+    return compare_with_oracle(release, [oracle_case(whole, params, batch)], ALL_LEAVES)
+
+
+def audit_collectives(key: jax.Array) -> ClaimsReport:
+    """Check that the library refuses losses that use other shards, and noise that shards share."""
+    batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
+    noise = add_gaussian_noise(1.0, key=key)
+
+    def shared_noise(params: optax.Params, updates: optax.Updates) -> optax.Updates:
+        return noise.update(updates, noise.init(params))[0]
+
+    functions: dict[str, Gradient] = {}
+    for (name, collective), engine in product(_COLLECTIVES.items(), ENGINES):
+        loss = partial(loss_across_shards, collective)
+        gradient = clipped_grad(loss, clip_norm=1.0, engine=engine)
+        functions[f"{name} in a loss is refused, engine {engine!r}"] = gradient
+    functions["the same noise on all shards is refused"] = shared_noise
+
+    def check(function: Gradient) -> str:
+        shards = shard_map(function, (WHOLE, SPLIT), SPLIT)
+        return expect_refusal(lambda: jax.eval_shape(shards, params, batch), "it is accepted")
+
+    return ClaimsReport({claim: check(function) for claim, function in functions.items()})
+
+
+def loss_across_shards(collective: _Collective, w: jax.Array, x: jax.Array) -> jax.Array:
     """Return a loss that must be refused, because it uses examples of other shards."""
     return jnp.vdot(w, collective(x))
 
 
+_COLLECTIVES: dict[str, _Collective] = {
+    "psum": lambda x: jax.lax.psum(x, "shards"),
+    "pmean": lambda x: jax.lax.pmean(x, "shards"),
+    "all_gather": lambda x: jnp.sum(jax.lax.all_gather(x, "shards"), axis=0),
+    "ppermute": lambda x: jax.lax.ppermute(x, "shards", [(0, 1), (1, 0)]),
+}
+
+
 def one_group_per_model(models: Sequence[str]) -> tuple[dict[str, Group], dict[str, float]]:
-    """Return one group for each hard model, and the groups' clip norms, which all differ."""
+    """Return one group for each hard model, and their clip norms, which all differ."""
     clip_norms = {name: CLIP_NORM + 0.1 * index for index, name in enumerate(models)}
     groups = {
         name: Group(
@@ -160,7 +240,7 @@ def hard_cases(
 
 
 def oracle_case(loss: hard.Model, params: optax.Params, batch: PyTree) -> Case:
-    """Return a batch with the gradient of each example, computed one by one in float64."""
+    """Return the batch and the gradient of each example, computed one by one in float64."""
 
     def widen(x: jax.Array) -> np.ndarray:
         return np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)
@@ -177,29 +257,23 @@ def _gradient(loss: hard.Model, params: optax.Params, example: PyTree) -> optax.
     return jax.grad(loss)(params, example)
 
 
-class _Claim:
-    """A claim that holds if no measured error exceeds its limit; `wrong` is the worst error."""
-
-    def __init__(self) -> None:
-        self.worst, self.wrong = 1.0, ""
-
-    def add(self, error: float, limit: float, text: str) -> None:
-        """Record `text` if error / limit exceeds 1 and all earlier ratios, or is NaN."""
-        excess = error / limit
-        if not excess <= self.worst:
-            self.worst, self.wrong = (excess if np.isfinite(excess) else np.inf), text
+def _worst(errors: _Errors) -> str:
+    """Return the text of the largest error / limit, or "" if none exceeds 1. NaN counts as ∞."""
+    ratio, text = max(errors, key=lambda error: np.inf if np.isnan(error[0]) else error[0])
+    return "" if ratio <= 1 else text
 
 
-@np.errstate(all="ignore")  # `_Claim` handles numbers that are not finite
+@np.errstate(all="ignore")  # `_worst` handles numbers that are not finite
 def compare_with_oracle(
     release: Release, cases: Iterable[Case], groups: Mapping[str, Group], *, automatic: bool = False
 ) -> ClaimsReport:
     """Compare each example's contribution to a clipped sum with the oracle's clipped gradient.
 
-    `release(batch, mask)` returns the clipped sum. The clipped gradient is min(1, C/‖g‖)·g or, if
-    `automatic`, C·g/(‖g‖ + 0.01).
+    `release(batch, mask)` returns the clipped sum. With the gradient g and the clip norm C, the
+    clipped gradient is min(1, C/‖g‖)·g or, if `automatic`, C·g/(‖g‖ + 0.01).
     """
-    bound, right, difference, total, masked = (_Claim() for _ in range(5))
+    errors: list[_Errors] = [[] for _ in range(5)]
+    bound, right, difference, total, masked = errors
     largest, clipped, compared = 0.0, 0, 0
     for number, (batch, gradients) in enumerate(cases):
         indices = np.arange(len(gradients))
@@ -218,24 +292,25 @@ def compare_with_oracle(
                 largest = max(largest, length / clip_norm)
                 clipped += bool(length > usual * clip_norm)
                 text = f"{length / clip_norm:.6g} clip norms {where}"
-                bound.add(length / clip_norm - 1, _ROUNDING, text)
+                bound.append(((length / clip_norm - 1) / _ROUNDING, text))
                 share = float(one @ wanted / max(target**2, 1e-300))  # of the clipped gradient
                 off = _length(one - min(max(share, least), 1.0) * wanted)
                 text = f"{length:.6g} instead of {target:.6g} {where}, an error of {off:.3g}"
-                right.add(off, precision * target + _ROUNDING * 1e-3 * clip_norm, text)
+                right.append((off / (precision * target + _ROUNDING * 1e-3 * clip_norm), text))
                 off = _length(everyone[name] - others[i][name] - one) / clip_norm
-                difference.add(off, _SUM_ROUNDING, f"an error of {off:.3g} clip norms {where}")
+                text = f"an error of {off:.3g} clip norms {where}"
+                difference.append((off / _SUM_ROUNDING, text))
             off = _length(sum(x[name] for x in alone) - everyone[name]) / clip_norm
-            total.add(off, _SUM_ROUNDING, f"an error of {off:.3g} clip norms by {name!r}")
+            total.append((off / _SUM_ROUNDING, f"an error of {off:.3g} clip norms by {name!r}"))
             left = float(np.abs(nobody[name]).max(initial=0.0))
-            masked.add(2.0 * (left != 0), 1.0, f"{left:.3g} remains by {name!r}")
+            masked.append((2.0 * (left != 0), f"{left:.3g} remains by {name!r}"))
         compared += len(indices) * len(groups)
     claims = {
-        "no example adds more than its clip norm": bound.wrong,
-        "each example adds its clipped gradient": right.wrong,
-        "each example adds the same in a full batch": difference.wrong,
-        "a batch is the sum of its examples": total.wrong,
-        "masked-out examples add nothing": masked.wrong,
+        "no example adds more than its clip norm": _worst(bound),
+        "each example adds its clipped gradient": _worst(right),
+        "each example adds the same in a full batch": _worst(difference),
+        "a batch is the sum of its examples": _worst(total),
+        "masked-out examples add nothing": _worst(masked),
         "some examples are clipped": "" if clipped else f"none of {compared:,} contributions is",
     }
     measured = {
@@ -271,9 +346,7 @@ def _clip(gradient: Vectors, groups: Mapping[str, Group], automatic: bool) -> Ve
     if not all(np.isfinite(x).all() for x in gradient.values()):
         return {name: np.zeros_like(x) for name, x in gradient.items()}
 
-    def clip(x: np.ndarray, clip_norm: float) -> np.ndarray:
-        if automatic:
-            return clip_norm / (_length(x) + _STABILITY) * x
-        return min(1.0, clip_norm / max(_length(x), 1e-300)) * x
+    def factor(length: float, clip_norm: float) -> float:
+        return clip_norm / (length + _STABILITY if automatic else max(length, clip_norm))
 
-    return {name: clip(x, groups[name].clip_norm) for name, x in gradient.items()}
+    return {name: factor(_length(x), groups[name].clip_norm) * x for name, x in gradient.items()}

@@ -1,8 +1,8 @@
 """Bound ε from below by attacks that guess whether a canary was in the training data.
 
-A canary is an example that an attacker designs to leave a trace in the model. The attacker computes
-a score from the trained model and guesses "in" if the score exceeds a threshold. If the guesses are
-better than (ε, δ)-differential privacy allows, the true ε must be larger.
+A canary is an example designed to leave a trace in the model. The attacker computes a score from
+the trained model, and guesses "in" if the score exceeds a threshold. If the guesses are better than
+(ε, δ)-differential privacy allows, the true ε must be larger.
 """
 
 import math
@@ -23,8 +23,8 @@ from optax_lsdp.accounting import SampledGaussian, show_epsilon
 from optax_lsdp.auditing._report import format_report
 
 _Train = Callable[[jax.Array, jax.Array], jax.Array]
-_CHUNK = 4096  # trainings per call of the compiled function, at most
-_THRESHOLDS = 333
+_CHUNK = 4096  # the most trainings in one call of the compiled function
+_THRESHOLDS = 333  # thresholds to try, between the smallest and the largest score
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class EpsilonReport:
     """A lower bound on ε that an attack has proved.
 
     Attributes:
-        claimed: the claimed ε. None makes no claim, so the audit passes.
+        claimed: the claimed ε, or None. Without a claim, the audit passes.
         epsilon: a lower bound on ε.
-        gaussian_epsilon: a second bound, if any, which assumes Gaussian noise on full batches.
+        gaussian_epsilon: a lower bound that assumes Gaussian noise on full batches, or None.
         delta: δ.
         trials: the number of trainings, or of canaries in a single training.
         failure: an upper bound on the probability that a lower bound is wrong.
@@ -81,18 +81,19 @@ def audit_epsilon(
 
     Args:
         train: `train(key, is_in)` trains with the randomness of `key` and returns a score. Use
-            `is_in`, a traced bool, as the canary's mask. The score must reveal the canary, as does
-            the inner product of the update with the canary's gradient. The audit calls `train`
-            under `vmap` and `jit`. For other functions, pass the scores to `audit_scores`.
+            `is_in`, a traced bool, as the canary's mask. A good score is the inner product of the
+            update with the canary's gradient. The audit calls `train` under `vmap` and `jit`. If
+            `train` does not allow this, train yourself and call `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
-        trials: the number of trainings with the canary, and also of trainings without it. The
-            audit chooses the best threshold on one half, and computes the bound on the other half.
+        trials: the number of trainings with the canary, and also without it. The audit chooses
+            the best threshold on one half, and computes the bound on the other half.
         failure: an upper bound on the probability that a bound is wrong.
-        gaussian: whether to add a bound for Gaussian noise on full batches; it needs few trials.
-        key: the key from which each training gets its key.
+        gaussian: whether to add a bound that assumes Gaussian noise on full batches. It needs few
+            trials.
+        key: the key from which the keys of all trainings are split.
 
-    >>> def train(key, is_in):  # a sum whose noise is twice what the canary adds
+    >>> def train(key, is_in):  # the canary adds 1, and the noise multiplier is 2
     ...     return is_in + 2.0 * jax.random.normal(key)
     >>> report = audit_epsilon(train, delta=1e-5, claimed=3.0, gaussian=True, key=jax.random.key(0))
     >>> bool(report), 1.0 < report.gaussian_epsilon < 3.0
@@ -100,7 +101,7 @@ def audit_epsilon(
     """
     check_whole("trials", trials, 4)
     chunks = -(-trials // _CHUNK)
-    size = -(-trials // chunks)  # equal chunks need one compilation; the last scores are dropped
+    size = -(-trials // chunks)  # equal chunks need one compilation; surplus scores are dropped
 
     def scores(is_in: bool) -> np.ndarray:
         keys = jax.random.split(jax.random.fold_in(key, is_in), (chunks, size))
@@ -130,9 +131,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε by the scores of independent trainings with and without a canary.
 
-    `inside` are the scores of n trainings with the canary, and `outside` of n trainings without it.
-    Larger or smaller scores may reveal the canary; NaN counts as larger than any number. The other
-    arguments are those of `audit_epsilon`.
+    `inside` holds the scores of n trainings with the canary, and `outside` of n trainings without
+    it. Scores with the canary may be larger or smaller. NaN counts as larger than any number. The
+    other arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed
@@ -149,7 +150,10 @@ def audit_scores(
             "`inside` and `outside` must hold the same number of scores, 4 or more, got shapes "
             f"{[scores.shape for scores in both]}."
         )
-    both = _finite_scores(both)
+    # NaN and ∞ count as above all other scores, −∞ as below: a failed training reveals something.
+    finite = np.concatenate([scores[np.isfinite(scores)] for scores in both])
+    least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
+    both = [np.nan_to_num(scores, nan=most, posinf=most, neginf=least) for scores in both]
     half = trials // 2
     share = failure / (2 if gaussian else 1)  # the two bounds share the probability of failure
     seen = np.concatenate([scores[:half] for scores in both])
@@ -170,16 +174,6 @@ def audit_scores(
     return EpsilonReport(claimed, epsilon, gaussian_epsilon, delta, 2 * trials, failure)
 
 
-def _finite_scores(both: list[np.ndarray]) -> list[np.ndarray]:
-    """Replace NaN and ∞ by a number above all others, and −∞ by a number below all others.
-
-    A training that breaks reveals information too.
-    """
-    finite = np.concatenate([part[np.isfinite(part)] for part in both])
-    least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
-    return [np.nan_to_num(part, nan=most, posinf=most, neginf=least) for part in both]
-
-
 def audit_one_run(
     train: Callable[[jax.Array], ArrayLike],
     *,
@@ -198,8 +192,8 @@ def audit_one_run(
         canaries: the number of canaries. A canary is one example, and a person has at most one.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
-        guesses: the number of guesses: half "in", for the largest scores, and half "out", for the
-            smallest. The default is a fifth of `canaries`.
+        guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
+            guess "out", for the smallest. The default is a fifth of `canaries`.
         failure: an upper bound on the probability that the bound is wrong.
         key: the key that chooses the random half.
 
@@ -229,7 +223,7 @@ def audit_one_run(
 
 
 class Rates(NamedTuple):
-    """A lower bound on a test's true-positive rate, and an upper bound on its false positives."""
+    """A lower bound on the true-positive rate and an upper bound on the false-positive rate."""
 
     true_positive: float
     false_positive: float
@@ -245,10 +239,9 @@ def rates(true_positives: int, false_positives: int, trials: int, failure: float
 
 
 def epsilon_of_rates(found: Rates, delta: float) -> float:
-    """Return the smallest ε ≥ 0 for which an (ε, δ) mechanism allows a test with these rates.
+    """Return the smallest ε ≥ 0 for which an (ε, δ)-private mechanism allows a test of these rates.
 
-    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ and, with "in" and "out" exchanged,
-    1 − FPR ≤ e^ε (1 − TPR) + δ.
+    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ.
 
     >>> round(epsilon_of_rates(Rates(0.5, 0.1), 0.0), 3)  # log 5
     1.609
@@ -266,10 +259,10 @@ def epsilon_of_rates(found: Rates, delta: float) -> float:
 def epsilon_of_gaussian(found: Rates, delta: float) -> float:
     """Return a lower bound on ε, assuming Gaussian noise.
 
-    If one Gaussian has the sensitivity μ, in standard deviations, every threshold obeys
-    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side bounds μ from below, and this bound gives ε at δ. It also
-    works where both rates are near ½. There the rates are known after few trials, unlike the rare
-    false positives that `epsilon_of_rates` needs.
+    If the sensitivity is μ standard deviations of the noise, every threshold obeys
+    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side is a lower bound on μ, and ε grows with μ. This bound
+    needs few trials, because it is good even if both rates are near ½. `epsilon_of_rates` needs
+    thresholds with few false positives.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
     if not 0 < mu < math.inf:
@@ -278,7 +271,7 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
 
 
 def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, right: int) -> float:
-    """Bound from above the probability of `right` or more right guesses in an (ε, δ)-private run.
+    """Return an upper bound on P(`right` or more right guesses) in an (ε, δ)-private run.
 
     Each canary is in the run with probability ½, independently of the others. See Theorem 5.2 of
     Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run.

@@ -1,11 +1,10 @@
-"""The hard models: small models whose use of parameters is hard to clip correctly.
+"""Hard models: small models that use their parameters in ways that are hard to clip correctly.
 
-`hard_loss` adds up the losses of several models, so that one function is compiled for all.
+`hard_loss` adds up the losses of several models, so that one compilation serves all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +17,17 @@ Example = dict[str, jax.Array]
 Model = Callable[[optax.Params, PyTree], jax.Array]
 Padding = tuple[tuple[int, int], tuple[int, int]]
 _WIDTH, _VOCABULARY, _LAYERS = 16, 24, 3
-_CANCELLING = 100.0  # the ratio of cancelling rows to their sum
-# Factors of the loss, one for each example. ODD_SCALES include gradients that are zero, huge or not
-# finite. All inputs of the example whose scale is NaN are NaN too. Squares of gradients above 10¹⁹
-# clip norms overflow in float32, so an example of scale 10²⁰ may contribute nothing. No example may
-# change what others contribute. PLAIN_SCALES have no odd example that could hide such a change.
+_CANCELLING = 100.0  # the size of the rows that nearly cancel
+# Factors of the loss, one for each example. ODD_SCALES make gradients zero, huge or not finite. The
+# example of scale NaN also has NaN inputs. The example of scale 10²⁰ may contribute nothing, as its
+# square overflows in float32. No example may change what others contribute. Odd examples could hide
+# such a change, so there are also PLAIN_SCALES.
 ODD_SCALES = (0.0, np.nan, np.inf, 1e-3, 0.03, -2.0, 1.0, 30.0, 1e3, 1e6, 1e20, 5.0)
 PLAIN_SCALES = (1e-3, 0.01, 0.03, -0.1, 0.3, 1.0, -2.0, 5.0, 30.0, 100.0, 1e3, 1e4)
 
 
 def _dense(params: optax.Params, example: Example) -> jax.Array:
-    """Multiply one row by a matrix and add a bias: the gradient is an outer product."""
+    """Multiply one row by a matrix and add a bias. The gradient is an outer product."""
     return jnp.sum(jnp.sin(example["rows"][0] @ params["kernel"] + params["bias"]))
 
 
@@ -85,12 +84,16 @@ def _convolved(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _window(
-    strides: tuple[int, int], padding: Padding, params: optax.Params, example: Example
+    image: str,
+    strides: tuple[int, int],
+    padding: Padding,
+    params: optax.Params,
+    example: Example,
 ) -> jax.Array:
-    """Convolve once. Accelerators have one strategy for many positions, and another for few."""
+    """Convolve once. On accelerators, positions and channels decide how the engine does it."""
     kernel = params["kernel"]
-    image = example["image"][None, ..., : kernel.shape[2]]
-    return jnp.sum(jnp.sin(_convolve(image, kernel, strides, padding)))
+    pixels = example[image][None, ..., : kernel.shape[2]]
+    return jnp.sum(jnp.sin(_convolve(pixels, kernel, strides, padding)))
 
 
 def _gathered(params: optax.Params, example: Example) -> jax.Array:
@@ -108,12 +111,12 @@ def _small(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _cancelling(params: optax.Params, example: Example) -> jax.Array:
-    """Add rows that are far longer than their sum: a Gram matrix then loses digits of its norm."""
+    """Add rows that are far longer than their sum, so that a Gram matrix loses digits."""
     return jnp.sum(example["long"] @ params["kernel"] @ example["toward"])
 
 
 def _constant(rows: int, params: optax.Params, example: Example) -> jax.Array:
-    """Use equal rows of equal entries: if weighted entries are rounded up, all of them are."""
+    """Use equal rows of equal entries. If one weighted entry is rounded up, all of them are."""
     return jnp.sum(jnp.broadcast_to(example["level"], (rows, _WIDTH)) @ params["kernel"])
 
 
@@ -124,46 +127,50 @@ def _half(params: optax.Params, example: Example) -> jax.Array:
     return jnp.sum(hidden).astype(example["scale"].dtype)
 
 
-class _HardModel(NamedTuple):
-    """A loss of one example, and the shapes of its parameters."""
-
-    loss: Model
-    shapes: Mapping[str, tuple[int, ...]]
-
-
 _SQUARE, _ROW, _WIDE = (_WIDTH, _WIDTH), (_WIDTH,), (_WIDTH, 2 * _WIDTH)
 _STACKED = {"stack": (_LAYERS, *_SQUARE), "biases": (_LAYERS, *_ROW), "shared": _SQUARE}
 _SEVEN = {f"{kind}_{name}": _ROW for kind in ("scale", "shift") for name in "abc"}
 _SEVEN["unused"] = (3,)
-ALL_MODELS = {
-    "dense": _HardModel(_dense, {"kernel": _SQUARE, "bias": _ROW}),
-    "tied": _HardModel(_tied, {"kernel": _SQUARE}),
-    "scanned": _HardModel(_scanned, _STACKED),
-    "carried": _HardModel(_carried, {"kernel": _SQUARE, "scale": _ROW}),
-    "sliced": _HardModel(_sliced, {"disjoint": _WIDE, "overlapping": (_WIDTH, _WIDTH + 8)}),
-    "concatenated": _HardModel(_concatenated, dict.fromkeys(("query", "key", "value"), _SQUARE)),
-    "convolved": _HardModel(_convolved, {"each": (3, 2, 1, 8), "wide": (3, 3, 8, 12)}),
-    "many positions": _HardModel(
-        partial(_window, (1, 1), ((1, 0), (0, 0))), {"kernel": (2, 1, 4, 40)}
+# The loss of one example, and the shapes of its parameters.
+ALL_MODELS: dict[str, tuple[Model, Mapping[str, tuple[int, ...]]]] = {
+    "dense": (_dense, {"kernel": _SQUARE, "bias": _ROW}),
+    "tied": (_tied, {"kernel": _SQUARE}),
+    "scanned": (_scanned, _STACKED),
+    "carried": (_carried, {"kernel": _SQUARE, "scale": _ROW}),
+    "sliced": (_sliced, {"disjoint": _WIDE, "overlapping": (_WIDTH, _WIDTH + 8)}),
+    "concatenated": (_concatenated, dict.fromkeys(("query", "key", "value"), _SQUARE)),
+    "convolved": (_convolved, {"each": (3, 2, 1, 8), "wide": (3, 3, 8, 12)}),
+    "many positions": (
+        partial(_window, "picture", (1, 1), ((1, 0), (0, 0))),
+        {"kernel": (2, 2, 16, 16)},
     ),
-    "few positions": _HardModel(
-        partial(_window, (2, 2), ((1, 0), (0, 1))), {"kernel": (3, 3, 8, 12)}
+    "few channels": (
+        partial(_window, "picture", (1, 1), ((1, 0), (0, 2))),
+        {"kernel": (4, 4, 1, 64)},
     ),
-    "gathered": _HardModel(_gathered, {"table": (_VOCABULARY, _WIDTH)}),
-    "small": _HardModel(_small, _SEVEN),
-    "cancelling": _HardModel(_cancelling, {"kernel": _SQUARE}),
-    "constant row": _HardModel(partial(_constant, 1), {"kernel": _SQUARE}),
-    "constant rows": _HardModel(partial(_constant, 2), {"kernel": _SQUARE}),
-    "half": _HardModel(_half, {"kernel": _WIDE, "bias": (2 * _WIDTH,)}),
+    "few positions": (
+        partial(_window, "image", (2, 2), ((1, 0), (0, 1))),
+        {"kernel": (3, 3, 8, 12)},
+    ),
+    "few positions of many channels": (
+        partial(_window, "deep", (1, 1), ((1, 0), (0, 0))),
+        {"kernel": (2, 2, 40, 12)},
+    ),
+    "gathered": (_gathered, {"table": (_VOCABULARY, _WIDTH)}),
+    "small": (_small, _SEVEN),
+    "cancelling": (_cancelling, {"kernel": _SQUARE}),
+    "constant row": (partial(_constant, 1), {"kernel": _SQUARE}),
+    "constant rows": (partial(_constant, 2), {"kernel": _SQUARE}),
+    "half": (_half, {"kernel": _WIDE, "bias": (2 * _WIDTH,)}),
 }
 
 
-@cache  # equal names return the same function, so that it is compiled once
+@cache  # returns the same function for equal names, so that JAX compiles it once
 def hard_loss(names: tuple[str, ...]) -> Model:
     """Return the sum of the losses of the named models, times the example's scale."""
 
     def loss(params: optax.Params, example: Example) -> jax.Array:
-        total = sum(ALL_MODELS[name].loss(params[name], example) for name in names)
+        total = sum(ALL_MODELS[name][0](params[name], example) for name in names)
         return example["scale"] * total
 
     return loss
@@ -171,16 +178,11 @@ def hard_loss(names: tuple[str, ...]) -> Model:
 
 def hard_params(key: jax.Array) -> dict[str, dict[str, jax.Array]]:
     """Return random parameters of all models, by the name of the model."""
-    rng = generator(key)
-
-    def draw(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
-        values = (rng.normal(size=shape) / np.sqrt(_WIDTH)).astype(np.float32)
-        return jnp.asarray(values.astype(dtype))
-
-    params = {}
+    rng, params = generator(key), {}
     for name, (_, shapes) in ALL_MODELS.items():
         dtype = jnp.bfloat16 if name == "half" else jnp.float32
-        params[name] = {leaf: draw(shape, dtype) for leaf, shape in shapes.items()}
+        drawn = {leaf: rng.normal(size=shape) / np.sqrt(_WIDTH) for leaf, shape in shapes.items()}
+        params[name] = {leaf: jnp.asarray(np.float32(x), dtype) for leaf, x in drawn.items()}
     return params
 
 
@@ -193,6 +195,8 @@ def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
         "scale": np.array(scales),
         "rows": rng.normal(size=(size, 2, _WIDTH)),
         "image": rng.normal(size=(size, 4, 4, 8)),
+        "picture": rng.normal(size=(size, 16, 16, 16)),
+        "deep": rng.normal(size=(size, 3, 3, 40)),
         "positions": rng.normal(size=(size, 6, _WIDTH)),
         "long": long,
         "toward": rng.normal(size=(size, _WIDTH)),
@@ -207,5 +211,5 @@ def hard_batch(key: jax.Array, scales: Sequence[float]) -> Example:
 
 
 def generator(key: jax.Array) -> np.random.Generator:
-    """Return a NumPy generator that is seeded by a key."""
+    """Return a NumPy generator with a key as its seed."""
     return np.random.default_rng(np.asarray(jax.random.key_data(key)).ravel().tolist())

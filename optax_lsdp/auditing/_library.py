@@ -1,14 +1,16 @@
-"""Audit the installed library: `AUDITS` is the table of all audits of `optax-lsdp audit`.
+"""Audit the installed library: `AUDITS` is the table of all audits of `optax-lsdp audit`."""
 
-To add an audit, write a function of a key that returns a report, and add it to the table.
-"""
-
+import json
+import os
+import pickle
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,6 @@ import optax
 from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import _claims as claims
 from optax_lsdp.auditing import _clipping as clipping
-from optax_lsdp.auditing import _devices as devices
 from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
@@ -35,15 +36,15 @@ _LARGE = {"matrix": (96, 96), "odd": (2**13 + 1,), "even": (2**13 + 2,)}
 _OF_PLAN = {"kernel": (20, 30), "bias": (30,), "scale": (30,), "shift": (7,)}
 _QUANTIZED = {"a": (240,), "b": (40,), "c": (40,), "d": (3, 5)}
 LONGEST_PERIOD = 4096
-_DENSE = 32  # audit all steps below 32, and all multiples of 32 up to the longest period
 _LAST = 2**31 - 2  # the last step for which the library draws noise
 _POWERS = {*(2**power for power in range(5, 31)), *(10**power for power in range(2, 10))}
+# For each period up to the longest, two of these steps are a multiple of the period apart.
 FAR_STEPS = sorted(
-    {*range(_DENSE), *range(0, LONGEST_PERIOD + 1, _DENSE), *range(_LAST - 7, _LAST + 1)}
-    | _POWERS
-    | {power + 1 for power in _POWERS}
+    {*range(32), *range(0, LONGEST_PERIOD + 1, 32), *range(_LAST - 7, _LAST + 1)}
+    | {power + more for power in _POWERS for more in (0, 1)}
 )
 _Shapes = dict[str, tuple[int, ...]]
+_CHILD = "from optax_lsdp.auditing._library import _serve_parent; _serve_parent()"
 
 
 def _zeros(shapes: _Shapes) -> dict[str, jax.Array]:
@@ -53,12 +54,26 @@ def _zeros(shapes: _Shapes) -> dict[str, jax.Array]:
 def _audit_gaussian_noise(
     shapes: _Shapes, steps: int | Sequence[int], key: jax.Array
 ) -> StatisticsReport:
-    """Test the noise of `add_gaussian_noise` for leaves of these shapes, at these steps."""
+    """Test the noise that `add_gaussian_noise` adds to leaves of these shapes, at these steps."""
     stddev = _NOISE_MULTIPLIER * _CLIP_NORM
     noise, zeros = add_gaussian_noise(stddev, key=key), _zeros(shapes)
     first = jax.jit(noise.init)(zeros)
     update = jax.jit(lambda state: noise.update(zeros, state)[0])
     return audit_noise(lambda step: update(first._replace(step=step)), scale=stddev, steps=steps)
+
+
+def _audit_sharded_noise(key: jax.Array) -> StatisticsReport:
+    """Test the noise of leaves that `shard_map` splits over devices."""
+    n, split, columns = clipping.DEVICES, clipping.SPLIT, clipping.COLUMNS
+    zeros = _zeros({"kernel": (8 * n, 6), "small": (n, 2), "columns": (5, 2 * n), "bias": (12,)})
+    specs = {"kernel": split, "small": split, "columns": columns, "bias": clipping.WHOLE}
+    noise = add_gaussian_noise(1.0, key=key, shard_specs=specs)
+
+    def update(zeros: optax.Updates, step: jax.Array) -> optax.Updates:
+        return noise.update(zeros, noise.init(zeros)._replace(step=step))[0]
+
+    shards = clipping.shard_map(update, (specs, clipping.WHOLE), specs)
+    return audit_noise(lambda step: shards(zeros, jnp.int32(step)), scale=1.0, steps=24)
 
 
 def _sum_of_leaves(params: optax.Params, example: jax.Array) -> jax.Array:
@@ -71,7 +86,7 @@ def _noise_of_steps(
     params: optax.Params,
     steps: int,
 ) -> list[optax.Updates]:
-    """Return the updates of consecutive steps on batches without examples."""
+    """Return the updates of the first steps on batches without examples."""
 
     @jax.jit
     def update(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -86,7 +101,7 @@ def _noise_of_steps(
 
 
 def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
-    """Test whether a plan's optimizer adds the noise that the plan states."""
+    """Test whether a plan's optimizer adds as much noise as the plan says."""
     plan = claims.poisson_plan()
     optimizer, gradient = plan.optimizer(optax.sgd(1.0), key), plan.clipped_grad(_sum_of_leaves)
     noises = _noise_of_steps(optimizer, gradient, _zeros(_OF_PLAN), plan.steps)
@@ -95,13 +110,13 @@ def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
 
 
 def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
-    """Compare discrete noise, in quanta, with a Gaussian of the same scale."""
+    """Test whether discrete noise, in quanta, is close to Gaussian noise of the same scale."""
     params, steps, resolution = _zeros(_QUANTIZED), 16, 2**10
     gradient = quantized_grad(_sum_of_leaves, clip_norm=_CLIP_NORM, resolution=resolution)
     marked = jax.eval_shape(gradient, params, jnp.zeros(2), jnp.zeros(2, bool))["a"]
     noise = add_discrete_gaussian_noise(_NOISE_MULTIPLIER, key=key)
 
-    def quanta(x: jax.Array) -> np.ndarray:  # integers, which `audit_noise` allows to repeat
+    def quanta(x: jax.Array) -> np.ndarray:  # `audit_noise` allows integers to repeat
         return np.rint(np.asarray(x) * resolution / _CLIP_NORM).astype(int)
 
     noises = jax.tree.map(quanta, _noise_of_steps(noise, gradient, params, steps))
@@ -112,62 +127,54 @@ def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
 def _audit_sampler(
     sampling: Literal["poisson", "without_replacement"], key: jax.Array
 ) -> StatisticsReport:
-    """Test the sampler of a plan."""
-    size, batch_size = 1000, 50
     plan = PrivacyPlan(
-        dataset_size=size,
-        expected_batch_size=batch_size,
+        dataset_size=1000,
+        expected_batch_size=50,
         steps=1000,
         noise_multiplier=100.0,
         delta=_DELTA,
         sampling=sampling,
         neighbouring="add_remove" if sampling == "poisson" else "replace_one",
     )
-    rate, steps = batch_size / size, sorted({*range(300), *FAR_STEPS})
+    steps = sorted({*range(300), *FAR_STEPS})
     return audit_sampler(
-        plan.sampler(key), dataset_size=size, sampling_rate=rate, sampling=sampling, steps=steps
+        plan.sampler(key), dataset_size=1000, sampling_rate=0.05, sampling=sampling, steps=steps
     )
 
 
 def _audit_step_with_canary(key: jax.Array) -> EpsilonReport:
-    """Attack one step of DP-LSSGD with the worst canary."""
+    """Attack one step of DP-LSSGD with the worst canary, whose gradient exceeds the clip norm."""
+    params, canary = jnp.zeros(4), jnp.full((1, 4), 100.0)
+    privatize_sgd = partial(privatize, optax.sgd(1.0), expected_batch_size=1, smoothing=1.0)
+
+    def take_step(key: jax.Array, is_in: jax.Array) -> jax.Array:
+        optimizer = privatize_sgd(clip_norm=_CLIP_NORM, noise_multiplier=_NOISE_MULTIPLIER, key=key)
+        total = clipped_grad(jnp.vdot, clip_norm=_CLIP_NORM)(params, canary, is_in[None])
+        updates, _ = optimizer.update(total, optimizer.init(params), params)
+        return -jnp.sum(updates)  # along the canary's gradient, which smoothing preserves
+
     claimed = SampledGaussian(_NOISE_MULTIPLIER, 1.0, 1, sampling="full").epsilon(_DELTA)
     return audit_epsilon(
-        _step_with_canary, delta=_DELTA, claimed=claimed, trials=40_000, gaussian=True, key=key
+        take_step, delta=_DELTA, claimed=claimed, trials=40_000, gaussian=True, key=key
     )
-
-
-def _step_with_canary(key: jax.Array, is_in: jax.Array) -> jax.Array:
-    """Take a smoothed step on one canary, whose gradient exceeds the clip norm."""
-    params, canary = jnp.zeros(4), jnp.full((1, 4), 100.0)
-    optimizer = privatize(
-        optax.sgd(1.0),
-        clip_norm=_CLIP_NORM,
-        noise_multiplier=_NOISE_MULTIPLIER,
-        expected_batch_size=1,
-        smoothing=1.0,
-        key=key,
-    )
-    total = clipped_grad(jnp.vdot, clip_norm=_CLIP_NORM)(params, canary, is_in[None])
-    updates, _ = optimizer.update(total, optimizer.init(params), params)
-    return -jnp.sum(updates)  # along the canary's gradient, a constant, which smoothing preserves
 
 
 class Audit(NamedTuple):
     """An audit of the library: a function of a key that returns a report."""
 
     run: Callable[[jax.Array], AuditReport]
-    in_child: bool = False  # it needs eight devices, or shares the work between two processes
-    needs_orbax: bool = False  # it calls `fit`, which needs Orbax and tqdm
+    in_child: bool = False  # whether a child process may run it, which has eight devices
+    needs_orbax: bool = False  # whether it calls `fit`, which needs Orbax and tqdm
 
 
 _by_search, _hard_models = clipping.audit_clipping_by_search, clipping.audit_hard_models
+_bookkeeping = partial(_hard_models, "bookkeeping")
 AUDITS = {
     "Poisson sampler": Audit(partial(_audit_sampler, "poisson")),
     "fixed-size sampler": Audit(partial(_audit_sampler, "without_replacement")),
     "clipping by search, engine 'bookkeeping'": Audit(partial(_by_search, "bookkeeping")),
     "clipping by search, engine 'vmap'": Audit(partial(_by_search, "vmap")),
-    "clipping of hard models, engine 'bookkeeping'": Audit(partial(_hard_models, "bookkeeping")),
+    "clipping of hard models, engine 'bookkeeping'": Audit(_bookkeeping),
     "noise": Audit(partial(_audit_gaussian_noise, _SMALL, FAR_STEPS)),
     "noise of large leaves": Audit(partial(_audit_gaussian_noise, _LARGE, 6)),
     "a step of DP-LSSGD with and without a canary": Audit(_audit_step_with_canary),
@@ -177,17 +184,15 @@ AUDITS = {
     "quantized sums": Audit(claims.audit_quantized_sums),
     "discrete noise": Audit(_audit_discrete_noise),
     "clipping of hard models, engine 'vmap'": Audit(partial(_hard_models, "vmap"), True),
-    "clipping of cancelling rows": Audit(
-        partial(_hard_models, "bookkeeping", models=clipping.UNCERTAIN), True
-    ),
+    "clipping of cancelling rows": Audit(partial(_bookkeeping, models=clipping.UNCERTAIN), True),
     "clipping of hard models, rounded as on a TPU": Audit(
-        partial(clipping.audit_rounding, "tpu"), True
+        partial(_bookkeeping, platform="tpu"), True
     ),
     "clipping in microbatches": Audit(clipping.audit_microbatches, True),
-    "noise on several devices": Audit(devices.audit_sharded_noise, True),
-    "clipping on several devices": Audit(devices.audit_sharded_clipping, True),
-    "parameters split over devices": Audit(devices.audit_split_parameters, True),
-    "collectives on several devices": Audit(devices.audit_collectives, True),
+    "noise on several devices": Audit(_audit_sharded_noise, True),
+    "clipping on several devices": Audit(clipping.audit_sharded_clipping, True),
+    "parameters split over devices": Audit(clipping.audit_split_parameters, True),
+    "collectives on several devices": Audit(clipping.audit_collectives, True),
     "a step of fit on neighbouring data": Audit(audit_one_step_of_fit, True, needs_orbax=True),
     "resumed runs": Audit(audit_resumed_runs, True, needs_orbax=True),
 }
@@ -198,11 +203,12 @@ def audit_library(
 ) -> Iterator[tuple[str, AuditReport]]:
     """Audit clipping, noise, samplers, plans and runs of this installation, and yield each report.
 
-    The command `optax-lsdp audit` prints these reports. If there are fewer than eight devices,
-    a child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is
-    not installed, the audits of `fit` are skipped, and a warning names them.
+    The command `optax-lsdp audit` prints these reports. If there are fewer than eight devices, a
+    child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is not
+    installed, a warning names the audits that are skipped.
 
-    `key` must be a Threefry key, JAX's default. `started` is called with each audit's name.
+    `key` must be a Threefry key, JAX's default. `started` is called with the name of each audit
+    before it runs.
 
     >>> name, report = next(audit_library(jax.random.key(0)))
     >>> name, bool(report)
@@ -217,20 +223,60 @@ def audit_library(
             "'optax-lsdp[training]'.",
             stacklevel=2,
         )
-    has_devices = jax.device_count() >= devices.DEVICES
+    has_devices = jax.device_count() >= clipping.DEVICES
     in_child = [] if has_devices else [name for name in names if AUDITS[name].in_child]
-    nothing: Iterator[AuditReport] = iter(())
-    child = devices.reports_from_child(in_child, key) if in_child else nullcontext(nothing)
-    with child as reports:
+    none: Iterator[AuditReport] = iter(())
+    with reports_from_child(in_child, key) if in_child else nullcontext(none) as reports:
         for name in names:
             started(name)
             yield name, next(reports) if name in in_child else run_audit(name, key)
 
 
 def run_audit(name: str, key: jax.Array) -> AuditReport:
-    """Run one audit of the library; an exception counts as a rejection."""
-    index = list(AUDITS).index(name)
+    """Run one audit of the library. An exception counts as a rejection."""
     try:
-        return AUDITS[name].run(jax.random.fold_in(key, index))
+        return AUDITS[name].run(jax.random.fold_in(key, list(AUDITS).index(name)))
     except Exception as error:
         return ClaimsReport({"the audit can run": f"{type(error).__name__}: {error}"})
+
+
+@contextmanager
+def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterator[AuditReport]]:
+    """Run audits in a child process, one after another, and yield an iterator of their reports.
+
+    The process has eight simulated CPU devices. It ends with the context.
+    """
+    words = np.asarray(jax.random.key_data(key)).ravel().tolist()
+    count = f"--xla_force_host_platform_device_count={clipping.DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {count}"
+    path = os.pathsep.join(filter(None, sys.path))
+    with subprocess.Popen(
+        [sys.executable, "-c", _CHILD, json.dumps([words, list(names)])],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+    ) as process:
+
+        def reports() -> Iterator[AuditReport]:
+            while True:
+                try:
+                    yield pickle.load(cast("IO[bytes]", process.stdout))  # by `_serve_parent`
+                except (EOFError, pickle.UnpicklingError):
+                    ended = f"the child process ended with code {process.wait()}"
+                    yield ClaimsReport({"the audit can run": ended})
+
+        try:
+            yield reports()
+        finally:
+            process.kill()
+
+
+def _serve_parent() -> None:
+    """Run the audits that the parent process named, and write their reports to stdout."""
+    words, names = json.loads(sys.argv[1])
+    reports = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # other prints go to stderr
+    key = jax.random.wrap_key_data(jnp.asarray(words, jnp.uint32), impl="threefry2x32")
+    for name in names:
+        pickle.dump(run_audit(name, key), reports)
+        reports.flush()

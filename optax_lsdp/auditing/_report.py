@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class AuditReport(Protocol):
-    """The result of an audit; `bool(report)` equals `report.passed`, and `str(report)` explains."""
+    """The result of an audit. `bool(report)` is `report.passed`, and `str(report)` is a table."""
 
     @property
     def passed(self) -> bool:
@@ -14,7 +14,7 @@ class AuditReport(Protocol):
 
 
 def format_report(passed: bool, rows: Mapping[str, str]) -> str:
-    """Return the verdict, followed by the rows, as lines with aligned colons."""
+    """Return a table: the verdict, then one line "name: text" for each row."""
     rows = {"verdict": "passed" if passed else "REJECTED", **rows}
     width = max(map(len, rows))
     return "\n".join(f"{name:>{width}}: {text}" for name, text in rows.items())
@@ -26,7 +26,7 @@ class StatisticsReport:
 
     Attributes:
         quantity: the name of the measured quantity.
-        expected: the value that the claim implies.
+        expected: the claimed value.
         seen: the measured value.
         p_values: the p-value of each test.
         failure: an upper bound on the probability that the audit rejects a correct mechanism.
@@ -40,7 +40,7 @@ class StatisticsReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every p-value reaches the threshold, `failure` / number of tests (Bonferroni)."""
+        """Whether every p-value is at least `failure` / number of tests (Bonferroni)."""
         return min(self.p_values.values()) >= self.failure / len(self.p_values)
 
     def __bool__(self) -> bool:
@@ -59,7 +59,7 @@ class ClaimsReport:
     """The result of checks that need no statistics: each claim holds or does not."""
 
     claims: Mapping[str, str]  # what is wrong with each claim, or "" if the claim holds
-    measured: Mapping[str, str] = field(default_factory=dict)  # what else the audit measured
+    measured: Mapping[str, str] = field(default_factory=dict)  # other rows of the table
 
     @property
     def passed(self) -> bool:
@@ -75,10 +75,7 @@ class ClaimsReport:
 
 
 def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Run one check for each claim. A check returns what is wrong, or "" if the claim holds.
-
-    If a check raises, the error is what is wrong.
-    """
+    """Run one check per claim. It returns what is wrong, or "". If it raises, the claim fails."""
     claims = {}
     for claim, check in checks.items():
         try:
@@ -89,12 +86,9 @@ def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
 
 
 def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
-    """Return "" if this library refuses a call, and `otherwise` if the call succeeds.
-
-    This library's messages start with an argument in backquotes. Any other error is returned.
-    """
+    """Return "" if this library refuses a call, and `otherwise` if the call succeeds."""
     try:
         call()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:  # this library's messages start with a backquote
         return "" if str(error).startswith("`") else f"{type(error).__name__}: {error}"
     return otherwise

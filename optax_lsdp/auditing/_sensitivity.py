@@ -1,6 +1,6 @@
-"""Search for two neighbouring batches on which a release differs by more than its sensitivity.
+"""Search for two neighbouring batches whose releases differ by more than the sensitivity.
 
-A release is a function of a batch and a mask to which noise will be added, such as a clipped sum.
+A release is a function of a batch and its mask, such as a clipped sum. Noise is added to its value.
 """
 
 import math
@@ -20,12 +20,13 @@ from optax_lsdp.auditing._hard_models import generator
 from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
+# The search multiplies the example of one neighbour by these factors.
 _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
-_ENTRIES = (math.nan, math.inf, 1e30)  # values that replace a single number of an example
+_ENTRIES = (math.nan, math.inf, 1e30)  # values that replace one entry of an example
 _SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples
 _FEW = 64  # float32 sums this many examples almost exactly
-_CROWD = 1024  # equal examples: a small effect of one example on every other adds up
-_ROUNDING = 2.0**-22  # accepted per example of a sum: 4 units in the last place of float32
+_CROWD = 1024  # equal examples: if one example changes all others a little, the changes add up
+_ROUNDING = 2.0**-22  # relative error accepted per example: 4 units in the last place of float32
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,13 @@ class SensitivityReport:
 
     Attributes:
         declared: the declared sensitivity.
-        largest: the largest difference between the releases of two neighbours.
-        how: a description of these two neighbours.
+        largest: the largest ℓ₂ distance between the releases of two neighbours.
+        how: how the audit made these two neighbours.
         masked: the largest effect of an example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
         tolerance: the relative rounding error that the audit accepts.
-        granted: the same for the neighbours with the largest difference, more in large batches.
+        granted: the relative rounding error that it accepts for the neighbours of `largest`. If
+            their batches are large, it is larger than `tolerance`.
     """
 
     declared: float
@@ -52,7 +54,7 @@ class SensitivityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether examples had an effect, and no effect was larger than declared."""
+        """Whether some example had an effect, and no effect was larger than declared."""
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
@@ -70,22 +72,18 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches: the second has `example` at `row`. Each batch has its mask in `masks`."""
+    """Two batches and their masks. The second batch has `example` at `row`."""
 
     batch: PyTree
     example: PyTree
     row: int
     masks: tuple[np.ndarray, np.ndarray]
 
-    @property
-    def other_batch(self) -> PyTree:
-        """The second batch."""
-        return _with_example(self.batch, self.example, self.row)
-
     def releases(self, release: Release) -> tuple[PyTree, PyTree]:
         """Return the release of each batch."""
+        other_batch = _with_example(self.batch, self.example, self.row)
         one = _released(release, self.batch, self.masks[0])
-        return one, _released(release, self.other_batch, self.masks[1])
+        return one, _released(release, other_batch, self.masks[1])
 
 
 def audit_sensitivity(
@@ -100,28 +98,28 @@ def audit_sensitivity(
     tolerance: float = 1e-4,
     key: jax.Array,
 ) -> SensitivityReport:
-    """Search for neighbouring batches on which a release differs by more than declared.
+    """Search for neighbouring batches whose releases differ by more than declared.
 
-    The search cannot prove that there are no such batches, but it finds common mistakes. It builds
-    batches of many or few examples, of large or small examples, or of a thousand equal examples. It
-    removes or replaces one example. It also multiplies this example by −1, by huge or tiny factors,
-    by ∞ or by NaN, or sets one entry of the example to a huge number, ∞ or NaN. Gradient ascent
-    then increases the largest differences. Examples outside the mask must have no effect.
+    The search finds common mistakes, but cannot prove that there is none. It builds batches of many
+    or few examples, of large or small examples, or of a thousand equal examples. It removes or
+    replaces one example. It multiplies this example by −1, ∞, NaN, or a huge or tiny factor, or
+    sets one entry of it to ∞, NaN or a huge number. Gradient ascent then increases the largest
+    distances. Examples outside the mask must have no effect.
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a
-            clipped sum. It may also return the result of a whole step with a fixed key, because
-            the noise of two such results cancels. The audit compiles the function.
+            clipped sum. It may also take a whole step with a fixed key, because the noise of two
+            such steps cancels. The audit compiles the function.
         batch: realistic examples, with a leading batch axis.
         declared: the sensitivity: the largest ℓ₂ distance that one example may cause.
-        neighbouring: "add_remove" if neighbours differ by the presence of one example, or
-            "replace_one" if they differ by its value.
+        neighbouring: "add_remove" if one of two neighbours lacks an example of the other, or
+            "replace_one" if they have different examples in one row.
         searches: the number of batches in which the audit tries each kind of change.
-        ascents: the number of pairs that gradient ascent starts from.
+        ascents: the number of pairs from which gradient ascent starts.
         ascent_steps: the number of steps of each ascent.
         tolerance: the relative rounding error to accept. The audit accepts at least 2⁻²² for each
-            example of a batch, which exceeds the default from about 400 examples on.
-        key: a key for the randomness of the search.
+            example of a batch. This is more than the default if a batch has over 400 examples.
+        key: the key of the search.
 
     >>> def release(batch, mask):  # a sum of numbers between -1 and 1
     ...     return jnp.sum(jnp.where(mask, jnp.clip(jnp.nan_to_num(batch), -1, 1), 0))
@@ -144,37 +142,36 @@ def audit_sensitivity(
     most = SensitivityReport(declared, -math.inf, "", 0.0, 0, tolerance, 0.0)
     worst: list[tuple[float, _Neighbours]] = []  # finite distances, largest first
 
-    def compare(pair: _Neighbours, one: PyTree, other: PyTree, how: str) -> float:
+    def compare(pair: _Neighbours, releases: tuple[PyTree, PyTree], how: str) -> float:
         nonlocal pairs, most
         pairs += 1
         granted = max(tolerance, _ROUNDING * float(np.sum(pair.masks[0])))
-        found = replace(most, largest=_distance(one, other), how=how, granted=granted)
+        found = replace(most, largest=_distance(*releases), how=how, granted=granted)
         most = max(most, found, key=lambda one: one.largest - declared * one.granted)
         return found.largest
 
     for how_batch, drawn, mask, row, example in _settings(batch, searches, rng):
         without = mask & (np.arange(len(mask)) != row)
         before, before_without = (_released(release, drawn, kept) for kept in (mask, without))
-        for how, changed in _changes(example, rng):
-            pair = _Neighbours(drawn, changed, row, (mask, mask))
-            other_batch = pair.other_batch
-            after, after_without = (
-                _released(release, other_batch, kept) for kept in (mask, without)
-            )
-            one, other = before, after
+        changes = {f"scaled by {factor:g}": _scaled(example, factor) for factor in _FACTORS}
+        for value in _ENTRIES:
+            changes[f"with one entry {value:g}"] = _with_entry(example, value, rng)
+        for how, changed in changes.items():
+            new = _with_example(drawn, changed, row)
+            after, after_without = (_released(release, new, kept) for kept in (mask, without))
+            pair, releases = _Neighbours(drawn, changed, row, (mask, mask)), (before, after)
             if neighbouring == "add_remove":
-                pair = pair._replace(batch=other_batch, masks=(mask, without))
-                one, other = after, after_without
-            distance = compare(pair, one, other, f"{how_batch}; one example {how}")
+                pair = pair._replace(batch=new, masks=(mask, without))
+                releases = after, after_without
+            distance = compare(pair, releases, f"{how_batch}; one example {how}")
             if math.isfinite(distance):
                 worst = sorted([*worst, (distance, pair)], key=lambda one: -one[0])[:ascents]
             masked = max(masked, _distance(before_without, after_without))
     for _, pair in worst:
         for step in range(ascent_steps):
             pair = _ascend(release, pair, 0.3 * (1 - step / ascent_steps))
-            if not math.isfinite(
-                compare(pair, *pair.releases(release), "found by gradient ascent")
-            ):
+            distance = compare(pair, pair.releases(release), "found by gradient ascent")
+            if not math.isfinite(distance):
                 break
     return replace(most, masked=masked, pairs=pairs)
 
@@ -184,7 +181,7 @@ def _released(release: Release, batch: PyTree, mask: jax.Array) -> PyTree:
     return release(batch, mask)
 
 
-@np.errstate(invalid="ignore", over="ignore")  # invalid values give an infinite distance
+@np.errstate(invalid="ignore", over="ignore")
 def _distance(one: PyTree, other: PyTree) -> float:
     """Return the ℓ₂ distance in float64, or ∞ if the distance is not finite."""
     squares = 0.0
@@ -197,13 +194,10 @@ def _distance(one: PyTree, other: PyTree) -> float:
 def _settings(
     batch: PyTree, count: int, rng: np.random.Generator
 ) -> Iterator[tuple[str, PyTree, np.ndarray, int, PyTree]]:
-    """Yield a description, a batch, its mask, a row, and an example that will replace this row.
-
-    There are four kinds of batches. The mask keeps all examples; it keeps few; the examples have
-    two scales; or one example is repeated many times.
-    """
+    """Yield a description, a batch, its mask, a row, and an example that will replace this row."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
+        # The mask keeps all examples, the mask keeps few, there are two scales, or all are equal.
         kind = ("all", "few", "two scales", "crowd")[number % 4]
         size = max(available, _CROWD) if kind == "crowd" else available
         order = rng.integers(available, size=None if kind == "crowd" else size)
@@ -213,7 +207,7 @@ def _settings(
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
         scales, by = np.full(size, scale), f"{scale:g}"
-        if kind == "two scales":  # so that one more example changes the median
+        if kind == "two scales":  # one more example then changes the median of the scales
             scales, by = np.full(size, max(_SCALES)), f"{max(_SCALES):g} or {min(_SCALES):g}"
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)
@@ -224,16 +218,7 @@ def _settings(
         yield how, _scaled(chosen, scales), mask, row, example
 
 
-def _changes(example: PyTree, rng: np.random.Generator) -> Iterator[tuple[str, PyTree]]:
-    """Yield the example with all entries scaled, and with one entry replaced."""
-    for factor in _FACTORS:
-        yield f"scaled by {factor:g}", _scaled(example, factor)
-    for value in _ENTRIES:
-        yield f"with one entry {value:g}", _with_entry(example, value, rng)
-
-
-# The functions below are compiled, because the audit builds many small batches.
-@jax.jit
+@jax.jit  # compiled, like the functions below, because the audit builds many small batches
 def _rows(batch: PyTree, indices: ArrayLike) -> PyTree:
     return jax.tree.map(lambda x: x[indices], batch)
 
@@ -245,7 +230,7 @@ def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
 
 @jax.jit
 def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
-    """Multiply the floats of an example by a factor, or of a batch by one factor per example."""
+    """Multiply all floats of an example by a factor, or of a batch by one factor per example."""
 
     def scale(x: jax.Array) -> jax.Array:
         if not _is_float(x):
@@ -257,7 +242,7 @@ def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
 
 
 def _with_entry(example: PyTree, value: float, rng: np.random.Generator) -> PyTree:
-    """Return the example with a random number replaced by `value`."""
+    """Return the example with `value` in place of one float, chosen at random."""
     leaves, structure = jax.tree.flatten(example)
     places = [i for i, x in enumerate(leaves) if _is_float(x) and x.size]
     if places:
@@ -271,51 +256,27 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Increase the distance by a step of gradient ascent on all floats of both batches."""
-    one, other = pair.releases(release)
-    slopes = _slopes(release, pair.batch, pair.masks[0], other)
-    other_slopes = _slopes(release, pair.other_batch, pair.masks[1], one)
-    batch, example = _moved(pair, slopes, other_slopes, rate)
-    return pair._replace(batch=batch, example=example)
-
-
 @partial(jax.jit, static_argnums=0)
-def _slopes(release: Release, batch: PyTree, mask: jax.Array, other: PyTree) -> PyTree:
-    """Return the gradient of ‖release(batch, mask) − other‖ for all floats of the batch."""
+def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
+    """Increase the distance: move all floats uphill, by `rate` times their root mean square."""
+    trees = pair.batch, pair.example
 
     def distance(floats: PyTree) -> jax.Array:
-        change = jax.tree.map(jnp.subtract, release(_with_floats(batch, floats), mask), other)
+        batch, example = _with_floats(trees, floats)
+        one, other = pair._replace(batch=batch, example=example).releases(release)
+        change = jax.tree.map(jnp.subtract, one, other)
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(change)) + 1e-30)
-
-    return jax.grad(distance)(_floats(batch))
-
-
-@jax.jit
-def _moved(
-    pair: _Neighbours, slopes: PyTree, other_slopes: PyTree, rate: float
-) -> tuple[PyTree, PyTree]:
-    """Move the batch and the example along their slopes, by a share of their size.
-
-    All rows except `pair.row` are in both batches, so their slopes are added.
-    """
 
     def move(x: jax.Array, slope: jax.Array) -> jax.Array:
         size, steepness = (jnp.sqrt(jnp.mean(y**2)) for y in (x, slope))
         return x + rate * (size + 1e-6) * slope / (steepness + 1e-30)
 
-    def moved(tree: PyTree, slopes: PyTree) -> PyTree:
-        return _with_floats(tree, jax.tree.map(move, _floats(tree), slopes))
-
-    both = jax.tree.map(lambda x, y: x + y.at[pair.row].set(0), slopes, other_slopes)
-    return moved(pair.batch, both), moved(pair.example, _rows(other_slopes, pair.row))
-
-
-def _floats(tree: PyTree) -> PyTree:
-    """Return the tree with None in place of every leaf that is not floating-point."""
-    return jax.tree.map(lambda x: x if _is_float(x) else None, tree)
+    floats = jax.tree.map(lambda x: x if _is_float(x) else None, trees)
+    moved = jax.tree.map(move, floats, jax.grad(distance)(floats))
+    batch, example = _with_floats(trees, moved)
+    return pair._replace(batch=batch, example=example)
 
 
 def _with_floats(tree: PyTree, floats: PyTree) -> PyTree:
-    """Return the tree with its floating-point leaves replaced by those of `floats`."""
+    """Return the tree with the leaves of `floats` in place of its own, where they are not None."""
     return jax.tree.map(lambda x, new: x if new is None else new, tree, floats)

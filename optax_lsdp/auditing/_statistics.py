@@ -1,7 +1,7 @@
 """Test noise and samplers against the distributions that the accountant assumes.
 
-`StatisticsReport` divides the probability of a false rejection among the tests of an audit. A test
-of many parts, such as all pairs of leaves, multiplies the smallest p-value by their number.
+Each audit runs several tests, and each test returns a p-value. If a test has many parts, such as
+all pairs of leaves, its p-value is the smallest p-value of a part times the number of parts.
 """
 
 import math
@@ -19,14 +19,13 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.auditing._report import StatisticsReport
 from optax_lsdp.sampling import Batch
 
-_MOST_PAIRS = 2000  # pairs of leaves; if there are more, a random choice of pairs is tested
-_DEVICE_COUNTS = (2, 3, 4, 8)  # devices may have split an axis into this many equal parts
-_MOST_VALUES = 50_000  # numbers that are searched for repetitions or compared with a Gaussian
+_MOST_PAIRS = 2000  # pairs of leaves to test; of more pairs, a random choice is tested
+_DEVICE_COUNTS = (2, 3, 4, 8)  # the numbers of devices that may have drawn equal parts of an axis
+_MOST_VALUES = 50_000  # numbers to search for repetitions, or to compare with a Gaussian
 _COLLISION = 4e-7  # 3 × the probability that two float32 Gaussians have the same magnitude
-_LEAST_VARIANCE = 10  # of a count; the gamma approximation in `_spread_p_value` needs it
-_CHUNK = 2**16  # the number of examples whose inclusions are multiplied at a time
-_MOST_EXAMPLES = 2**12  # the number of examples among which all pairs are compared
-
+_LEAST_VARIANCE = 10  # of a count: the gamma approximation in `_spread_p_value` needs it
+_CHUNK = 2**16  # examples in one matrix product
+_MOST_EXAMPLES = 2**12  # examples of which all pairs are tested
 
 _Pairs = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -45,16 +44,16 @@ def audit_noise(
     """Test whether steps add independent Gaussian noise of a given scale.
 
     To detect a relative error s of the scale, the audit needs about 40/s² numbers: 4,000 for 10 %,
-    and 400,000 for 1 %. The audit rejects quantized noise in floating point, because its
-    values repeat. Return quantized noise, such as that of `discrete`, as integer numbers of quanta.
+    and 400,000 for 1 %. The audit rejects noise whose floats repeat. So return quantized noise,
+    such as that of `discrete`, as integers: the numbers of quanta.
 
     The audit detects noise that repeats with period p if two audited steps are a multiple of p
     apart. The first 32 steps reveal periods up to 31. To detect every period up to 4,096, pass
     `[*range(32), *range(32, 4097, 32)]`.
 
     Args:
-        release: `release(step)` returns what a step releases for a batch without examples, which is
-            only noise, not yet smoothed. Later steps may be those of a resumed run.
+        release: `release(step)` returns what a step releases for a batch without examples: only
+            noise, before smoothing. Later steps may be those of a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -80,7 +79,7 @@ def audit_noise(
             "`release` must return 100 numbers or more in all steps together, got "
             f"{everything.size}; audit more steps or larger leaves."
         )
-    squares = float(np.sum(everything**2))
+    squares, largest = float(np.sum(everything**2)), float(np.abs(everything).max())
     axes = [(leaf, axis) for leaf in leaves for axis in range(1, leaf.ndim)]
     p_values = {
         "scale": _two_sided(chi2.cdf(squares, everything.size)),
@@ -88,15 +87,21 @@ def audit_noise(
         "scale of each step": _scale_p_value([(everything, 0)]),
         "scale of each row and column": _scale_p_value(axes),
         "Gaussian distribution": _distribution_p_value([*rows, everything]),
-        "largest number": _largest_p_value(everything),
+        "largest number": _two_sided(np.exp(everything.size * np.log1p(-2 * norm.sf(largest)))),
         "independent steps": _steps_p_value(everything),
         "independent leaves": _pairs_p_value(_pairs_of_leaves(rows)),
         "independent parts of leaves": _pairs_p_value(_pairs_of_parts(leaves)),
     }
     # Numbers of other dtypes repeat by chance.
     if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):
-        p_values["no number twice"] = _equal_numbers_p_value(everything)
-        p_values["no two numbers twice"] = _equal_neighbours_p_value(everything)
+        sizes = np.abs(everything)
+        few = min(len(sizes), max(2, _MOST_VALUES // sizes.shape[1]))
+        some = sizes[np.linspace(0, len(sizes) - 1, few).astype(int)]
+        pairs = sizes[:, :-1] + 1j * sizes[:, 1:]
+        # The first test finds many numbers that are reused in any order. The second test finds
+        # even a few numbers that are reused in the same order.
+        p_values["no number twice"] = _repetitions_p_value(some, _COLLISION)
+        p_values["no two numbers twice"] = _repetitions_p_value(pairs, _COLLISION**2)
     seen = scale * float(np.sqrt(squares / everything.size))
     return StatisticsReport("standard deviation", scale, seen, p_values, failure)
 
@@ -115,7 +120,7 @@ def audit_sampler(
     If `sampling` is "poisson", the audit rejects batches of fixed size and shuffled epochs.
 
     Args:
-        sampler: an object whose `batch(step)` has `indices` and a `mask`.
+        sampler: an object whose `batch(step)` returns `indices` and a `mask`.
         dataset_size: the number of examples.
         sampling_rate: the expected share of the examples in a batch.
         sampling: "poisson" if each example is in each batch independently of all others, or
@@ -139,9 +144,9 @@ def audit_sampler(
     count, rate = len(numbers), sampling_rate
     if min(count, dataset_size) * rate * (1 - rate) < _LEAST_VARIANCE:
         raise ValueError(
-            f"`steps` must be enough for each example to come often, got {count} steps and "
-            f"{dataset_size} examples at a sampling rate of {rate}; pass more steps or examples, "
-            f"until both numbers are at least {_LEAST_VARIANCE}/(rate · (1 − rate))."
+            f"`steps` and examples must be enough for a test, got {count} steps and {dataset_size} "
+            f"examples at a sampling rate of {rate}; pass at least "
+            f"{_LEAST_VARIANCE}/(rate · (1 − rate)) of each."
         )
     included = np.zeros((count, dataset_size), np.uint8)
     for row, step in zip(included, numbers, strict=True):
@@ -176,7 +181,7 @@ def audit_sampler(
 
 
 def _step_numbers(steps: int | Sequence[int]) -> list[int]:
-    """Return the first `steps` steps, or the listed steps: two or more, all different."""
+    """Return the step numbers. Raise unless there are two or more, all different."""
     if not isinstance(steps, Sequence):
         check_whole("steps", steps, 2)
         return list(range(steps))
@@ -195,16 +200,16 @@ def _two_sided(cdf: float) -> float:
 
 
 def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) -> float:
-    """Return min(1, smallest p-value · count), or 1 if there are no p-values (Bonferroni).
+    """Return min(1, count · smallest p-value), the Bonferroni bound for `count` tests.
 
-    `count` is the number of tests; by default, it is the number of p-values.
+    By default, `count` is the number of p-values. Without tests, return 1.
     """
     count = len(p_values) if count is None else count
     return min(1.0, count * float(np.min(p_values))) if count else 1.0
 
 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
-    """For each pair of an array and an axis, test the sum of squares at each index of the axis."""
+    """For each (array, axis), test the sum of squares at each index of the axis."""
     shares = []
     for array, axis in parts:
         sums = np.sum(array**2, axis=tuple(i for i in range(array.ndim) if i != axis))
@@ -220,12 +225,6 @@ def _distribution_p_value(parts: list[np.ndarray]) -> float:
     return _smallest([float(kstest(values, norm.cdf).pvalue) for values in some])
 
 
-def _largest_p_value(drawn: np.ndarray) -> float:
-    """Test whether the largest magnitude is too large or too small."""
-    largest = float(np.max(np.abs(drawn)))
-    return _two_sided(np.exp(drawn.size * np.log1p(-2 * norm.sf(largest))))
-
-
 def _correlation_p_value(correlations: np.ndarray, freedom: int) -> float:
     """Test the largest of several correlations between independent Gaussian vectors."""
     largest = min(float(np.max(np.abs(correlations))), 1.0)
@@ -234,7 +233,7 @@ def _correlation_p_value(correlations: np.ndarray, freedom: int) -> float:
 
 
 def _steps_p_value(everything: np.ndarray) -> float:
-    """Test the largest correlation of two steps; steps without noise count as correlated."""
+    """Test the largest correlation of two steps. Steps without noise count as correlated."""
     lengths = np.sqrt(np.sum(everything**2, axis=1, keepdims=True))
     unit = everything / np.where(lengths > 0, lengths, 1)
     products = np.where((lengths > 0) & (lengths > 0).T, unit @ unit.T, 1.0)
@@ -253,7 +252,7 @@ def _pairs_p_value(pairs: _Pairs) -> float:
 
 
 def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield pairs of leaves, cut to the same length: equal keys draw equal first numbers."""
+    """Yield pairs of leaves, cut to equal length: leaves with equal keys begin equally."""
     pairs = list(combinations(leaves, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
     for one, other in (pairs[i] for i in chosen):
@@ -262,7 +261,7 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield neighbouring entries of each leaf, and parts that different devices may have drawn."""
+    """Yield neighbouring entries of each leaf, and parts that two devices may have drawn."""
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
         if flat.shape[1] > 1:
@@ -274,27 +273,14 @@ def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
                 yield along[:, :size].ravel(), along[:, size : 2 * size].ravel()
 
 
-def _equal_numbers_p_value(everything: np.ndarray) -> float:
-    """Count equal magnitudes: they reveal numbers that are reused in any order, if many are."""
-    few = min(len(everything), max(2, _MOST_VALUES // everything.shape[1]))
-    some_steps = everything[np.linspace(0, len(everything) - 1, few).astype(int)]
-    return _repetitions_p_value(np.abs(some_steps), _COLLISION)
-
-
-def _equal_neighbours_p_value(everything: np.ndarray) -> float:
-    """Count equal pairs of neighbouring magnitudes: they reveal even a few reused numbers."""
-    values = np.abs(everything)
-    return _repetitions_p_value(values[:, :-1] + 1j * values[:, 1:], _COLLISION**2)
-
-
 def _repetitions_p_value(values: np.ndarray, collision: float) -> float:
-    """Count values that occur again. Two values are equal with probability `collision`."""
+    """Count repeated values. Two independent values are equal with probability `collision`."""
     repeated = values.size - len(np.unique(values))
     return float(poisson.sf(repeated - 1, collision * values.size**2 / 2))
 
 
 def _overlaps(included: np.ndarray) -> np.ndarray:
-    """Return how many examples each pair of batches shares: (steps, steps)."""
+    """Return a (steps, steps) matrix: how many examples each pair of batches shares."""
     total = np.zeros((len(included), len(included)))
     for start in range(0, included.shape[1], _CHUNK):
         part = included[:, start : start + _CHUNK].astype(np.float32)
@@ -308,7 +294,7 @@ def _count_p_value(count: int, trials: int, rate: float) -> float:
 
 
 def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Test the variance of binomial counts. Their sum of squares is nearly gamma-distributed."""
+    """Test the variance of binomial counts: their sum of squares is nearly gamma-distributed."""
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
     spread = float(np.sum((counts - trials * rate) ** 2)) / variance
@@ -317,7 +303,7 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often neighbouring examples, and random pairs of examples, share a batch."""
+    """Test how often consecutive examples, and random pairs, share a batch."""
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):

@@ -1,8 +1,8 @@
 """Audit `fit`: what one example changes in a released model, and the noise of resumed runs.
 
-The keys of a run's steps are derived from a nonce, a random label. A run that is resumed with
-different data must draw a new nonce. The audit fixes the clock, the process number and all seeds.
-Two nonces that are made from these values would be equal, and the audit would find them.
+The keys of a run's steps are derived from a nonce, a random label. If a run is resumed with
+different data, it must draw a new nonce. The audit fixes the clock, the process number and all
+seeds. If nonces were made from these values, two nonces would be equal.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
     from optax_lsdp.training import StepReport
 
 _SIZE, _WIDTH, _CLIP_NORM = 8, 4, 0.5
+_plan = partial(PrivacyPlan, noise_multiplier=2.0, delta=1e-5, clip_norm=_CLIP_NORM)
 _MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
 _SCALES = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
 _CHANGED = (0, 2, 7)  # a large and a small example of the first microbatch, and the last example
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
-_BITS, _LEAST_DIFFERENT = 64, 10  # fewer than 10 bits differ with a probability below 1e-8
+_LEAST_DIFFERENT = 10  # of 64 random bits; fewer differ with a probability below 1e-8
 _FIXED_TIME = 1_750_000_000
 
 
@@ -51,38 +53,20 @@ def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
         without = np.where(np.arange(_SIZE)[:, None] == index, 0, data).astype(np.float32)
         added = _SIZE * (_params_after_one_step(without, keys[1]) - everyone)
         gradient = data[index].astype(np.float64)
-        wanted = gradient / max(float(np.linalg.norm(gradient)) / _CLIP_NORM, 1.0)
-        error = float(np.linalg.norm(added - wanted)) / _CLIP_NORM
-        length = float(np.linalg.norm(added)) / _CLIP_NORM
+        wanted = gradient / max(np.linalg.norm(gradient) / _CLIP_NORM, 1.0)
+        error, length = (np.linalg.norm(x) / _CLIP_NORM for x in (added - wanted, added))
         wrong = f"it adds {length:.6g} clip norms, an error of {error:.3g}"
         claims[f"example {index} adds its clipped gradient"] = "" if error <= _ROUNDING else wrong
     return ClaimsReport(claims)
 
 
 def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
-    """Return the parameters after one step on all examples; each example equals its gradient."""
+    """Return the parameters after one step on all examples. Each example is its own gradient."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
-    plan = PrivacyPlan(
-        dataset_size=_SIZE,
-        expected_batch_size=_SIZE,
-        steps=1,
-        noise_multiplier=1.0,
-        delta=1e-5,
-        clip_norm=_CLIP_NORM,
-        sampling="full",
-    )
-    result = fit(
-        plan,
-        jnp.vdot,
-        jnp.zeros(_WIDTH),
-        data,
-        optimizer=optax.sgd(1.0),
-        microbatch_size=_MICROBATCH,
-        progress=False,
-        key=key,
-    )
-    return np.asarray(result.params, np.float64)
+    plan = _plan(dataset_size=_SIZE, expected_batch_size=_SIZE, steps=1, sampling="full")
+    run = partial(fit, plan, optimizer=optax.sgd(1.0), microbatch_size=_MICROBATCH, progress=False)
+    return np.asarray(run(jnp.vdot, jnp.zeros(_WIDTH), data, key=key).params, np.float64)
 
 
 def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
@@ -116,14 +100,7 @@ def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> 
     """Run `fit` with zero gradients, interrupt it, and return the noise of each step."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
-    plan = PrivacyPlan(
-        dataset_size=len(data),
-        expected_batch_size=1,
-        steps=8,
-        noise_multiplier=2.0,
-        epsilon=100.0,
-        delta=1e-5,
-    )
+    plan = _plan(dataset_size=len(data), expected_batch_size=1, steps=8, epsilon=100.0)
     noises: list[np.ndarray] = []
 
     def interrupt(report: "StepReport") -> None:
@@ -131,40 +108,29 @@ def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> 
         if len(noises) == _INTERRUPTED:
             raise InterruptedError
 
+    def loss(params: jax.Array, x: jax.Array) -> jax.Array:
+        return 0 * jnp.sum(params) * x
+
     # This optimizer replaces the parameters by the noise of the step.
     replace = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
+    run = partial(fit, plan, optimizer=replace, callbacks=[interrupt], progress=False, key=key)
     with contextlib.suppress(InterruptedError), fixed_surroundings():
-        fit(
-            plan,
-            lambda params, x: 0 * jnp.sum(params) * x,
-            jnp.zeros(8),
-            data,
-            optimizer=replace,
-            folder=folder,
-            save_every=_SAVED,
-            callbacks=[interrupt],
-            progress=False,
-            key=key,
-        )
+        run(loss, jnp.zeros(8), data, folder=folder, save_every=_SAVED)
     return noises
 
 
 @contextlib.contextmanager
 def fixed_surroundings() -> Iterator[None]:
     """Fix the clock, the process number and all seeds, but not the system's entropy."""
-    before = random.getstate(), np.random.get_state()
-    random.seed(0)
-    np.random.seed(0)
-    try:
-        with (
-            mock.patch("time.time", return_value=float(_FIXED_TIME)),
-            mock.patch("time.time_ns", return_value=_FIXED_TIME * 10**9),
-            mock.patch("os.getpid", return_value=12345),
-        ):
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
+    with contextlib.ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        random.seed(0)
+        np.random.seed(0)
+        fixed = {"time.time": float(_FIXED_TIME), "time.time_ns": _FIXED_TIME * 10**9}
+        for name, value in (fixed | {"os.getpid": 12345}).items():
+            stack.enter_context(mock.patch(name, return_value=value))
+        yield
 
 
 def _nonces(folder: Path) -> list[str]:
@@ -174,7 +140,7 @@ def _nonces(folder: Path) -> list[str]:
 
 
 def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
-    """Return why the last nonces of two resumed runs cannot be random, or "" if they can."""
+    """Return why the last nonces of two resumed runs are not random, or "" if they may be."""
     if not (len(other) == len(again) == len(first) + 1):
         return f"runs have {len(other)} and {len(again)} nonces instead of {len(first) + 1}"
     try:
@@ -187,6 +153,5 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
 def too_similar(one: int, other: int) -> str:
     """Return why two 64-bit numbers are too similar to be random, or "" if they are not."""
     different = (one ^ other).bit_count()
-    if different < _LEAST_DIFFERENT:
-        return f"{one:016x} and {other:016x} differ in {different} of {_BITS} bits only"
-    return ""
+    wrong = f"{one:016x} and {other:016x} differ in {different} of 64 bits only"
+    return wrong if different < _LEAST_DIFFERENT else ""

@@ -1,7 +1,7 @@
 """The options of all commands, and `main`, which runs one command.
 
-A command is a row of `COMMANDS` and a module of the same name with a function `run(args)`. `main`
-imports only the module of the command that it runs, so `epsilon` and `calibrate` do not load JAX.
+A command is a row of `COMMANDS`, and a module of the same name with a function `run(args)`. `main`
+imports only the module of one command, so `epsilon` and `calibrate` do not load JAX.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from functools import partial
 from importlib import import_module
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import optax_lsdp
 from optax_lsdp._checks import check_delta, check_positive, check_whole
@@ -43,36 +43,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
 
     def refuse(self, error: ValueError) -> NoReturn:
-        """Print an error and exit; `noise_multiplier` becomes `--noise-multiplier`, and so on."""
+        """Print an error, reworded by `in_options`, and exit."""
         self.error(in_options(str(error)))
 
 
-class Command(NamedTuple):
-    """One command: a line for the list of commands, a description, and its options."""
-
-    help: str
-    description: str
-    add_options: Callable[[Parser], None]
-
-
-def number(name: str, check: Check, kind: type = float) -> Callable[[str], float]:
-    """Return a converter from text to a number that passes `check`."""
-
-    def convert(text: str) -> float:
-        try:
-            value = kind(text)
-            check(name, value)
-        except ValueError as error:
-            wanted = "a whole number" if kind is int else "a number"
-            reason = str(error).rstrip(".") if "must" in str(error) else f"{text!r} is not {wanted}"
-            raise argparse.ArgumentTypeError(reason) from error
-        return value
-
-    return convert
-
-
 def in_options(sentence: str) -> str:
-    """Return a sentence with the names of function arguments replaced by the names of options.
+    """Return a sentence with names of arguments replaced by names of options.
 
     >>> in_options("`max_batch_size` must come with sampling='poisson', got None.")
     '--max-batch-size must come with --sampling poisson, got none'
@@ -83,7 +59,7 @@ def in_options(sentence: str) -> str:
 
 
 def picture(text: str) -> Path:
-    """Return the path of a PNG file, or raise if the file cannot be written."""
+    """Return the path of a PNG file. Raise if it cannot be written."""
     path = writable(text)
     if path.suffix.lower() != ".png":
         raise argparse.ArgumentTypeError(f"must end in .png, got {text!r}")
@@ -91,7 +67,7 @@ def picture(text: str) -> Path:
 
 
 def writable(text: str) -> Path:
-    """Return the path of a file, or raise if the file cannot be written."""
+    """Return the path of a file. Raise if it cannot be written."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"must be a file, got the folder {text!r}")
@@ -108,8 +84,19 @@ def _add_number(
     command: argparse._ActionsContainer, name: str, check: Check, help: str, **settings: Any
 ) -> None:
     """Add an option whose value is a number that passes `check`."""
-    kind, metavar = (int, "N") if check is check_whole else (float, "X")
-    convert = number(name, check, kind)
+    is_whole = getattr(check, "func", check) is check_whole  # a partial has a `func`
+
+    def convert(text: str) -> float:
+        try:
+            value = int(text) if is_whole else float(text)
+            check(name, value)
+        except ValueError as error:
+            reason = f"{text!r} is not a {'whole ' if is_whole else ''}number"
+            reason = str(error).rstrip(".") if "must" in str(error) else reason
+            raise argparse.ArgumentTypeError(reason) from error
+        return value
+
+    metavar = "N" if is_whole else "X"
     command.add_argument(_option(name), type=convert, metavar=metavar, help=help, **settings)
 
 
@@ -166,12 +153,13 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
 
 
 def _add_audit_options(command: Parser) -> None:
-    seed, text = number("seed", partial(check_whole, least=0), int), "random seed (default: 0)"
-    command.add_argument("--seed", type=seed, default=0, metavar="N", help=text)
+    check_seed = partial(check_whole, least=0)
+    _add_number(command, "seed", check_seed, "random seed (default: 0)", default=0)
 
 
-COMMANDS = {
-    "demo": Command(
+# The name of each command, a line for the list of commands, a description, and its options.
+COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
+    "demo": (
         "train on scikit-learn's digits, privately, with and without smoothing",
         "Train softmax regression and a small CNN on scikit-learn's digits under one privacy "
         "budget, with DP-SGD and with DP-LSSGD at several smoothing values. Print who is protected "
@@ -179,7 +167,7 @@ COMMANDS = {
         "needs no network.",
         _add_demo_options,
     ),
-    "epsilon": Command(
+    "epsilon": (
         "print what a training run guarantees",
         "Print what a training run guarantees, in plain words, with every assumption.",
         partial(
@@ -188,18 +176,18 @@ COMMANDS = {
             meaning="z: the standard deviation of the noise on the clipped sum, divided by C",
         ),
     ),
-    "calibrate": Command(
+    "calibrate": (
         "print how much noise a privacy budget needs",
         "Print how much noise a privacy budget needs, in plain words, with every assumption.",
         partial(_add_run_options, target="epsilon", meaning="the budget: the ε that may be spent"),
     ),
-    "audit": Command(
+    "audit": (
         "attack this installation: clipping, noise, samplers, plans and whole steps",
-        "Search for neighbouring batches whose clipped sums are too far apart. For models "
-        "that are hard to clip, compare the clipped sums with sums of per-example gradients. Test "
-        "noise at distant steps, samplers, plans, resumed runs and eight devices. Try to "
-        "distinguish steps with a canary from steps without a canary. Each test of noise, samplers "
-        "and steps rejects a correct installation with a probability of at most 1e-5.",
+        "Search for neighbouring batches whose clipped sums are too far apart. For models that are "
+        "hard to clip, compare clipped sums with sums of clipped per-example gradients. Test noise "
+        "at distant steps, samplers, plans, resumed runs and eight devices. Try to distinguish "
+        "steps with a canary from steps without one. Each statistical test rejects a correct "
+        "installation with a probability of at most 1e-5.",
         _add_audit_options,
     ),
 }
@@ -210,9 +198,9 @@ def make_parser() -> Parser:
     top = Parser(prog="optax-lsdp", description="Private training with Laplacian smoothing.")
     top.add_argument("--version", action="version", version=optax_lsdp.__version__)
     parsers = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, command in COMMANDS.items():
-        parser = parsers.add_parser(name, help=command.help, description=command.description)
-        command.add_options(parser)
+    for name, (help_line, description, add_options) in COMMANDS.items():
+        parser = parsers.add_parser(name, help=help_line, description=description)
+        add_options(parser)
         parser.set_defaults(parser=parser)
     return top
 

@@ -31,26 +31,17 @@ Data: TypeAlias = tuple[Examples, Examples, Examples]  # for training, validatio
 State: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
-class DemoSettings(NamedTuple):
-    """The budget and the length of each training run, and the number of seeds."""
-
-    epsilon: float
-    delta: float
-    steps: int
-    seeds: int
-
-
 class Result(NamedTuple):
-    """Test accuracies of one model at one σ, with the step size that is best on validation data."""
+    """Accuracies of one model at one σ, with the step size that is best on validation data."""
 
     model: str
     smoothing: float
     step_size: float
     validation: float  # the mean accuracy on validation data, in percent
-    accuracies: list[float]  # one for each seed
+    accuracies: list[float]  # on test data, one for each seed
     optimizer: str
-    mean: float  # of the accuracies, in percent
-    deviation: float  # their standard deviation, in percent
+    mean: float  # the mean of `accuracies`, in percent
+    deviation: float  # the standard deviation of `accuracies`, in percent
 
 
 class ConvNet(nn.Module):
@@ -89,7 +80,7 @@ def load_data() -> Data:
 def trainer(
     model: nn.Module, data: Data, noise_multiplier: float, steps: int
 ) -> Callable[[jax.Array, float, float], jax.Array]:
-    """Return a function of keys, σ and step size: the two accuracies on held-out data, per key."""
+    """Return f(keys, σ, step size): for each key, the accuracies on validation and test data."""
     training, *held_out = data
 
     def loss(params: optax.Params, example: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -126,16 +117,16 @@ def trainer(
     return jax.jit(jax.vmap(train, in_axes=(0, None, None)))
 
 
-def compare(settings: DemoSettings, noise_multiplier: float) -> list[Result]:
+def compare(steps: int, seeds: int, noise_multiplier: float) -> list[Result]:
     """Train every model at every σ and step size. Keep the step size that validates best."""
     data = load_data()
-    keys = jax.vmap(jax.random.key)(jnp.arange(settings.seeds))
+    keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     results = []
     total = len(MODELS) * len(SMOOTHINGS) * len(STEP_SIZES)
     with tqdm(total=total, unit="training", bar_format=BAR) as progress:
         for name, model in MODELS.items():
             progress.set_description(name)
-            train = trainer(model, data, noise_multiplier, settings.steps)
+            train = trainer(model, data, noise_multiplier, steps)
             for smoothing in SMOOTHINGS:
                 runs = {}
                 for step_size in STEP_SIZES:
@@ -153,9 +144,8 @@ def compare(settings: DemoSettings, noise_multiplier: float) -> list[Result]:
     return results
 
 
-def statement(settings: DemoSettings, noise_multiplier: float) -> str:
+def statement(epsilon: float, delta: float, steps: int, seeds: int, noise_multiplier: float) -> str:
     """Return in plain words who is protected, how much, and under which assumptions."""
-    epsilon, delta, steps, seeds = settings
     trainings = len(MODELS) * len(SMOOTHINGS) * len(STEP_SIZES) * seeds
     return f"""\
 Privacy of each training run
@@ -205,7 +195,7 @@ def verdict(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
+def draw(results: list[Result], title: str, path: Path) -> None:
     """Draw accuracy against σ, with one panel per model."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -221,30 +211,27 @@ def draw(results: list[Result], settings: DemoSettings, path: Path) -> None:
         panel.set(title=name, xlabel="smoothing σ")
         panel.margins(x=0.15)
     panels[0].set_ylabel("test accuracy [%]")
-    figure.suptitle(
-        f"digits, ε = {settings.epsilon:g}, δ = {settings.delta:g}, {settings.steps} full-batch "
-        f"steps; mean ± deviation of {settings.seeds} seeds",
-        fontsize=10,
-    )
+    figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=160)
     pyplot.close(figure)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print the statement and the table. Write the figure and, with `--record`, the numbers."""
-    settings = DemoSettings(args.epsilon, args.delta, args.steps, args.seeds)
-    epsilon, delta, steps, _ = settings
+    epsilon, delta, steps, seeds = args.epsilon, args.delta, args.steps, args.seeds
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=epsilon, delta=delta, sampling_rate=1, steps=steps, sampling="full"
     )
-    print(statement(settings, noise_multiplier))
-    results = compare(settings, noise_multiplier)
-    print(f"\n{table(results, settings.seeds)}\n\n{verdict(results)}\n")
-    draw(results, settings, args.output)
+    print(statement(epsilon, delta, steps, seeds, noise_multiplier))
+    results = compare(steps, seeds, noise_multiplier)
+    print(f"\n{table(results, seeds)}\n\n{verdict(results)}\n")
+    title = f"digits, ε = {epsilon:g}, δ = {delta:g}, {steps} full-batch steps"
+    draw(results, f"{title}; mean ± deviation of {seeds} seeds", args.output)
     spent = SampledGaussian(noise_multiplier, 1, steps, sampling="full").epsilon(delta)
     print(f"ε spent by each training run: {spent:.6g}. Figure: {args.output}")
     if args.record is not None:
+        known = dict(epsilon=epsilon, delta=delta, steps=steps, seeds=seeds, images=TRAIN)
         rows = [result._asdict() for result in results]
-        known = {**settings._asdict(), "images": TRAIN, "noise_multiplier": noise_multiplier}
-        text = json.dumps({**known, "results": rows}, indent=1, ensure_ascii=False)
+        found = {**known, "noise_multiplier": noise_multiplier, "results": rows}
+        text = json.dumps(found, indent=1, ensure_ascii=False)
         args.record.write_text(text + "\n", encoding="utf-8")

@@ -5,28 +5,21 @@ import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
 
-from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
+from optax_lsdp._schemes import RELATIONS, SCHEMES
 from optax_lsdp.accounting import Ledger, SampledGaussian, show_epsilon, statement, steps_of_epochs
 
-
-class Alternative(NamedTuple):
-    """ε under one scheme and one relation, with the same noise and batch size."""
-
-    sampling: Sampling
-    neighbouring: Neighbouring
-    epsilon: float
+Alternative = tuple[SampledGaussian, float]  # the run under another scheme or relation, and its ε
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print ε of the run that the options describe."""
+    """Print what the run guarantees that the options describe."""
     unit, delta = read_run(args)
     answer(args, replace(unit, noise_multiplier=args.noise_multiplier), delta)
 
 
 def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
-    """Return the run that the options describe, with a noise multiplier of 1, and δ."""
+    """Return the run that the options describe, but with z = 1, and δ."""
     size, batch = args.dataset_size, args.batch_size
     if batch > size:
         args.parser.error(f"--batch-size {batch} must be at most --dataset-size {size}")
@@ -37,18 +30,11 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
     if delta * size >= 1:
         print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
-        whole = f"{size}, the whole dataset, with --sampling {args.sampling}"
-        args.parser.error(f"--batch-size must be {whole}")
+        needed = f"{size}, the whole dataset, with --sampling {args.sampling}"
+        args.parser.error(f"--batch-size must be {needed}")
+    names = ("sampling", "neighbouring", "max_batch_size", "dataset_size")
     try:
-        unit = SampledGaussian(
-            1.0,
-            batch / size,
-            steps,
-            sampling=args.sampling,
-            neighbouring=args.neighbouring,
-            max_batch_size=args.max_batch_size,
-            dataset_size=size,
-        )
+        unit = SampledGaussian(1.0, batch / size, steps, **{x: getattr(args, x) for x in names})
     except ValueError as error:
         args.parser.refuse(error)
     return unit, delta
@@ -66,31 +52,32 @@ def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -
 
 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
-    """Return ε for every scheme with batches of this size, and for every relation.
+    """Return the run and its ε under every scheme with batches of this size, and every relation.
 
     If several relations have the same sensitivity, only the first of them is listed.
     """
     if mechanism.sampling_rate == 1:
         return []
-    found = []
+    found, untruncated = [], replace(mechanism, max_batch_size=None)
     for sampling, scheme in SCHEMES.items():
         first = {RELATIONS[name].sensitivity: name for name in reversed(scheme.neighbouring)}
-        for neighbouring in scheme.neighbouring if not scheme.whole_dataset else ():
-            if neighbouring in first.values():
-                untruncated = replace(mechanism, max_batch_size=None)
+        for neighbouring in scheme.neighbouring:
+            if neighbouring in first.values() and not scheme.whole_dataset:
                 other = replace(untruncated, sampling=sampling, neighbouring=neighbouring)
-                found.append(Alternative(sampling, neighbouring, other.epsilon(delta)))
+                found.append((other, other.epsilon(delta)))
     return found
 
 
 def _words(mechanism: SampledGaussian, delta: float, others: list[Alternative]) -> str:
     lines = [statement(mechanism, delta)]
     if others:
-        title = "The same noise and batch size under other schemes and neighbouring relations:"
-        lines += ["", title]
-    for sampling, neighbouring, epsilon in others:
-        scheme, relation = SCHEMES[sampling], RELATIONS[neighbouring]
-        title = f"{scheme.title}, {relation.change}"
+        lines += [
+            "",
+            "The same noise and batch size under other schemes and neighbouring relations:",
+        ]
+    for other, epsilon in others:
+        scheme = SCHEMES[other.sampling]
+        title = f"{scheme.title}, {RELATIONS[other.neighbouring].change}"
         lines.append(f"  {title:<54} ε = {show_epsilon(epsilon):>8}  {scheme.remark}".rstrip())
     return "\n".join(lines)
 
@@ -107,7 +94,10 @@ def _record(
         "delta": delta,
         "batch_size": batch_size,
         **settings,
-        "otherwise": [other._asdict() for other in others],
+        "otherwise": [
+            {"sampling": one.sampling, "neighbouring": one.neighbouring, "epsilon": epsilon}
+            for one, epsilon in others
+        ],
     }
 
 

@@ -1,18 +1,14 @@
 """Clip and quantize gradients, sum them in whole numbers, and add exact noise.
 
-A quantum is the smallest step of a quantized gradient. Gradients and sums are whole numbers of
-quanta, so the machine computes exactly what the proof assumes, in any order of summation. Each
-example's squares are added exactly, and an example whose norm exceeds the sensitivity contributes
-nothing. A sum that leaves the range of 32 bits wraps around. It is then useless but still private,
-because wrapping is post-processing of the exact sum.
+A quantum is the unit of quantized gradients. Gradients and sums are whole numbers of quanta, so the
+machine computes exactly what the proof assumes, in any order of summation. An example whose norm
+exceeds the sensitivity contributes nothing. A sum that leaves the range of 32 bits wraps around. It
+is then useless but still private, because wrapping is post-processing of the exact sum.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
@@ -20,23 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
 from optax_lsdp._isolation import trace_loss
 from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, is_threefry
 from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._loss import call_or_explain
 from optax_lsdp._mesh import manual_axes
-from optax_lsdp._trees import (
-    check_floating,
-    check_mask,
-    check_not_empty,
-    check_not_per_example,
-    compute_once,
-    count_examples,
-    leaf_addresses,
-    path_name,
-    row_norms,
-)
+from optax_lsdp._trees import row_norms
 from optax_lsdp._types import PyTree
 from optax_lsdp.discrete._sampler import LARGEST_SCALE, Stream, discrete_gaussian
 
@@ -44,11 +31,7 @@ _LARGEST_SENSITIVITY = 46_340  # quanta; two of its squares fit into 32 bits
 _LAST_STEP = 2**31 - 1  # the step counter stops here, so later steps would repeat the noise
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["value"],
-    meta_fields=["quantum", "sensitivity", "together"],
-)
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class QuantizedSum:
     """One leaf of a sum of quantized gradients, for `add_discrete_gaussian_noise`.
@@ -59,22 +42,21 @@ class QuantizedSum:
         value: the sum in quanta, int32.
         quantum: the size of one quantum.
         sensitivity: the largest ℓ₂ norm, in quanta, of one example's contribution to all leaves.
-        together: how many leaves share this sensitivity.
+        together: the number of leaves of the sum.
     """
 
     value: jax.Array
-    quantum: float
-    sensitivity: int
-    together: int
+    quantum: float = field(metadata={"static": True})
+    sensitivity: int = field(metadata={"static": True})
+    together: int = field(metadata={"static": True})
 
 
 def quantized_sensitivity(resolution: int, size: int) -> int:
     """Return the largest ℓ₂ norm, in quanta, of one example's quantized gradient of `size` entries.
 
-    Clipping leaves a norm of at most `resolution` quanta. Rounding moves each of the d = `size`
-    entries by at most half a quantum, which adds at most √d/2 to the norm. One more quantum covers
-    the rounding of float32. The guarantee does not rely on this derivation: `quantized_grad`
-    discards every example whose quantized gradient exceeds the bound.
+    Clipping leaves a norm of at most `resolution` quanta. Rounding d = `size` entries to whole
+    quanta adds at most √d/2. One more quantum covers the rounding of float32. The guarantee does
+    not rely on this derivation: `quantized_grad` discards every example that exceeds the bound.
 
     >>> quantized_sensitivity(1000, size=400)
     1011
@@ -92,14 +74,14 @@ def quantized_grad(
     """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
     f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one
-    example changes s by at most `quantized_sensitivity`; f checks this bound for every example, in
-    integer arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
+    example changes s by at most `quantized_sensitivity`, which f checks in integer arithmetic. f
+    takes the time and memory of `clipped_grad` with `engine="vmap"`.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
         clip_norm: C.
-        resolution: R, the number of quanta in C. Rounding adds √d/2 quanta to the sensitivity, so R
-            should be large compared with √d, where d is the number of parameters.
+        resolution: R, the number of quanta in C. It should be much larger than √d, where d is the
+            number of parameters, because rounding adds √d/2 quanta to the sensitivity.
         microbatch_size: how many gradients to compute at a time. With 1, the bits of a gradient
             depend only on its example. With more, they may also depend on the example's place in
             the batch. The guarantee then covers neighbours with one example masked
@@ -109,7 +91,6 @@ def quantized_grad(
         f. Its `mask` is a bool array (n,), False for padding. Its result has the structure of
         `params`, and each leaf is a `QuantizedSum`.
 
-    >>> import numpy as np
     >>> batch = jnp.array([[3.0, 4.0], [0.0, 0.5]])  # the gradients themselves
     >>> total = quantized_grad(jnp.vdot, clip_norm=1.0, resolution=100)(jnp.zeros(2), batch)
     >>> print(total.value, total.quantum, total.sensitivity)
@@ -121,8 +102,8 @@ def quantized_grad(
     check_whole("microbatch_size", microbatch_size)
 
     def grad(params: optax.Params, batch: PyTree, mask: jax.Array | None = None) -> optax.Updates:
-        check_not_empty("params", params)
-        check_floating("params", params)
+        trees.check_not_empty("params", params)
+        trees.check_floating("params", params)
         leaves = jax.tree.leaves(params)
         most = quantized_sensitivity(resolution, sum(leaf.size for leaf in leaves))
         if most > _LARGEST_SENSITIVITY:
@@ -131,15 +112,15 @@ def quantized_grad(
                 f"got {resolution}, which gives {most} quanta; pass a smaller `resolution`."
             )
         _check_outside_shard_map("quantized_grad")
-        count = count_examples(batch)
+        count = trees.count_examples(batch)
         batch = jax.tree.map(jnp.asarray, batch)
         known = jnp.ones(count, bool) if mask is None else jnp.asarray(mask)
-        check_mask(known, count)
+        trees.check_mask(known, count)
         places = jnp.arange(-(-count // microbatch_size) * microbatch_size, dtype=jnp.int32)
         places = places.reshape(-1, microbatch_size)
 
         def one_gradient(example: PyTree) -> optax.Updates:
-            # Tracing checks that the loss cannot mix examples.
+            # `trace_loss` raises if the loss can mix examples.
             loss = trace_loss(lambda p, x: (call_or_explain(loss_fn, p, x), None), params, example)
             warn_of_batch_norms(loss.closed)
             return jax.grad(loss_fn)(params, example)
@@ -149,8 +130,8 @@ def quantized_grad(
             stacked = jax.vmap(one_gradient)(jax.tree.map(lambda x: x[rows], batch))
             counted = known[rows] & (place < count)
             quanta = _quantize(jax.tree.leaves(stacked), counted, clip_norm, resolution, most)
-            added = [x.sum(axis=0, dtype=jnp.int32) for x in quanta]
-            return [total + x for total, x in zip(sums, added, strict=True)], None
+            both = zip(sums, quanta, strict=True)
+            return [total + x.sum(axis=0, dtype=jnp.int32) for total, x in both], None
 
         zeros = [jnp.zeros(leaf.shape, jnp.int32) for leaf in leaves]
         sums, _ = jax.lax.scan(add, zeros, places)
@@ -164,12 +145,8 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return each example's quantized gradient as int32.
-
-    It is zero if the example is masked, if its gradient is not finite, or if the norm of its
-    quantized gradient is above `most`.
-    """
-    rows = compute_once(rows)  # so that norms and rounding use the same values
+    """Return quantized gradients, int32: zero if masked, not finite, or of a norm above `most`."""
+    rows = trees.compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
     is_good = counted & jnp.isfinite(norms)
@@ -183,7 +160,7 @@ def _quantize(
         # Without this clip, the cast of larger numbers to int32 would be undefined.
         return jnp.clip(scaled, -most, most).astype(jnp.int32)
 
-    quanta = compute_once([round_row(row) for row in rows])  # check and sum the same values
+    quanta = trees.compute_once([round_row(row) for row in rows])  # check and sum the same values
     flat = jnp.concatenate([x.reshape(len(x), -1) for x in quanta], axis=1)
     is_within = has_norm_at_most(flat, most)
     return [jnp.where(along(is_within, x), x, jnp.zeros_like(x)) for x in quanta]
@@ -192,8 +169,8 @@ def _quantize(
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
     """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
 
-    Every square and every partial sum above most² is replaced by most² + 1, so a row that exceeds
-    the limit once exceeds it in the end. Only as many terms are added at a time as cannot overflow.
+    Squares and partial sums above most² are replaced by most² + 1, so they stay above the limit.
+    Only so many terms are added at a time that their sum fits into 32 bits.
     """
     limit = most**2
     at_once = (2**32 - 1) // (limit + 1)
@@ -224,8 +201,8 @@ def add_discrete_gaussian_noise(
     The noise of every entry is a whole number x of quanta with P[x] ∝ exp(−x²/2s²), where s is at
     least z times the sensitivity in quanta. All computation on secrets is exact integer arithmetic,
     so the guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. It covers
-    full batches only: every example in every step. NumPy draws the noise on the host, even under
-    `jit`, so this transform is much slower than `add_gaussian_noise`. It raises inside `shard_map`.
+    full batches only. NumPy draws the noise on the host, even under `jit`, so this transform is
+    much slower than `add_gaussian_noise`. It raises inside `shard_map`.
 
     Args:
         noise_multiplier: z, the noise in units of the sensitivity.
@@ -263,10 +240,10 @@ def add_discrete_gaussian_noise(
         **extra_args: object,
     ) -> tuple[optax.Updates, AddDiscreteNoiseState]:
         del params
-        check_not_per_example(extra_args, None)  # this transform would ignore a mask
+        trees.check_not_per_example(extra_args, None)  # this transform would ignore a mask
         _check_outside_shard_map("add_discrete_gaussian_noise")
         paths, structure = jax.tree.flatten_with_path(updates, is_leaf=_is_quantized)
-        check_not_empty("updates", updates)
+        trees.check_not_empty("updates", updates)
         _check_quantized(paths)
         leaves = [leaf for _, leaf in paths]
         scale = math.ceil(float(noise_multiplier) * leaves[0].sensitivity)
@@ -277,7 +254,7 @@ def add_discrete_gaussian_noise(
                 "smaller `resolution` to `quantized_grad`."
             )
         step_key = jax.random.fold_in(fold_in_text(state.key, "discrete noise"), state.step)
-        keys = fold_in_texts(step_key, leaf_addresses(updates, _is_quantized))
+        keys = fold_in_texts(step_key, trees.leaf_addresses(updates, _is_quantized))
         is_fresh = state.step < _LAST_STEP
         noisy = [
             jnp.where(is_fresh, _add_noise(leaf.value, key, scale) * leaf.quantum, jnp.nan)
@@ -296,26 +273,25 @@ def _is_quantized(node: object) -> bool:
 def _check_quantized(
     paths: Sequence[tuple[jax.tree_util.KeyPath, QuantizedSum | jax.Array]],
 ) -> None:
-    """Raise unless all leaves come from one call of `quantized_grad`."""
     first = paths[0][1]
     for path, leaf in paths:
+        name = repr(trees.path_name(path))
         if not (isinstance(leaf, QuantizedSum) and isinstance(first, QuantizedSum)):
             raise ValueError(
                 f"`updates` must be the sum of `quantized_grad`, got {type(leaf).__name__} at "
-                f"{path_name(path)!r}; compute the gradient with `quantized_grad`."
+                f"{name}; compute the gradient with `quantized_grad`."
             )
         if leaf.value.dtype != jnp.int32:
             raise ValueError(
-                f"`updates` must be in whole quanta, got {leaf.value.dtype} at "
-                f"{path_name(path)!r}; make `add_discrete_gaussian_noise` the first transform of "
-                "the chain."
+                f"`updates` must be in whole quanta, got {leaf.value.dtype} at {name}; make "
+                "`add_discrete_gaussian_noise` the first transform of the chain."
             )
         is_alike = (leaf.quantum, leaf.sensitivity) == (first.quantum, first.sensitivity)
         if not is_alike or leaf.together != len(paths):
             raise ValueError(
                 f"`updates` must come from one call of `quantized_grad`, got {len(paths)} leaves, "
-                f"but a call with {leaf.together} leaves or with other settings made "
-                f"{path_name(path)!r}; pass all leaves of one sum, and no others."
+                f"but {name} comes from a call with {leaf.together} leaves or with other settings; "
+                "pass all leaves of one sum, and no others."
             )
 
 

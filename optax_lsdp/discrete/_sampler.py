@@ -1,14 +1,9 @@
 """Draw integers x with exactly P[x] ∝ exp(−x²/2s²), for an integer scale s.
 
-The sampler only compares uniform random integers. It uses no logarithm and no rounding, and does
-not cut off the tail. For s ≤ 2²⁰, all products below stay under 2⁶⁴, except with a probability
-below exp(−1000).
-
-References:
-    Canonne, Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy, Algorithms 1–3.
+The sampler only compares uniform random integers. It does not round, and does not cut off the tail.
+For s ≤ 2²⁰, all products stay below 2⁶⁴, except with a probability below exp(−1000). See Canonne,
+Kamath, Steinke 2020, The Discrete Gaussian for Differential Privacy, Algorithms 1–3.
 """
-
-from __future__ import annotations
 
 import numpy as np
 
@@ -35,8 +30,7 @@ class Stream:
     def below(self, bounds: np.ndarray) -> np.ndarray:
         """Return a uniform integer in [0, bound) for each bound.
 
-        The largest 2⁶⁴ mod bound values of a word would favour small results, so words with such a
-        value are drawn again.
+        The largest 2⁶⁴ mod bound words would favour small results, so they are drawn again.
         """
         excess = (np.uint64(0) - bounds) % bounds
         found, missing = np.empty_like(bounds), np.arange(len(bounds))
@@ -83,7 +77,7 @@ def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _successes(stream: Stream, size: int) -> np.ndarray:
-    """Return how often an event of probability 1/e happens before it first fails to happen."""
+    """Return how many events of probability 1/e happen before the first that does not."""
     counts = np.zeros(size, np.int64)
     alive = np.arange(size)
     while alive.size:
@@ -96,8 +90,8 @@ def _successes(stream: Stream, size: int) -> np.ndarray:
 def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return events of probability exp(−above/below).
 
-    Write above/below as an integer k plus a rest. The event happens if k events of probability 1/e
-    and one event of probability exp(−rest) all happen.
+    Write above/below as k + r, with an integer k and 0 ≤ r < 1. The event happens if k events of
+    probability 1/e and one event of probability exp(−r) all happen.
     """
     whole, rest = np.divmod(above, below)
     alive = _happens_below_one(stream, rest, below)

@@ -1,14 +1,16 @@
-"""check_model: list what prevents a model from being trained privately.
+"""Check whether a model can be trained privately.
 
 `check_model` traces the loss, to find layers of batch normalisation and data that the loss closes
-over. It then computes the gradient of every example, to find values that are not finite and
-parameters without a gradient. `_mixing` also searches losses of whole batches for mixing.
+over. It computes the gradient of every example, to find values that are not finite and parameters
+without a gradient. In losses of whole batches, `_mixing` searches for layers that mix examples.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from itertools import compress
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +19,25 @@ import optax
 
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_function
-from optax_lsdp._jaxpr import ClosedJaxpr, constants
+from optax_lsdp._jaxpr import constants
 from optax_lsdp._keys import is_key
 from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
-from optax_lsdp._loss import LossFn, call_loss, explain_failure, takes_key
+from optax_lsdp._loss import LossFn, call_with_any_key, explain_failure, takes_key
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.model_check._mixing import Rows, mixing
 
 _CHUNK = 8  # examples whose gradients are in memory at the same time
-_STEP = 1e-2  # size of a perturbation: times the root mean square of a leaf, or times 1 if larger
+_STEP = 1e-2  # size of a perturbation, relative to max(1, root mean square of the leaf)
 _REMEDY = "look for labels out of range, large scales, logarithms and divisions by zero"
-
-_Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class ModelReport:
-    """What is wrong with a model. The report reveals facts about its batch: use public examples.
+    """What is wrong with a model. The report reveals facts about the batch that was checked.
 
     Attributes:
-        problems: one sentence for each obstacle to private training; empty if there is none.
+        problems: one sentence for each obstacle to private training.
         notes: one sentence for each finding that may be intended, such as an unused parameter.
     """
 
@@ -63,19 +63,22 @@ def check_model(
 ) -> ModelReport:
     """Report whether a model can be trained privately and, if not, which layer prevents it.
 
-    The report lists layers in which one example's loss or gradient depends on other examples (batch
-    normalisation, batch statistics, auxiliary losses), layers of batch normalisation in a loss of
-    one example, losses and gradients that are not finite, and parameters that get no gradient,
-    neither at `params` nor at a point nearby. `check_model` searches only losses of whole batches
-    for mixing: a loss of one example cannot mix examples unless it passes them to a callback.
+    The report lists:
+
+    - layers that mix examples: the loss or gradient of one example depends on other examples, as in
+      batch normalisation, batch statistics and auxiliary losses. Only losses of whole batches are
+      searched for them: a loss of one example cannot mix examples, except in a callback;
+    - layers of batch normalisation in a loss of one example;
+    - losses and gradients that are not finite;
+    - parameters that get no gradient, neither at `params` nor at a point nearby.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example, as for `clipped_grad`.
             With `batched`, `loss_fn(params, batch)` returns each example's loss, their mean or
             their sum. Both kinds of loss may take a key as a third argument, as for `fit`.
         params: the parameters at the start of training.
-        batch: public examples with a leading axis: the report reveals facts about them. The first
-            eight are searched for mixing, and all for values that are not finite.
+        batch: examples with a leading axis. Use public examples, because the report reveals facts
+            about them. Mixing is searched in the first eight.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -89,7 +92,10 @@ def check_model(
     trees.check_not_empty("params", params)
     try:
         check_no_layer_state(params)
-        loss = _with_fixed_key(loss_fn, batched)
+        check_function(
+            "loss_fn", loss_fn, f"of parameters and {'a batch' if batched else 'one example'}"
+        )
+        loss = partial(call_with_any_key, loss_fn) if takes_key(loss_fn) else loss_fn
     except (TypeError, ValueError) as error:
         return ModelReport((str(error),))
     trees.check_floating("params", params)
@@ -98,22 +104,29 @@ def check_model(
     count = min(size, _CHUNK)
     few = jax.tree.map(lambda x: x[:count], batch)
     sample = few if batched else jax.tree.map(lambda x: x[0], batch)
+    scan = partial(_scan, jax.jit(partial(_scan_chunk, loss, batched)))
     try:
-        program = _trace(loss, params, sample, ((), (count,)) if batched else ((),))
+        program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
+        if problem := _problem_of_value(value, [(), (count,)] if batched else [()]):
+            return ModelReport((f"The loss must {problem}.",))
         if not batched:
-            # Batch normalisation is among the problems below.
+            # Ignore warnings of batch normalisation, which is among the problems below.
             with warnings.catch_warnings(action="ignore"):
                 jax.eval_shape(clipped_grad(loss, clip_norm=1.0), params, few)
-        per_example = jax.vmap(jax.value_and_grad(loss), (None, 0))
-        scan = _make_scan(_grads_of_batch(loss) if batched else per_example)
-        found = _scan_batch(scan, params, batch, size)
-    except _UnusableLossError as error:
-        return ModelReport((str(error),))
+        found = scan(params, batch, size)
     except Exception as error:
         sentence = explain_failure(error, loss_fn, params, sample, batched=batched)
         if sentence is None and not isinstance(error, TypeError | ValueError):
             raise
-        return ModelReport((sentence or _not_differentiable(error),))
+        if sentence is None:
+            sentence = str(error).splitlines()[0]
+            if not sentence.startswith("`loss_fn` must"):  # one of this library's own messages
+                sentence = (
+                    f"The loss cannot be differentiated: {sentence}; pass batched=True for a loss "
+                    "of whole batches, and if the batch is (examples, keys), let the loss take "
+                    "(example, key) as its example."
+                )
+        return ModelReport((sentence,))
     layers = [] if batched else batch_norms(program)
     problems = [batch_norm_sentence(layers)] if layers else []
     problems += _not_finite(found, params, "batches" if batched else "examples")
@@ -126,12 +139,9 @@ def check_model(
         problems += mixing(loss, params, few, count)
     has_gradient = found.has_gradient
     if not has_gradient.all():
-        has_gradient = has_gradient | _scan_batch(scan, _perturb(params), few, count).has_gradient
-    paths = [
-        trees.path_name(path) or "The parameter" for path, _ in jax.tree.leaves_with_path(params)
-    ]
-    without = [path for path, has in zip(paths, has_gradient, strict=True) if not has]
-    if len(without) == len(paths):
+        has_gradient = has_gradient | scan(_perturb(params), few, count).has_gradient
+    without = [path or "The parameter" for path in compress(_paths(params), ~has_gradient)]
+    if not has_gradient.any():
         problems.append(
             "No parameter gets a gradient: the loss does not depend on the parameters, or only "
             "through steps without a derivative, such as argmax, round or stop_gradient."
@@ -141,21 +151,8 @@ def check_model(
     return ModelReport(tuple(problems), tuple(notes))
 
 
-class _UnusableLossError(Exception):
-    """The loss returns a value that cannot be a loss; the message says why."""
-
-
-def _with_fixed_key(loss_fn: LossFn, batched: bool) -> LossFn:
-    """Return a loss that takes no key. If `loss_fn` takes a key, all examples get the same key."""
-    data = "a batch" if batched else "one example"
-    check_function("loss_fn", loss_fn, f"of parameters and {data}")
-    if not takes_key(loss_fn):
-        return loss_fn
-    return lambda params, example: call_loss(loss_fn, params, example, jax.random.key(0))
-
-
 def _check_batch(batch: PyTree, batched: bool) -> int:
-    """Return the number of examples. Raise unless each leaf has numbers or keys for all of them."""
+    """Return the number of examples. Raise unless each leaf has a number or key for each."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
@@ -169,95 +166,72 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
 
 
 def _as_rows(array: jax.typing.ArrayLike) -> Rows:
-    """Return typed keys as a JAX array, and other data as a NumPy array with the dtype of JAX."""
+    """Return an array as JAX holds it: typed keys as a JAX array, other data as a NumPy array."""
     rows = jnp.asarray(array)
     return rows if is_key(rows) else np.asarray(rows)
 
 
-def _trace(loss: LossFn, params: optax.Params, sample: PyTree, shapes: _Shapes) -> ClosedJaxpr:
-    """Return the jaxpr of a loss. Raise unless its value is real and has one of `shapes`."""
-    program, value = jax.make_jaxpr(loss, return_shape=True)(params, sample)
+def _paths(params: optax.Params) -> list[str]:
+    return [trees.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
+
+
+def _problem_of_value(value: PyTree, shapes: list[tuple[int, ...]]) -> str:
+    """Return what is wrong with a loss value, or "" if it is real and has one of `shapes`."""
     if not hasattr(value, "shape"):
-        problem = f"be one array, got {type(value).__name__}; return no aux"
-    elif value.shape not in shapes:
-        problem = (
+        return f"be one array, got {type(value).__name__}; return no aux"
+    if value.shape not in shapes:
+        return (
             f"have shape {' or '.join(map(str, shapes))}, got {value.shape}; write a loss of one "
             "example without batch axis, or pass batched=True for a loss of whole batches"
         )
-    elif not jnp.issubdtype(value.dtype, jnp.floating):
-        problem = f"be a real number, got {value.dtype}, which has no gradient"
-    else:
-        return program
-    raise _UnusableLossError(f"The loss must {problem}.")
-
-
-def _not_differentiable(error: Exception) -> str:
-    reason = str(error).splitlines()[0]
-    if reason.startswith("`loss_fn` must"):  # one of this library's own messages
-        return reason
-    return (
-        f"The loss cannot be differentiated: {reason}; pass batched=True for a loss of whole "
-        "batches, and if the batch is (examples, keys), let the loss take (example, key) as its "
-        "example."
-    )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        return f"be a real number, got {value.dtype}, which has no gradient"
+    return ""
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
     """Return whether a constant of the loss begins with the rows of an array of the batch."""
-    rows = jnp.shape(constant)[:1]
+
+    def bits(array: Rows) -> np.ndarray:
+        return np.asarray(jax.random.key_data(array) if is_key(array) else array)
+
     return any(
-        rows >= leaf.shape[:1]
+        jnp.shape(constant)[:1] >= leaf.shape[:1]
         and constant.shape[1:] == leaf.shape[1:]
         and constant.dtype == leaf.dtype
         and (leaf.ndim > 1 or trees.is_floating(leaf))  # a few labels may be equal by chance
-        and np.array_equal(_bits(constant)[: len(leaf)], _bits(leaf))
+        and np.array_equal(bits(constant)[: len(leaf)], bits(leaf))
         for leaf in jax.tree.leaves(batch)
     )
-
-
-def _bits(array: Rows) -> np.ndarray:
-    return np.asarray(jax.random.key_data(array) if is_key(array) else array)
-
-
-_Scan: TypeAlias = Callable[[optax.Params, PyTree], tuple[jax.Array, jax.Array, jax.Array]]
 
 
 class _ScanResult(NamedTuple):
     """Which losses and gradients of a batch are finite, and which leaves get a gradient."""
 
-    finite_losses: np.ndarray  # (examples,)
-    finite_gradients: np.ndarray  # (examples, leaves)
-    has_gradient: np.ndarray  # (leaves,), whether any example's gradient is not zero
+    finite_losses: Rows  # (examples,)
+    finite_gradients: Rows  # (examples, leaves)
+    has_gradient: Rows  # (leaves,): whether any example's gradient is not zero
 
 
-def _make_scan(value_and_grads: LossFn) -> _Scan:
-    """Return a compiled function (params, chunk) → the fields of a `_ScanResult`."""
-
-    def scan(params: optax.Params, chunk: PyTree) -> tuple[jax.Array, jax.Array, jax.Array]:
-        values, grads = value_and_grads(params, chunk)
-        rows = [leaf.reshape(len(values), -1) for leaf in jax.tree.leaves(grads)]
-        finite = jnp.stack([jnp.isfinite(row).all(axis=1) for row in rows], axis=1)
-        return jnp.isfinite(values), finite, jnp.stack([jnp.any(row != 0) for row in rows])
-
-    return jax.jit(scan)
-
-
-def _grads_of_batch(loss: LossFn) -> LossFn:
-    """Return a function that returns the mean loss and its gradient, with a new axis of 1."""
-
-    def value_and_grads(params: optax.Params, batch: PyTree) -> PyTree:
-        found = jax.value_and_grad(lambda p: jnp.mean(loss(p, batch)))(params)
-        return jax.tree.map(lambda x: x[None], found)
-
-    return value_and_grads
+def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
+    """Scan some examples. With `batched`, they count as one example."""
+    if batched:
+        found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
+        values, grads = jax.tree.map(lambda x: x[None], found)
+    else:
+        values, grads = jax.vmap(jax.value_and_grad(loss), (None, 0))(params, chunk)
+    rows = [leaf.reshape(len(values), -1) for leaf in jax.tree.leaves(grads)]
+    finite = jnp.stack([jnp.isfinite(row).all(axis=1) for row in rows], axis=1)
+    has_gradient = jnp.stack([jnp.any(row != 0) for row in rows])
+    return _ScanResult(jnp.isfinite(values), finite, has_gradient)
 
 
-def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
+def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
     """Scan all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
     width = min(size, _CHUNK)
     starts = sorted({*range(0, size - width + 1, width), size - width})
     chunks = [jax.tree.map(lambda x, s=s: x[s : s + width], batch) for s in starts]
-    parts = [jax.device_get(scan(params, chunk)) for chunk in chunks]
+    parts = [jax.device_get(scan_chunk(params, chunk)) for chunk in chunks]
     losses, gradients, has_gradient = (list(part) for part in zip(*parts, strict=True))
     if len(losses[0]) == width:  # one entry per example, not one per chunk
         overlap = len(starts) * width - size
@@ -269,7 +243,7 @@ def _scan_batch(scan: _Scan, params: optax.Params, batch: PyTree, size: int) -> 
 
 @jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
-    """Return parameters at a point nearby. There, leaves such as LoRA's B are no longer zero."""
+    """Return parameters at a point nearby, where leaves such as LoRA's B are not zero."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
@@ -283,7 +257,7 @@ def _perturb(params: optax.Params) -> optax.Params:
 
 
 def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator[str]:
-    """Yield sentences on losses and gradients that are not finite, and on their effect on training.
+    """Yield sentences about losses and gradients that are not finite.
 
     A loss may be NaN although its gradient is finite, for example if a label is out of range.
     """
@@ -299,8 +273,7 @@ def _not_finite(found: _ScanResult, params: optax.Params, what: str) -> Iterator
             effect = "their gradients are not finite either, and contribute nothing"
         first = f", first at index {int(np.argmax(broken))}" if size > 1 else ""
         yield f"The loss is not finite for {count} of {size} {what}{first}: {effect}; {_REMEDY}."
-    paths = [trees.path_name(path) for path, _ in jax.tree.leaves_with_path(params)]
-    for path, finite in zip(paths, found.finite_gradients.T, strict=True):
+    for path, finite in zip(_paths(params), found.finite_gradients.T, strict=True):
         alone = ~finite & ~broken
         if alone.any():
             of = f" of {path!r}" if path else ""

@@ -1,10 +1,10 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
 Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
-that each depend on one example, then ∂²f/∂x∂y is zero. So is the mixed difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of the two is
-not zero, the module evaluates the program on all four batches, the *corners*, until it finds an
-equation whose output has a mixed difference.
+that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference
+f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not
+zero, the module evaluates the program on all four batches, the *corners*, until it finds an
+equation whose output has a mixed difference that is not zero.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -23,10 +23,10 @@ from optax_lsdp._trees import is_floating
 from optax_lsdp._types import PyTree
 
 Rows: TypeAlias = np.ndarray | jax.Array
-"""One array of a batch: a NumPy array, for which JAX compiles nothing, or typed keys of JAX."""
+"""One array of a batch: typed keys of JAX, or a NumPy array, which needs no compilation."""
 
-_SPLITS = 4  # how many random splits into halves to try
-_ROUNDING = 1e-4  # relative to the largest entry; smaller differences count as rounding
+_SPLITS = 4  # random splits into halves to try
+_ROUNDING = 1e-4  # differences below this share of the largest entry count as rounding
 _REMEDY = (
     "replace batch normalisation by GroupNorm or LayerNorm, and compute statistics and auxiliary "
     "losses within one example"
@@ -34,10 +34,7 @@ _REMEDY = (
 
 
 def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
-    """Split the batch at random several times. If a split shows mixing, yield one sentence.
-
-    The sentence names the layer in which examples influence each other.
-    """
+    """Split the batch at random several times. If a split shows mixing, yield a sentence."""
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))
@@ -53,9 +50,9 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
 
 
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
-    """Return the batch unchanged, with the first half changed, with the second, and with both.
+    """Return four batches: unchanged, first half changed, second half changed, both changed.
 
-    A changed example is another example of the batch, with floating-point arrays scaled up.
+    A changed example is another example of the batch, with its floats scaled up.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -77,7 +74,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return what `loss_fn` returns, one loss or all losses, and the gradient of their sum."""
+    """Return the value of `loss_fn`, one loss or all losses, and the gradient of its sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -87,7 +84,7 @@ def _curvature(
 ) -> tuple[PyTree, PyTree]:
     """Return the derivative D of losses and gradient along x, and the derivative of D along y.
 
-    Each entry of `along` holds the direction in all floating-point leaves of the batch.
+    `along` has a direction in x and one in y: one array per floating-point leaf of the batch.
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
@@ -104,7 +101,7 @@ def _curvature(
 
 
 def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
-    """Return a random direction in the floating-point leaves: zero in all but some rows."""
+    """Return a random direction in the floating-point leaves, which is zero outside `rows`."""
     rng = np.random.default_rng(int(rows[0]))
     return [
         (rng.normal(size=x.shape) * rows.reshape(-1, *[1] * (x.ndim - 1))).astype(x.dtype)
@@ -116,8 +113,8 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     """Return whether ∂²f/∂x∂y is not zero. Without mixing, it is exactly zero.
 
-    The derivative shows mixing that is too small for `_is_mixed`. It needs floating-point examples
-    and functions that allow forward differentiation.
+    The derivative shows mixing that is too small for `_is_mixed`, but only in floating-point
+    examples, and only if all functions allow forward differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
@@ -132,8 +129,8 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
 def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
     """Return whether losses or gradients at the corners show mixing.
 
-    All leaves of the gradient are compared as one vector. Rounding errors in a leaf that should be
-    zero are then small, relative to the largest leaf, and do not count as mixing.
+    All leaves of the gradient are compared as one vector. So rounding errors in a leaf that should
+    be zero are small relative to the largest entry, and do not count as mixing.
     """
     losses, grads = zip(*(jax.device_get(outcome(corner)) for corner in corners), strict=True)
     flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(g)]) for g in grads]
@@ -145,8 +142,8 @@ def _shows_mixing(
 ) -> bool:
     """Return whether the values at the four corners show mixing.
 
-    A mixed difference that is not zero shows mixing. With `rows`, the rows of the values may be
-    examples. If they are, a row of the second half that changes with the first half shows mixing.
+    A mixed difference that is not zero shows mixing. With `rows`, the rows of the values may belong
+    to examples. Then a row of the second half that changes with the first half shows mixing.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):

@@ -1,22 +1,16 @@
-"""The privacy budget of a plan: the steps that it pays for, and the noise that it needs."""
+"""The privacy budget of a plan: the steps that it covers, and the noise that they need."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from functools import partial
 
-from optax_lsdp._checks import check_positive
-from optax_lsdp.accounting import (
-    Composition,
-    Ledger,
-    SampledGaussian,
-    calibrate_noise_multiplier,
-    calibrate_scale,
-)
+import optax_lsdp.accounting as accounting
+from optax_lsdp._checks import check_positive, refusal
+from optax_lsdp.accounting import Composition, Ledger, SampledGaussian
 from optax_lsdp.planning._settings import Piecewise
 
-RECORDED_AT_MOST = 2  # a ledger may hold 2·T steps, because restarts can repeat steps
-_SHARED = {field.name for field in fields(SampledGaussian)} - {"noise_multiplier", "steps"}
+RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because restarts repeat steps
 
 
 def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) -> Composition:
@@ -26,19 +20,19 @@ def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) 
     ledger = Ledger()  # a ledger merges equal phases
     for start, end, factor in zip(factors.starts, ends, factors.values, strict=True):
         if start < steps:
-            noise_multiplier, length = step.noise_multiplier * factor, min(end, steps) - start
-            phase = replace(step, noise_multiplier=noise_multiplier, steps=length)
-            ledger.append(phase, continues=True)
+            ledger.append(
+                _scaled(replace(step, steps=min(end, steps) - start), factor), continues=True
+            )
     return Composition(ledger.phases)
 
 
 def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
     """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
+    return Composition(tuple(_scaled(phase, noise_multiplier) for phase in unit.phases))
 
-    def scaled(phase: SampledGaussian) -> SampledGaussian:
-        return replace(phase, noise_multiplier=noise_multiplier * phase.noise_multiplier)
 
-    return Composition(tuple(map(scaled, unit.phases)))
+def _scaled(phase: SampledGaussian, factor: float) -> SampledGaussian:
+    return replace(phase, noise_multiplier=factor * phase.noise_multiplier)
 
 
 def noise_and_epsilon(
@@ -46,8 +40,8 @@ def noise_and_epsilon(
 ) -> tuple[float, float]:
     """Return the noise multiplier z and the budget ε. If one of them is None, compute it.
 
-    `unit` are the planned steps for z = 1. If `epsilon` is None, the budget is the ε that the steps
-    spend at `delta`. If `noise_multiplier` is None, z is the smallest that stays within the budget.
+    `unit` is the planned steps for z = 1. The computed ε is what the steps spend at `delta`. The
+    computed z is the smallest z within the budget.
     """
     if epsilon is not None:
         check_positive("epsilon", epsilon)
@@ -62,40 +56,34 @@ def noise_and_epsilon(
     steps = sum(phase.steps for phase in unit.phases)
     spent = with_noise(unit, noise_multiplier).epsilon(delta)
     if spent == math.inf:
-        raise ValueError(
-            f"`noise_multiplier` must be large enough for a finite ε, got {noise_multiplier!r} for "
-            f"{steps} steps; pass `epsilon` instead, and the plan computes the noise multiplier."
-        )
+        demand = f"large enough for a finite ε of {steps} steps"
+        remedy = "pass `epsilon` instead, and the plan computes the noise multiplier"
+        raise refusal("noise_multiplier", demand, noise_multiplier, remedy)
     if epsilon is not None and spent > epsilon:
-        raise ValueError(
-            f"`epsilon` must be at least {spent:.6g}, the ε of {steps} steps with "
-            f"noise_multiplier={noise_multiplier!r}, got {epsilon!r}; pass only `epsilon` or only "
-            "`noise_multiplier`, and the plan computes the other."
-        )
+        demand = f"at least {spent:.6g}, the ε of {steps} steps with {noise_multiplier=!r}"
+        remedy = "pass only `epsilon` or only `noise_multiplier`, and the plan computes the other"
+        raise refusal("epsilon", demand, epsilon, remedy)
     return noise_multiplier, spent if epsilon is None else epsilon
 
 
 def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
-    """Return the smallest noise multiplier with which the steps stay within (ε, δ)."""
     if len(unit.phases) == 1 and unit.phases[0].noise_multiplier == 1:
-        shared = {k: v for k, v in asdict(unit.phases[0]).items() if k in _SHARED}
-        return calibrate_noise_multiplier(
-            epsilon=epsilon, delta=delta, steps=unit.phases[0].steps, **shared
-        )
-    return calibrate_scale(partial(with_noise, unit), epsilon=epsilon, delta=delta)
+        settings = asdict(unit.phases[0])
+        del settings["noise_multiplier"]
+        return accounting.calibrate_noise_multiplier(epsilon=epsilon, delta=delta, **settings)
+    return accounting.calibrate_scale(partial(with_noise, unit), epsilon=epsilon, delta=delta)
 
 
 def phases_from(mechanism: Composition, step: int) -> Iterator[SampledGaussian]:
     """Yield the phases of a mechanism without the steps before `step`."""
     for phase in mechanism.phases:
-        left = phase.steps - max(step, 0)
+        if (left := phase.steps - max(step, 0)) > 0:
+            yield replace(phase, steps=left)
         step -= phase.steps
-        if left > 0:
-            yield replace(phase, steps=min(left, phase.steps))
 
 
 def follows_plan(ledger: Ledger, planned: Composition) -> bool:
-    """Return whether the steps in a ledger are the first planned steps, each taken once."""
+    """Return whether the ledger's steps are the first planned steps, each taken once."""
     if not isinstance(ledger, Ledger):
         raise TypeError(
             f"`ledger` must be a Ledger, got {type(ledger).__name__}; pass the `ledger` of "

@@ -1,4 +1,4 @@
-"""Guards of a plan: the gradient needs a mask, and the optimizer takes only the planned steps."""
+"""Guards of a plan: the gradient requires a mask, and the optimizer takes only planned steps."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,10 +22,10 @@ _Updated = tuple[optax.Updates, optax.OptState]
 
 
 def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
-    """Return `value_and_grad` with a check: batches that may be padded must have a mask.
+    """Return `value_and_grad`, but refuse batches that the plan's sampler cannot draw.
 
-    Poisson batches may be padded, and so may batches longer than `room`. Batches with more than
-    `room` examples are refused, because no sampler of the plan draws such batches.
+    Poisson batches and batches longer than `room` are padded, so they need a mask. The mask may
+    have at most `room` examples.
     """
 
     def guarded(
@@ -38,7 +38,7 @@ def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) ->
                     f"`mask` must be given with {sampling!r} batches that are padded, got none; "
                     "pass the mask of `sampler.batch(step)`: padding must not count as examples."
                 )
-            mask = jnp.ones(size, bool)  # a batch of at most `room` examples has no padding
+            mask = jnp.ones(size, bool)
         private, total = value_and_grad(params, batch, mask, **options)
         return private, total if len(mask) <= room else _within_room(total, mask, room)
 
@@ -73,10 +73,7 @@ def limit_steps(
                 f"`state` must have taken fewer than {steps} steps, the number of planned steps, "
                 f"got {taken} steps; make a plan for more steps and start again."
             )
-
-        def take_step() -> _Updated:
-            return optimizer.update(updates, state, params, **options)
-
+        take_step = partial(optimizer.update, updates, state, params, **options)
         return _if_planned(is_planned, take_step, state) if is_traced else take_step()
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
@@ -85,15 +82,14 @@ def limit_steps(
 def _if_planned(
     is_planned: jax.Array, take_step: Callable[[], _Updated], state: optax.OptState
 ) -> _Updated:
-    """Return the result of a planned step. For any other step, return zero updates and `state`.
+    """Return `take_step()` for a planned step, otherwise zero updates and `state`.
 
-    Code inside `jit` cannot raise, so further steps change nothing. The state must not change
-    either, because some optimizers keep an average of the parameters in their state.
+    The state must not change, because some optimizers keep an average of the parameters in it.
     """
     if jax.sharding.get_abstract_mesh().explicit_axes:  # `cond` would need explicit shardings
         moves, after = take_step()
-        still, kept = jax.tree.map(jnp.zeros_like, moves), state
-        return jax.tree.map(partial(jnp.where, is_planned), (moves, after), (still, kept))
+        skipped = jax.tree.map(jnp.zeros_like, moves), state
+        return jax.tree.map(partial(jnp.where, is_planned), (moves, after), skipped)
     like_moves, like_state = jax.eval_shape(take_step)
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), like_moves)
 
@@ -111,12 +107,11 @@ def _cast(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def _check_masked(updates: optax.Updates) -> None:
-    """Raise unless every leaf is a clipped sum that was computed with a mask."""
     for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
         if not (is_marked(leaf) and leaf.masked):
             got = "a sum without a mask" if is_marked(leaf) else "arrays"
             raise ValueError(
                 f"`updates` must be clipped sums that were computed with a mask, got {got}; "
                 "compute them with the plan's `clipped_grad(loss)(params, batch, mask)`, and pass "
-                "an ordinary optimizer to the plan or `fit`, not a private optimizer."
+                "an ordinary optimizer to the plan or `fit`, not a private one."
             )

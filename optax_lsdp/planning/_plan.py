@@ -15,40 +15,22 @@ import jax
 import numpy as np
 import optax
 
+import optax_lsdp.planning._budget as budget
+import optax_lsdp.planning._settings as settings
 import optax_lsdp.sampling as samplers
 from optax_lsdp._checks import check_at_most, check_delta, check_whole, is_number
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.accounting import (
-    Composition,
-    Ledger,
-    SampledGaussian,
-    show_epsilon,
-    statement,
-)
+from optax_lsdp.accounting import Composition, Ledger, SampledGaussian, show_epsilon, statement
 from optax_lsdp.clipping import PerExample, value_and_clipped_grad
 from optax_lsdp.optimizers import Smoothing, privatize
-from optax_lsdp.planning._budget import (
-    RECORDED_AT_MOST,
-    follows_plan,
-    noise_and_epsilon,
-    phases_from,
-    planned_steps,
-    with_noise,
-)
+from optax_lsdp.planning._budget import noise_and_epsilon, with_noise
 from optax_lsdp.planning._guards import limit_steps, require_mask
-from optax_lsdp.planning._settings import (
-    Piecewise,
-    check_schedules,
-    check_sizes,
-    number_of_steps,
-    read_settings,
-    write_settings,
-)
+from optax_lsdp.planning._settings import Piecewise
 from optax_lsdp.sampling import Sampler, room_for_batch
 
-_RESERVED = 0.01  # the fraction of δ that covers truncated Poisson batches
+_RESERVED = 0.01  # the share of δ that covers truncated Poisson batches
 
 
 @dataclass(frozen=True)
@@ -56,12 +38,12 @@ class PrivacyPlan:
     """The settings of a private training run, with a matching sampler, gradient and optimizer.
 
     Pass `steps` or `epochs`. Pass `epsilon`, and the plan computes the smallest noise multiplier
-    that stays within this budget. Or pass `noise_multiplier`, and the plan computes ε. If you pass
-    both, the budget may be larger than the planned steps need. The rest of the budget then pays for
-    steps that a restarted run repeats.
+    within this budget. Or pass `noise_multiplier`, and the plan computes ε. If you pass both, the
+    planned steps may spend less than the budget. The rest pays for steps that a restarted run
+    repeats.
 
-    Plans are immutable. To change a setting, make a new plan. Do not use `dataclasses.replace`,
-    which would keep the noise multiplier that was computed for the old setting.
+    To change a setting, make a new plan. `dataclasses.replace` would keep the noise multiplier that
+    was computed for the old setting.
 
     Attributes:
         dataset_size: n, the number of examples, which is public.
@@ -69,22 +51,21 @@ class PrivacyPlan:
         delta: δ, which should be well below 1/n.
         epsilon: ε, the budget.
         steps: T, the number of steps. Each step releases one noisy sum.
-        epochs: the number of passes over the data. Each pass has n/b steps (⌊n/b⌋ with
-            sampling="shuffled"). The plan converts epochs to `steps`.
+        epochs: the number of passes over the data, which the plan converts to `steps`; see
+            `accounting.steps_of_epochs`.
         noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
             sum's sensitivity.
         noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
         clip_norm: C, as a number, a prefix tree of numbers, or a `Piecewise`; see
             `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
-        sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled" (which
-            has no amplification by sampling); see `accounting.SampledGaussian`.
+        sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
+            `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
             `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes.
-        max_batch_size: the size to which larger Poisson batches are truncated. The accountant
-            analyses this truncation. The default is `room`, which batches exceed so rarely that a
-            hundredth of δ covers the truncation.
+        max_batch_size: the size to which larger Poisson batches are truncated. The default is
+            `room`, which batches exceed so rarely that a hundredth of δ covers the truncation.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -117,29 +98,24 @@ class PrivacyPlan:
             if getattr(value, "shape", None) == () and not isinstance(value, jax.core.Tracer):
                 self._set(name, value.item())  # a NumPy or JAX scalar
         check_delta("delta", self.delta)
-        check_sizes(self.sampling, self.dataset_size, self.expected_batch_size, self.max_batch_size)
-        check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
+        sizes = self.dataset_size, self.expected_batch_size
+        settings.check_sizes(self.sampling, *sizes, self.max_batch_size)
+        settings.check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
-                f"mechanism that publishes one example outright, got {self.delta:g}; choose a "
-                "smaller δ.",
+                f"mechanism that publishes one example outright, got {self.delta:g}.",
                 stacklevel=3,
             )
-        sizes = self.dataset_size, self.expected_batch_size
-        self._set("steps", number_of_steps(self.steps, self.epochs, self.sampling, *sizes))
+        self._set("steps", settings.number_of_steps(self.steps, self.epochs, self.sampling, *sizes))
         self._set("epochs", None)
         for name, value in vars(self).items():  # convert subclasses of int and float
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
         self._set("neighbouring", self._unit.phases[0].neighbouring)
-        noise_multiplier, epsilon = noise_and_epsilon(
-            self._unit,
-            self.delta_of_noise,
-            epsilon=self.epsilon,
-            noise_multiplier=self.noise_multiplier,
-        )
+        known = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
+        noise_multiplier, epsilon = noise_and_epsilon(self._unit, self.delta_of_noise, **known)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
         self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
@@ -149,38 +125,32 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps for z = 1. The noise schedule multiplies z by its factors."""
-        step = SampledGaussian(
-            1.0,
-            self.expected_batch_size / self.dataset_size,
-            1,
-            sampling=self.sampling,
-            neighbouring=self.neighbouring,
-            max_batch_size=self.max_batch_size,
-            dataset_size=None if self.max_batch_size is None else self.dataset_size,
-            group_size=self.group_size,
-        )
-        return planned_steps(step, self.steps, self.noise_schedule)
+        """Return the planned steps for z = 1, with the noise schedule."""
+        names = ("sampling", "neighbouring", "max_batch_size", "group_size")
+        shared = {name: getattr(self, name) for name in names}
+        size = None if self.max_batch_size is None else self.dataset_size
+        rate = self.expected_batch_size / self.dataset_size
+        step = SampledGaussian(1.0, rate, 1, dataset_size=size, **shared)
+        return budget.planned_steps(step, self.steps, self.noise_schedule)
 
     @property
     def delta_of_noise(self) -> float:
-        """Return the part of δ that covers the noise. The rest covers truncated Poisson batches."""
+        """Return the δ for the noise alone. The rest of δ covers truncated Poisson batches."""
         reserves = SCHEMES[self.sampling].random_size and self.max_batch_size is None
         return self.delta * (1 - _RESERVED) if reserves else self.delta
 
     @cached_property
     def room(self) -> int:
-        """Return the largest number of examples in a batch.
+        """Return the size to which larger batches are truncated.
 
-        Larger Poisson batches are truncated. If a step truncates its batch with probability P, the
-        truncations in T steps cost at most (1 + e^ε)·T·P of δ. Here T is twice the number of
-        planned steps, because a restarted run can repeat steps.
+        If a step truncates its batch with probability P, the truncations in T steps cost at most
+        (1 + e^ε)·T·P of δ. T is twice the number of planned steps, because restarts repeat steps.
         """
         if not SCHEMES[self.sampling].random_size:
             return self.expected_batch_size
         if self.max_batch_size is not None:
             return self.max_batch_size
-        most_steps = RECORDED_AT_MOST * self.steps
+        most_steps = budget.RECORDED_AT_MOST * self.steps
         log_rare = math.log(_RESERVED * self.delta / most_steps) - np.logaddexp(0, self.epsilon)
         rare = math.exp(max(log_rare, -690.0))  # at least about 1e-300, close to the smallest float
         return room_for_batch(
@@ -202,10 +172,10 @@ class PrivacyPlan:
     def clipped_grad(
         self, loss_fn: Callable[..., PyTree], **options: Any
     ) -> Callable[..., optax.Updates]:
-        """Return `clipped_grad(loss_fn, clip_norm=…, **options)` with the plan's clip norm.
+        """Return `optax_lsdp.clipped_grad(loss_fn, …)` with the plan's clip norm and `options`.
 
-        `options` are further arguments of `optax_lsdp.clipped_grad`. Poisson batches are padded, so
-        pass the mask of `sampler.batch(step)` to the returned function.
+        Poisson batches are padded, so pass the mask of `sampler.batch(step)` to the returned
+        function.
         """
         function = self.value_and_clipped_grad(loss_fn, **options)
         return lambda params, batch, mask=None, **step: function(params, batch, mask, **step)[1]
@@ -213,12 +183,10 @@ class PrivacyPlan:
     def value_and_clipped_grad(
         self, loss_fn: Callable[..., PyTree], **options: Any
     ) -> Callable[..., tuple[PerExample, optax.Updates]]:
-        """Return `value_and_clipped_grad(loss_fn, clip_norm=…, **options)`; see `clipped_grad`."""
+        """Return `optax_lsdp.value_and_clipped_grad(loss_fn, …)`; see `clipped_grad`."""
         if "clip_norm" in options:
-            raise TypeError(
-                f"`clip_norm` must be a setting of the plan only, got {options['clip_norm']!r}; "
-                "pass it to PrivacyPlan instead."
-            )
+            got = f"{options['clip_norm']!r}; pass it to PrivacyPlan instead"
+            raise TypeError(f"`clip_norm` must be a setting of the plan only, got {got}.")
         self._check_unchanged()
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
         return require_mask(grad, self.sampling, self.room)
@@ -242,7 +210,7 @@ class PrivacyPlan:
             optimizer: an ordinary Optax optimizer.
             key: one typed key. You can pass the same key to `sampler`, because both methods derive
                 their own keys from it.
-            smoothing: σ or a `laplacian_smooth(...)` transform, to be used instead of the plan's σ.
+            smoothing: σ or a `laplacian_smooth(...)` transform that replaces the plan's σ.
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
         """
@@ -263,18 +231,18 @@ class PrivacyPlan:
         return limit_steps(private, self.steps)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
-        """Return a key for one purpose. Different plans and labels have independent keys."""
+        """Return the key for one purpose. Different plans and labels give independent keys."""
         check_key("key", key)
         self._check_unchanged()
         return fold_in_text(fold_in_text(key, self.digest), label)
 
     @cached_property
     def mechanism(self) -> Composition:
-        """Return all planned steps, as the accountant describes them."""
+        """Return all planned steps, for the accountant."""
         return with_noise(self._unit, self.noise_multiplier)
 
     def event(self, step: int) -> SampledGaussian:
-        """Return a planned step as an argument for `Ledger.append`."""
+        """Return one planned step, for `Ledger.append`."""
         check_whole("step", step, least=0)
         check_at_most("step", step, self.steps - 1, "the last planned step")
         ends, events = self._events
@@ -282,7 +250,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the end of each phase (its last step + 1), and one step of each phase."""
+        """Return the end of each phase, its last step + 1, and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]
@@ -300,41 +268,40 @@ class PrivacyPlan:
 
     def spent(self, ledger: Ledger) -> float:
         """Return the ε of all steps in the ledger."""
-        if follows_plan(ledger, self.mechanism):
+        if budget.follows_plan(ledger, self.mechanism):
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta_of_noise)
 
     def allows(self, ledger: Ledger, step: int) -> bool:
-        """Return whether the budget covers the steps in the ledger plus the planned step `step`."""
-        if follows_plan(ledger, self.mechanism) and ledger.steps == step < self.steps:
+        """Return whether the budget covers the steps in the ledger and the planned step `step`."""
+        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step < self.steps:
             return True
-        if step >= self.steps or ledger.steps >= RECORDED_AT_MOST * self.steps:
+        if step >= self.steps or ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
             return False
         return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, taken after all steps in the ledger."""
-        if follows_plan(ledger, self.mechanism) and ledger.steps == step:
+        """Return ε after each planned step from `step` on, if they follow the ledger's steps."""
+        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step:
             return self._epsilons[step:]
-        whole = Ledger((*ledger.phases, *phases_from(self.mechanism, step)))
+        whole = Ledger((*ledger.phases, *budget.phases_from(self.mechanism, step)))
         return whole.epsilons(self.delta_of_noise)[ledger.steps :]
 
     def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
-        """Return how many planned steps the budget still covers, starting at `step`.
+        """Return how many planned steps the budget still covers, starting at the next step.
 
-        `step` is the next step. The default, `ledger.steps`, is right for a run that has repeated
-        no step.
+        By default, the next step is `ledger.steps`, as in a run that has repeated no step.
         """
-        is_planned = follows_plan(ledger, self.mechanism)
+        is_planned = budget.follows_plan(ledger, self.mechanism)
         step = ledger.steps if step is None else step
         check_whole("step", step, least=0)
-        most = min(self.steps - step, RECORDED_AT_MOST * self.steps - ledger.steps)
+        most = min(self.steps - step, budget.RECORDED_AT_MOST * self.steps - ledger.steps)
         if most <= 0 or (is_planned and ledger.steps == step):
             return max(most, 0)
         return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
 
     def statement(self) -> str:
-        """Return a text that says what is protected, from whom, and under which assumptions.
+        """Return in plain words what is protected, from whom, and under which assumptions.
 
         >>> plan = PrivacyPlan(
         ...     dataset_size=1000, expected_batch_size=50, steps=100, epsilon=1.0, delta=1e-4
@@ -360,7 +327,7 @@ class PrivacyPlan:
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def _check_unchanged(self) -> None:
-        """Raise if someone changed the tree of clip norms after the plan computed its ε."""
+        """Raise if the tree of clip norms was changed after the plan was made."""
         if self._hash() != self.digest:
             raise ValueError(
                 f"`clip_norm` must not change after the plan was made, got {self.clip_norm!r}; "
@@ -368,13 +335,13 @@ class PrivacyPlan:
             )
 
     def to_json(self) -> str:
-        """Return the settings as JSON text. It contains no random key."""
-        return write_settings({name: getattr(self, name) for name in _setting_names()})
+        """Return the settings as JSON text, without random keys."""
+        return settings.write_settings({name: getattr(self, name) for name in _setting_names()})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the plan that `to_json` wrote. Raise if its steps spend more than its ε."""
-        return cls(**read_settings(text, set(_setting_names())))
+        """Return the plan that `to_json` wrote. Raise a ValueError if it costs more than its ε."""
+        return cls(**settings.read_settings(text, set(_setting_names())))
 
 
 def _setting_names() -> list[str]:

@@ -1,44 +1,28 @@
-"""Settings of a plan: `Piecewise` schedules, checks, and conversion to and from JSON.
-
-Plans are saved as JSON, so a schedule must be a `Piecewise`, which consists of numbers.
-"""
+"""Settings of a plan: `Piecewise` schedules, checks, and conversion to and from JSON."""
 
 import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self, TypeAlias
+from typing import Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lsdp._checks import (
-    MOST_STEPS,
-    check_at_most,
-    check_choice,
-    check_depth,
-    check_non_negative,
-    check_positive,
-    check_whole,
-    read_json,
-)
+import optax_lsdp._checks as checks
 from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import sensitivity
-
-Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 _VERSION = 1  # of the JSON format
 
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A schedule of constant pieces: `values[i]` from step `starts[i]` on.
-
-    The first piece starts at step 0. All values are positive.
+    """A schedule of constant pieces: the positive number `values[i]` from step `starts[i]` on.
 
     >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
     >>> float(halved(99)), float(halved(100))
@@ -51,8 +35,8 @@ class Piecewise:
     def __post_init__(self) -> None:
         starts, values = tuple(self.starts), tuple(self.values)
         for start, value in itertools.zip_longest(starts, values, fillvalue=1):
-            check_whole("starts", start, least=0)
-            check_positive("values", value)
+            checks.check_whole("starts", start, least=0)
+            checks.check_positive("values", value)
         values = tuple(map(float, values))
         if len(starts) != len(values) or starts[:1] != (0,) or list(starts) != sorted(set(starts)):
             raise ValueError(
@@ -64,12 +48,11 @@ class Piecewise:
 
     @classmethod
     def sample(cls, schedule: optax.Schedule, steps: int, pieces: int = 16) -> Self:
-        """Return a piecewise constant approximation of a schedule, such as an Optax schedule.
+        """Approximate another schedule, such as an Optax schedule, by equally long pieces.
 
-        The `steps` are split into `pieces` of equal length, but never into more pieces than steps.
-        Each piece has the value of `schedule` at its first step, which must be positive.
+        Each piece has the value of `schedule` at its first step. There are at most `steps` pieces.
         """
-        check_whole("steps", steps)
+        checks.check_whole("steps", steps)
         starts = np.unique(np.linspace(0, steps, pieces, endpoint=False).astype(int))
         return cls(tuple(starts.tolist()), tuple(float(schedule(int(s))) for s in starts))
 
@@ -82,45 +65,40 @@ class Piecewise:
 def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
-    """Raise unless the sizes are whole numbers that are possible with the sampling scheme."""
-    check_choice("sampling", sampling, SCHEMES)
-    check_whole("dataset_size", dataset_size)
+    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    checks.check_choice("sampling", sampling, SCHEMES)
+    checks.check_whole("dataset_size", dataset_size)
     most = expected_batch_size if max_batch_size is None else max_batch_size
     for name, size in (("expected_batch_size", expected_batch_size), ("max_batch_size", most)):
-        check_whole(name, size)
-        check_at_most(name, size, dataset_size, "the dataset's size")
+        checks.check_whole(name, size)
+        checks.check_at_most(name, size, dataset_size, "the dataset's size")
     if most < expected_batch_size:
-        raise ValueError(
-            f"`max_batch_size` must be at least the expected batch size, {expected_batch_size}, "
-            f"got {max_batch_size}; pass a larger size, or most batches would be truncated."
-        )
+        demand = f"at least the expected batch size, {expected_batch_size}"
+        remedy = "pass a larger size, or most batches would be truncated"
+        raise checks.refusal("max_batch_size", demand, max_batch_size, remedy)
     if SCHEMES[sampling].whole_dataset and expected_batch_size != dataset_size:
-        raise ValueError(
-            f"`expected_batch_size` must be the dataset's size, {dataset_size}, with "
-            f"sampling={sampling!r}, got {expected_batch_size}."
-        )
+        demand = f"the dataset's size, {dataset_size}, with sampling={sampling!r}"
+        raise checks.refusal("expected_batch_size", demand, expected_batch_size)
 
 
 def number_of_steps(
     steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
 ) -> int:
-    """Return T, from `steps` or from `epochs`. Raise unless exactly one of them is given."""
+    """Return the number of steps from `steps` or `epochs`. Raise unless one of them is None."""
     if epochs is not None and steps is None:
         return steps_of_epochs(
             epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling
         )
     if epochs is not None or steps is None:
-        raise ValueError(
-            "`steps` or `epochs` must be given, but not both, got "
-            f"steps={steps!r} and epochs={epochs!r}."
-        )
-    check_whole("steps", steps)
-    check_at_most("steps", steps, MOST_STEPS)
+        got = f"steps={steps!r} and epochs={epochs!r}"
+        raise ValueError(f"`steps` or `epochs` must be given, but not both, got {got}.")
+    checks.check_whole("steps", steps)
+    checks.check_at_most("steps", steps, checks.MOST_STEPS)
     return steps
 
 
 def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
-    """Raise unless all values are in range and all schedules are of type `Piecewise`."""
+    """Raise unless all values are in range, and schedules are `Piecewise`, which JSON can save."""
     remedy = "convert other schedules with Piecewise.sample(schedule, steps)"
     for name, value in (("clip_norm", clip_norm), ("smoothing", smoothing)):
         if callable(value) and not isinstance(value, Piecewise):
@@ -128,14 +106,12 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
     if not isinstance(noise_schedule, Piecewise | None):
         raise TypeError(f"`noise_schedule` must be a Piecewise, got {noise_schedule!r}; {remedy}.")
     try:
-        check_depth(clip_norm)
+        checks.check_depth(clip_norm)
     except ValueError as error:
-        raise ValueError(
-            "`clip_norm` must be a number or a tree of moderate depth, got a "
-            f"{type(clip_norm).__name__}: {error}."
-        ) from None
+        got = f"a {type(clip_norm).__name__}: {error}"
+        raise ValueError(f"`clip_norm` must be a number or a shallow tree, got {got}.") from None
     sensitivity(clip_norm)
-    check_non_negative("smoothing", smoothing, schedule=True)
+    checks.check_non_negative("smoothing", smoothing, schedule=True)
 
 
 def write_settings(settings: Mapping[str, object]) -> str:
@@ -145,15 +121,13 @@ def write_settings(settings: Mapping[str, object]) -> str:
 
 
 def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
-    """Return the settings in a JSON text of `write_settings`. Raise unless it has all `names`."""
+    """Return the settings that `write_settings` wrote. Raise unless they have these `names`."""
     try:
-        found = read_json(text)
+        found = checks.read_json(text)
         version = found.pop("optax_lsdp_plan")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"`text` must be a text that to_json returned, got {str(text)[:40]!r} ({error}); "
-            "pass that text unchanged."
-        ) from error
+        got = f"{str(text)[:40]!r} ({error})"
+        raise ValueError(f"`text` must be a text that to_json returned, got {got}.") from error
     if version != _VERSION or set(found) != names:
         raise ValueError(
             f"`text` must be a plan of version {_VERSION} with the keys {sorted(names)}, got "
@@ -162,7 +136,7 @@ def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
     return {name: _from_json(name, value) for name, value in found.items()}
 
 
-def _to_json(name: str, value: object) -> Json:
+def _to_json(name: str, value: object) -> object:
     """Return a value for JSON. Types that JSON lacks get a tag, such as {"$tuple": [...]}."""
     if isinstance(value, Piecewise):
         return {"$piecewise": [list(value.starts), list(value.values)]}
@@ -187,7 +161,7 @@ def _to_json(name: str, value: object) -> Json:
 
 
 def _from_json(name: str, value: PyTree) -> PyTree:
-    """Return the value that `_to_json` converted."""
+    """Invert `_to_json`."""
     match value:
         case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
             return Piecewise(tuple(starts), tuple(values))

@@ -5,13 +5,12 @@ A run's folder holds:
 - `plan.json`: the `PrivacyPlan`. A run with a different plan is refused.
 - `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
 - `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
-- `<name>.json`: the manifest of this checkpoint, written last. A checkpoint without a manifest is
-  incomplete. If a hash in the manifest does not match, the checkpoint is damaged, and the run uses
-  the checkpoint before it.
+- `<name>.json`: the manifest, written last. A checkpoint without a manifest is incomplete. If a
+  hash in the manifest does not match, the run uses the checkpoint before it.
 - `lock-<process>`: locked while a run uses the folder.
 
-The name of a checkpoint is made of two numbers: how often the run has started or restarted, and the
-step. So the order of names is the order of time. Only the last two checkpoints are kept.
+The name of a checkpoint has two numbers: how many nonces the run has had, and the step. So the
+order of names is the order of time. Only the last two checkpoints are kept.
 """
 
 import hashlib
@@ -20,7 +19,7 @@ import logging
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,20 +32,14 @@ from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training._files import (
-    START_AGAIN,
-    cannot_write,
-    lock,
-    make_private_folder,
-    write_atomically,
-)
+from optax_lsdp.training import _files as files
 from optax_lsdp.training._journal import Journal
 from optax_lsdp.training._multihost import any_process
 from optax_lsdp.training._step import State, describe
 from optax_lsdp.training._validation import warn_caller
 
-FORMAT = 1  # the version of the manifest and of all files that it describes
-_KEPT = 2  # checkpoints; if the newer one is damaged, the older one is used
+FORMAT = 1  # the version of the manifest and of the files that it lists
+_KEPT = 2  # checkpoints: if the newer one is damaged, the older one is used
 _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
 
 
@@ -55,14 +48,14 @@ class Checkpoint(NamedTuple):
 
     state: State
     step: int  # how many steps were taken
-    ledger: Ledger  # the privacy spent, including steps that count twice
+    ledger: Ledger  # the privacy spent; repeated steps may count twice
     nonce: str  # of the run's last start or restart
-    initial: dict[str, str]  # hashes of the initial parameters and optimizer state
+    initial: dict[str, str]  # see `hash_initial`
 
 
 @contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Hide Orbax's log messages, except errors. Messages of other packages stay visible."""
+    """Hide Orbax's log messages, except errors."""
 
     def keep(record: logging.LogRecord) -> bool:
         return record.levelno >= logging.ERROR or "orbax" not in record.pathname
@@ -84,20 +77,18 @@ class RunFolder:
             raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
         self._plan = plan
         try:
-            self.path = make_private_folder(Path(path))
+            self.path = files.make_private_folder(Path(path))
         except OSError as error:
             raise ValueError(
                 f"`folder` must be a folder that exists or can be made, got {str(path)!r}, which "
                 f"cannot be made ({error.strerror}); choose another path."
             ) from error
-        self._lock = lock(self.path / f"lock-{jax.process_index()}")
-        try:
+        with ExitStack() as stack:  # unlocks the folder after an error
+            stack.enter_context(files.lock(self.path / f"lock-{jax.process_index()}"))
             self._check_plan()
-            self.journal = Journal(self.path, plan.steps)
-            self._checkpointer = ocp.StandardCheckpointer()
-        except BaseException:
-            self._lock.close()
-            raise
+            self.journal = stack.enter_context(closing(Journal(self.path, plan.steps)))
+            self._checkpointer = stack.enter_context(closing(ocp.StandardCheckpointer()))
+            self._open = stack.pop_all()
 
     def _check_plan(self) -> None:
         """Write the plan into a new folder. Raise if the folder belongs to a different plan."""
@@ -123,10 +114,10 @@ class RunFolder:
             )
         sync_global_devices("plan")
         if jax.process_index() == 0:
-            write_atomically(path, self._plan.to_json())
+            files.write_atomically(path, self._plan.to_json())
 
     def _manifests(self) -> list[Path]:
-        """Return the manifests of all checkpoints, the newest last."""
+        """Return the paths of all manifests, the newest last."""
         return sorted(path for path in self.path.iterdir() if _MANIFEST.fullmatch(path.name))
 
     def _arrays_of(self, name: str) -> Path:
@@ -135,9 +126,8 @@ class RunFolder:
     @_quiet_orbax()
     def save(self, checkpoint: Checkpoint) -> None:
         """Write a checkpoint and then its manifest, unless they exist already."""
-        name = f"{self.journal.starts:04d}-{checkpoint.step:09d}"
-        target = self._arrays_of(name)
-        if (self.path / f"{name}.json").exists():
+        target = self._arrays_of(f"{self.journal.starts:04d}-{checkpoint.step:09d}")
+        if (self.path / f"{target.name}.json").exists():
             return
         if jax.process_index() == 0 and target.exists():  # incomplete because of a crash
             shutil.rmtree(target)
@@ -148,7 +138,7 @@ class RunFolder:
             if jax.process_index() == 0:
                 self._write_manifest(target, checkpoint)
         except Exception as error:  # Orbax raises errors of many types
-            raise cannot_write(self.path, error) from error
+            raise files.cannot_write(self.path, error) from error
         sync_global_devices("saved")
 
     def _write_manifest(self, target: Path, checkpoint: Checkpoint) -> None:
@@ -163,19 +153,19 @@ class RunFolder:
             "files": _hash_files(target),
         }
         manifest["digest"] = _hash_json(manifest)
-        write_atomically(self.path / f"{target.name}.json", json.dumps(manifest))
+        files.write_atomically(self.path / f"{target.name}.json", json.dumps(manifest))
         for old in self._manifests()[:-_KEPT]:
             old.unlink()
         kept = {path.stem for path in self._manifests()}
-        for folder in target.parent.iterdir():  # other folders hold keys and are useless
+        for folder in target.parent.iterdir():  # old checkpoints hold keys too
             if folder.name not in kept:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def restore(self, template: State) -> Checkpoint | None:
         """Return the last intact checkpoint, or None if the folder has no checkpoints.
 
-        Raise if all checkpoints are damaged, or if a checkpoint has a different format or other
-        arrays than `template`. The arrays get the shardings of the arrays in `template`.
+        Raise if all checkpoints are damaged, if the last one has another format, or if its arrays
+        differ from `template` in structure, shapes or dtypes. They get the shardings of `template`.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):
@@ -188,29 +178,35 @@ class RunFolder:
                 for one in damaged:
                     one.rename(one.with_suffix(".damaged"))
             ledger = Ledger.from_json(json.dumps(manifest["ledger"]))
-            return Checkpoint(
-                state, manifest["step"], ledger, manifest["nonce"], manifest["initial"]
-            )
+            step, nonce, initial = (manifest[name] for name in ("step", "nonce", "initial"))
+            return Checkpoint(state, step, ledger, nonce, initial)
         if damaged:
             raise ValueError(
                 f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; "
-                f"{START_AGAIN}."
+                f"{files.START_AGAIN}."
             )
         return None
 
     def _read_manifest(self, path: Path) -> dict[str, Any]:
         """Return a manifest. If its checkpoint is damaged, warn and return an empty dict."""
+        damage = ""
         try:
             manifest = json.loads(path.read_text())
             version = manifest.get("format")
-            damage = self._find_damage(path.stem, manifest) if version == FORMAT else ""
-        except Exception as error:  # of any type: the checkpoint before it may be intact
-            manifest, version, damage = {}, FORMAT, repr(error)[:200]
+            if version == FORMAT:
+                if manifest.pop("digest", None) != _hash_json(manifest):
+                    damage = "its manifest was changed"
+                elif _hash_files(self._arrays_of(path.stem)) != manifest["files"]:
+                    damage = "its files were changed"
+                elif manifest["plan"] != self._plan.digest:
+                    damage = "it belongs to another plan"
+        except Exception as error:  # no error may stop the search for an intact checkpoint
+            version, damage = FORMAT, repr(error)[:200]
         if version != FORMAT:
             got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
-                f"resume with the version of optax_lsdp that wrote it, or {START_AGAIN}."
+                f"resume with the version of optax_lsdp that wrote it, or {files.START_AGAIN}."
             )
         if damage:
             warn_caller(
@@ -220,17 +216,9 @@ class RunFolder:
             return {}
         return manifest
 
-    def _find_damage(self, name: str, manifest: dict[str, Any]) -> str:
-        """Return what is wrong with a checkpoint, or "" if it is intact."""
-        if manifest.pop("digest", None) != _hash_json(manifest):
-            return "its manifest was changed"
-        if _hash_files(self._arrays_of(name)) != manifest["files"]:
-            return "its files were changed"
-        return "" if manifest["plan"] == self._plan.digest else "it belongs to another plan"
-
     @_quiet_orbax()
     def _read_state(self, name: str, stored: dict[str, str], template: State) -> State:
-        """Return the arrays of a checkpoint; raise if they do not match `template`."""
+        """Return the arrays of a checkpoint. Raise if they do not match `template`."""
         wanted = _describe(template)
         for place in sorted(wanted | stored):
             if wanted.get(place) != stored.get(place):
@@ -242,14 +230,17 @@ class RunFolder:
                 )
         like = describe(_without_keys(template), with_sharding=True)
         found = self._checkpointer.restore(self._arrays_of(name), like)
-        return jax.tree.map(_with_key_of, found, template)
+
+        def with_key(stored: jax.Array, like: jax.Array) -> jax.Array:
+            impl = jax.random.key_impl(like) if is_key(like) else None
+            return stored if impl is None else jax.random.wrap_key_data(stored, impl=impl)
+
+        return jax.tree.map(with_key, found, template)
 
     @_quiet_orbax()
     def close(self) -> None:
         """Close the files and unlock the folder."""
-        self.journal.close()
-        self._checkpointer.close()
-        self._lock.close()
+        self._open.close()
 
 
 def _without_keys(state: State) -> PyTree:
@@ -257,15 +248,8 @@ def _without_keys(state: State) -> PyTree:
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, state)
 
 
-def _with_key_of(stored: jax.Array, template: jax.Array) -> jax.Array:
-    """Return a stored array. If the template is a typed key, convert the array to a typed key."""
-    if is_key(template):
-        return jax.random.wrap_key_data(stored, impl=jax.random.key_impl(template))
-    return stored
-
-
 def _describe(state: State) -> dict[str, str]:
-    """Map the path of each array to its dtype and shape."""
+    """Return the dtype and shape of each array, by its path."""
     leaves = jax.tree.leaves_with_path(describe_arrays(state))
     return {path_name(path): text for path, text in leaves}
 

@@ -1,4 +1,4 @@
-"""The data of a run: examples by index, and the microbatches that each step reads.
+"""Read the data of a run: examples by index, and the microbatches of each step.
 
 Data are arrays with a leading axis of examples, or a source that returns one example per index. The
 plan's sampler chooses the indices of a batch. In each process, a thread reads the examples of the
@@ -6,9 +6,9 @@ process's own devices, one microbatch ahead.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -21,152 +21,120 @@ from optax_lsdp._checks import check_whole
 from optax_lsdp._trees import describe_arrays
 from optax_lsdp._types import PyTree
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training import _validation as validation
 from optax_lsdp.training._multihost import Placement, raise_everywhere
 from optax_lsdp.training._step import Microbatch
-from optax_lsdp.training._validation import (
-    DataError,
-    as_arrays,
-    check_example,
-    check_kind,
-    check_values,
-    describe_path,
-)
 
-_ROWS_AT_ONCE = 2**16  # examples that are checked or hashed at a time
-_HASHED_BYTES = 2**32  # larger data are hashed in part
-_HASHED_EXAMPLES = 256  # how many examples of such large data are hashed
+_ROWS_AT_ONCE = 2**16  # examples to check or hash at a time
+_HASHED_BYTES = 2**32  # of larger data, only some examples are hashed
+_HASHED_EXAMPLES = 256  # how many examples of such data are hashed
 
 
 class Source(Protocol):
-    """A source of examples with `len` and `[index]`, such as a Grain data source."""
+    """A source of examples, such as a Grain data source."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> PyTree: ...
 
 
-class ArrayExamples:
-    """Examples in arrays whose first axis counts the examples. Arrays may be memory-mapped.
+@dataclass(frozen=True)
+class Examples:
+    """The examples of a run."""
 
-    `size` is the number of examples, and `first` is the first example. `is_hashed` says whether
-    `digest` covers every example.
-    """
+    size: int  # the number of examples
+    first: PyTree  # the first example
+    read: Callable[[np.ndarray], PyTree]  # returns the examples at some indices
+    arrays: Sequence[np.ndarray] = ()  # the arrays that hold all examples; a source has none
+    is_hashed: bool = False  # whether `hash_data` covers every example
 
-    def __init__(self, data: PyTree) -> None:
-        self._arrays = as_arrays(data)
-        leaves = jax.tree.leaves_with_path(self._arrays)
-        named = [(describe_path(path), leaf) for path, leaf in leaves]
-        for name, leaf in named:
-            if leaf.ndim == 0:
-                raise ValueError(
-                    f"`data` must hold arrays with a leading axis of examples{name}, got a single "
-                    "number or a list of numbers; pass one entry per example, and convert lists "
-                    "with np.asarray."
-                )
-        sizes = {len(leaf) for _, leaf in named} or {0}
-        if len(sizes) != 1:
-            lengths = ", ".join(f"{len(leaf)}{name}" for name, leaf in named)
+    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
+        """Return the examples at `indices`, with zeros where the mask is False."""
+
+        def pad(path: KeyPath, first: np.ndarray, rows: Sequence) -> np.ndarray:
+            padded = np.zeros((len(indices), *first.shape), first.dtype)
+            if len(rows):
+                padded[mask] = rows
+            validation.check_values(validation.describe_path(path), padded, indices)
+            return padded
+
+        return jax.tree.map_with_path(pad, self.first, self.read(indices[mask]))
+
+
+def open_data(data: PyTree | Source) -> Examples:
+    """Return the examples in `data`. Raise unless `data` are arrays or a source."""
+    if isinstance(data, dict | tuple | np.ndarray | jax.Array):
+        return _open_arrays(validation.as_arrays(data))
+    validation.check_kind(data)
+    return _open_source(data)
+
+
+def _open_arrays(data: PyTree) -> Examples:
+    """Return examples in arrays, which may be memory-mapped. The first axis counts the examples."""
+    named = [
+        (validation.describe_path(path), leaf) for path, leaf in jax.tree.leaves_with_path(data)
+    ]
+    for name, leaf in named:
+        if leaf.ndim == 0:
             raise ValueError(
-                f"`data` must hold arrays of equal length, got lengths {lengths}; pass arrays "
-                "whose first axis counts the same examples."
+                f"`data` must hold arrays with a leading axis of examples{name}, got a single "
+                "number or a list of numbers; pass one entry per example, and convert lists with "
+                "np.asarray."
             )
-        (self.size,) = sizes
-        _check_size(self.size)
-        self.first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), self._arrays)
-        self.is_hashed = sum(leaf.nbytes for _, leaf in named) <= _HASHED_BYTES
-        if self.is_hashed:  # now: an error within a step would reveal an example of its batch
-            for (name, leaf), start in product(named, range(0, self.size, _ROWS_AT_ONCE)):
-                rows = leaf[start : start + _ROWS_AT_ONCE]
-                check_values(name, rows, np.arange(start, start + len(rows)))
+    arrays = jax.tree.leaves(data)
+    sizes = {len(leaf) for leaf in arrays} or {0}
+    if len(sizes) != 1:
+        lengths = ", ".join(f"{len(leaf)}{name}" for name, leaf in named)
+        raise ValueError(
+            f"`data` must hold arrays of equal length, got lengths {lengths}; pass arrays whose "
+            "first axis counts the same examples."
+        )
+    (size,) = sizes
+    _check_size(size)
+    is_hashed = sum(leaf.nbytes for leaf in arrays) <= _HASHED_BYTES
+    if is_hashed:  # check values now: an error within a step would reveal an example of its batch
+        for (name, leaf), start in product(named, range(0, size, _ROWS_AT_ONCE)):
+            rows = leaf[start : start + _ROWS_AT_ONCE]
+            validation.check_values(name, rows, np.arange(start, start + len(rows)))
 
-    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
-        """Return the examples at `indices`, with zeros where the mask is False."""
-        rows = jax.tree.map(lambda leaf: leaf[indices[mask]], self._arrays)
-        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
+    def read(indices: np.ndarray) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[indices], data)
 
-    def contains(self, array: np.ndarray) -> bool:
-        """Return whether an array equals a whole array of the data, not only a part."""
-        alike = (leaf for leaf in jax.tree.leaves(self._arrays) if leaf.shape == array.shape)
-        return any(np.array_equal(leaf.astype(array.dtype), array) for leaf in alike)
-
-    def digest(self) -> str:
-        """Return a hash of the data. If the data are too large, it covers only some examples."""
-        if not self.is_hashed:
-            return _digest_of_some(self)
-        digest = _header_digest(self)
-        for leaf in jax.tree.leaves(self._arrays):
-            digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
-            for start in range(0, len(leaf), _ROWS_AT_ONCE):
-                update_digest(digest, leaf[start : start + _ROWS_AT_ONCE])
-        return digest.hexdigest()
+    first = jax.tree.map(lambda leaf: np.asarray(leaf[0]), data)
+    return Examples(size, first, read, arrays, is_hashed)
 
 
-class SourceExamples:
-    """Examples of a `Source`, read one by one, with the interface of `ArrayExamples`."""
+def _open_source(source: Source) -> Examples:
+    """Return examples that a source reads one by one."""
 
-    def __init__(self, source: Source) -> None:
-        self._source, self.size, self.is_hashed = source, len(source), False
-        _check_size(self.size)
-        first = self._read(0)
-        check_example(first)
-        self.first = as_arrays(first)
-
-    def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
-        """Return the examples at `indices`, with zeros where the mask is False."""
-        examples = [self._read_checked(int(index)) for index in indices[mask]]
-        rows = jax.tree.map(lambda _, *leaves: leaves, self.first, *examples)
-        return jax.tree.map_with_path(partial(_pad, indices, mask), self.first, rows)
-
-    def contains(self, _: np.ndarray) -> bool:
-        """Return False: a source has no array of all examples."""
-        return False
-
-    def digest(self) -> str:
-        """Return a hash of some examples."""
-        return _digest_of_some(self)
-
-    def _read(self, index: int) -> PyTree:
+    def read_one(index: int) -> PyTree:
         try:
-            return self._source[index]
+            return source[index]
         except Exception as error:
-            raise DataError(
+            raise validation.DataError(
                 f"`data` must return example {index}, got {error!r}; repair the source and call "
                 "`fit` again."
             ) from error
 
-    def _read_checked(self, index: int) -> PyTree:
-        """Return an example; raise if structure, shapes or dtypes differ from the first example."""
-        example = as_arrays(self._read(index))
-        got, wanted = describe_arrays(example), describe_arrays(self.first)
-        if got != wanted:
-            raise DataError(
-                "`data` must return examples with the same structure, shapes and dtypes as the "
-                f"first one, {wanted}, got {got} at index {index}; pad or convert the examples in "
-                "the source."
-            )
-        return example
+    def read(indices: np.ndarray) -> PyTree:
+        examples = []
+        for index in indices.tolist():
+            examples.append(validation.as_arrays(read_one(index)))
+            got = describe_arrays(examples[-1])
+            if got != wanted:
+                raise validation.DataError(
+                    "`data` must return examples with the same structure, shapes and dtypes as "
+                    f"the first one, {wanted}, got {got} at index {index}; pad or convert the "
+                    "examples in the source."
+                )
+        return jax.tree.map(lambda _, *leaves: leaves, first, *examples)
 
-
-Examples = ArrayExamples | SourceExamples
-
-
-def open_data(data: PyTree | Source) -> Examples:
-    """Return the examples in `data`; raise unless `data` are arrays or a source."""
-    if isinstance(data, dict | tuple | np.ndarray | jax.Array):
-        return ArrayExamples(data)
-    check_kind(data)
-    return SourceExamples(data)
-
-
-def _pad(
-    indices: np.ndarray, mask: np.ndarray, path: KeyPath, first: np.ndarray, rows: Sequence
-) -> np.ndarray:
-    """Return an array with `rows` where the mask is True, and zeros elsewhere."""
-    padded = np.zeros((len(indices), *first.shape), first.dtype)
-    if len(rows):
-        padded[mask] = rows
-    check_values(describe_path(path), padded, indices)
-    return padded
+    _check_size(len(source))
+    example = read_one(0)
+    validation.check_example(example)
+    first = validation.as_arrays(example)
+    wanted = describe_arrays(first)
+    return Examples(len(source), first, read)
 
 
 def _check_size(size: int) -> None:
@@ -174,16 +142,16 @@ def _check_size(size: int) -> None:
         raise ValueError("`data` must hold at least one example, got none.")
 
 
-def _header_digest(examples: Examples) -> hashlib.blake2b:
-    """Return a hash of the number of examples, their structure, and the first example."""
+def hash_data(examples: Examples) -> str:
+    """Return a hash of all examples or, unless `is_hashed`, of some examples."""
     digest = hashlib.blake2b(repr((examples.size, jax.tree.structure(examples.first))).encode())
     update_digest(digest, examples.first)
-    return digest
-
-
-def _digest_of_some(examples: Examples) -> str:
-    digest = _header_digest(examples)
-    if jax.process_count() == 1:  # with several processes, each reads only its own examples
+    if examples.is_hashed:
+        for leaf in examples.arrays:
+            digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
+            for start in range(0, len(leaf), _ROWS_AT_ONCE):
+                update_digest(digest, leaf[start : start + _ROWS_AT_ONCE])
+    elif jax.process_count() == 1:  # with several processes, each reads only its own examples
         indices = np.unique(np.linspace(0, examples.size - 1, _HASHED_EXAMPLES).astype(int))
         update_digest(digest, examples.take(indices, np.ones(len(indices), bool)))
     return digest.hexdigest()
@@ -210,7 +178,7 @@ def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) ->
 def describe_microbatch(
     examples: Examples, size: int, key: jax.Array, placement: Placement
 ) -> Microbatch:
-    """Return a microbatch with shapes in place of its arrays, and with `key` as its key."""
+    """Return a microbatch with shapes in place of its arrays."""
 
     def rows(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jnp.asarray(x).dtype
@@ -225,7 +193,7 @@ class Read(NamedTuple):
 
     microbatch: Microbatch  # on the devices
     is_last: bool  # whether it is the last microbatch of its batch
-    digest: str  # hash of what this process has read of the batch so far; "" without hashing
+    digest: str  # hash of the examples that this process has read of the batch, if `hashed`
 
 
 class BatchReader:
@@ -271,37 +239,23 @@ class BatchReader:
             return next(self._reads)
 
     def _read_steps(self, steps: range) -> Iterator[Read]:
+        """Read the rows of this process's devices. Skip microbatches of padding."""
+        # If a batch can have several microbatches, the compiled step needs at least two.
+        least = min(2, self.sampler.size // self._size)
         for step in steps:
             indices, mask = self.sampler.batch(step)
-            digest = hashlib.blake2b(digest_size=16) if self._hashed else None
-            count = self._count(mask)
+            digest = hashlib.blake2b(digest_size=16)
+            count = max(-(-int(mask.sum()) // self._size), least)  # padding comes last
             for place in range(count):
-                part = slice(place * self._size, (place + 1) * self._size)
-                microbatch = self._read(step, place, indices[part], mask[part], digest)
-                yield Read(microbatch, place == count - 1, digest.hexdigest() if digest else "")
-
-    def _count(self, mask: np.ndarray) -> int:
-        """Return how many microbatches of a batch to read: all that contain examples."""
-        filled = -(-int(mask.sum()) // self._size)  # padding comes after all examples
-        # If there can be several microbatches, the compiled step expects the sums of earlier ones.
-        return max(filled, min(2, self.sampler.size // self._size))
-
-    def _read(
-        self,
-        step: int,
-        place: int,
-        indices: np.ndarray,
-        mask: np.ndarray,
-        digest: hashlib.blake2b | None,
-    ) -> Microbatch:
-        """Read the rows of this process's devices."""
-        indices, mask = indices[self._local_rows], mask[self._local_rows]
-        found = self._examples.take(indices, mask)
-        if digest:
-            update_digest(digest, (indices, mask, found))
-        examples, masks = jax.tree.map(self._put, (found, mask))
-        key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
-        return Microbatch(examples, masks, self._placement.replicate(key), np.int32(step))
+                rows = np.arange(place * self._size, (place + 1) * self._size)[self._local_rows]
+                found = self._examples.take(indices[rows], mask[rows])
+                if self._hashed:
+                    update_digest(digest, (indices[rows], mask[rows], found))
+                examples, masks = jax.tree.map(self._put, (found, mask[rows]))
+                key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
+                key = self._placement.replicate(key)
+                microbatch = Microbatch(examples, masks, key, np.int32(step))
+                yield Read(microbatch, place == count - 1, digest.hexdigest())
 
     def _put(self, rows: np.ndarray) -> jax.Array:
         """Put rows on the devices of this process."""

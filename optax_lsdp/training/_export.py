@@ -6,7 +6,6 @@ The format is NumPy's .npz, one array per leaf, named by its path in the tree.
 import unicodedata
 import zipfile
 from pathlib import Path
-from typing import IO
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +33,9 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:
-    clipped sums, per-example losses and norms, reports to callbacks, and keys. But an array that
-    was taken out of such an object looks like a parameter, and cannot be refused. A name that a
-    program could read as a path to another place is refused, too.
+    clipped sums, per-example losses and norms, reports to callbacks, and keys. An array that was
+    taken out of such an object is not recognised. Names that look like paths to other folders are
+    refused too.
 
     Args:
         path: the file. If its name does not end in ".npz", this suffix is appended.
@@ -50,9 +49,8 @@ def export_params(path: Path | str, params: optax.Params) -> None:
     (2, 3)
     """
     arrays: dict[str, np.ndarray] = {}
-    for place, leaf in jax.tree.leaves_with_path(
-        params, is_leaf=lambda part: bool(_why_private(part))
-    ):
+    leaves = jax.tree.leaves_with_path(params, is_leaf=lambda part: bool(_why_private(part)))
+    for place, leaf in leaves:
         name = _name(place)
         if why := _why_private(leaf):
             raise ValueError(
@@ -76,15 +74,17 @@ def export_params(path: Path | str, params: optax.Params) -> None:
         is_half = jnp.dtype(dtype).itemsize < 4
         arrays[name] = np.asarray(leaf, np.float32 if is_half else None)
     if jax.process_index() == 0:
-        with _with_suffix(path).open("wb") as file:
-            _save(file, arrays)
+        with _with_suffix(path).open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():  # not by np.savez, which refuses the name "file"
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
 
 
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
     """Return the parameters in a file of `export_params`, with structure and dtypes of `like`.
 
     `like` is a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`. Raise if
-    names or shapes in the file differ from those of `like`.
+    the file has other names or shapes.
 
     >>> import tempfile
     >>> params = {"dense": {"kernel": jnp.ones((2, 3), jnp.bfloat16)}}
@@ -123,7 +123,7 @@ def _name(place: KeyPath) -> str:
 
 
 def _why_private(part: object) -> str:
-    """Return a description of a part that must not be released, and "" for any other part."""
+    """Return what a part is if it must not be released, and "" otherwise."""
     if is_marked(part):
         return "a clipped sum"
     if isinstance(part, PerExample):
@@ -132,7 +132,7 @@ def _why_private(part: object) -> str:
 
 
 def _check_name(name: str) -> None:
-    """Raise if a name is unsafe in an archive: a path to another folder, or ending in .npy."""
+    """Raise if a name looks like a path to another folder, or ends in .npy."""
     # Names that differ only in case are safe: NumPy distinguishes W and w, and models use both.
     has_odd_character = any(unicodedata.category(c).startswith("C") or c == "\\" for c in name)
     has_drive = name[1:2] == ":" and name[0].isalpha()
@@ -149,10 +149,10 @@ def _check_name(name: str) -> None:
 
 
 def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Return the arrays of a file, but zeros that need no memory for arrays not in `shapes`.
+    """Return the arrays of a file. Read only arrays that have the shape in `shapes`.
 
-    So a malicious file cannot use more memory than the wanted arrays need, neither with a wrong
-    header nor with compressed content.
+    All other arrays are zeros that take no memory. So a malicious file cannot make this function
+    use more memory than the wanted arrays need.
     """
     found: dict[str, np.ndarray] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -172,11 +172,3 @@ def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarra
                 with archive.open(member) as content:
                     found[name] = np.lib.format.read_array(content, allow_pickle=False)
     return found
-
-
-def _save(file: IO[bytes], arrays: dict[str, np.ndarray]) -> None:
-    """Write the format of `numpy.savez`, which itself refuses some names, such as "file"."""
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, array in arrays.items():
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
-                np.lib.format.write_array(member, array, allow_pickle=False)

@@ -1,7 +1,7 @@
 """The files of a run: a private folder, a lock on it, and atomic writes.
 
-Checkpoints hold the noise key, and whoever has the key can subtract the noise. So the folder of a
-run is closed to other users.
+Checkpoints hold the noise key, and everybody who has the key can subtract the noise. So only its
+owner can enter the folder of a run.
 """
 
 import errno
@@ -16,7 +16,7 @@ from typing import IO
 
 from optax_lsdp.training._validation import warn_caller
 
-_OTHERS = 0o077  # the permissions of the group and of everybody else
+_OTHERS = 0o077  # the permissions of all users except the owner
 _FILES_OF_A_RUN = re.compile(
     r"plan\.(json|draft)|journal\.jsonl|examples-\d+\.jsonl|lock-\d+|checkpoints"
     r"|\d{4}-\d{9}\.(json|draft|damaged)"
@@ -27,22 +27,23 @@ _LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 def make_private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter; return its path without symbolic links.
+    """Make a folder that only this user can enter. Return its path without symbolic links.
 
-    If other users have permissions on an existing folder, remove these permissions and warn. Raise
-    if the folder belongs to another user, or if it holds files that are not part of a run, because
-    other users may need these files. Warn if the file system stores no permissions.
+    If other users have permissions on an existing folder, remove them and warn. But raise if the
+    folder also holds files that are not part of a run, because other users may need these files.
+    Raise if the folder belongs to another user. Warn if the file system stores no permissions.
     """
     path = path.resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
         raise ValueError(
             f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
             "read the noise key in its checkpoints; choose a new folder, perhaps inside this one."
         )
-    if _mode(path) & _OTHERS:
-        _close_to_others(path)
+    if mode & _OTHERS:
+        _close_to_others(path, mode)
     parent = path.parent.stat().st_mode
     if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
         warn_caller(
@@ -52,13 +53,11 @@ def make_private_folder(path: Path) -> Path:
     return path
 
 
-def _close_to_others(path: Path) -> None:
-    """Remove all permissions of other users on a folder, or raise."""
-    before = _mode(path)
+def _close_to_others(path: Path, before: int) -> None:
+    """Remove all permissions of other users on a folder with mode `before`, or raise."""
     got = f"got {str(path)!r} with mode {before:04o}"
     demand = "`folder` must be closed to other users because checkpoints hold the noise key"
-    names = sorted(file.name for file in path.iterdir())
-    strays = [name for name in names if not _FILES_OF_A_RUN.fullmatch(name)]
+    strays = sorted(x.name for x in path.iterdir() if not _FILES_OF_A_RUN.fullmatch(x.name))
     if strays:
         raise ValueError(
             f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
@@ -70,7 +69,8 @@ def _close_to_others(path: Path) -> None:
         raise ValueError(
             f"{demand}, {got}, which cannot be changed ({error.strerror}); choose a new folder."
         ) from error
-    demand, after = "`folder` should be closed to other users", _mode(path)
+    demand = "`folder` should be closed to other users"
+    after = stat.S_IMODE(path.stat().st_mode)
     if after & _OTHERS:
         warn_caller(
             f"{demand}, {got} on a file system that stores no permissions; choose another file "
@@ -84,12 +84,8 @@ def _close_to_others(path: Path) -> None:
     )
 
 
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
 def _owner_of_new_files(path: Path) -> int | None:
-    """Return the owner of new files in a folder: some file systems assign a fixed user."""
+    """Return the owner of new files in a folder. On some file systems, this is a fixed user."""
     try:
         with tempfile.NamedTemporaryFile(dir=path) as file:
             return os.fstat(file.fileno()).st_uid
@@ -98,7 +94,7 @@ def _owner_of_new_files(path: Path) -> int | None:
 
 
 def lock(path: Path) -> IO[str]:
-    """Open and lock a file. No other run can lock it until it is closed."""
+    """Open a file and lock it until it is closed. Raise if another run has locked it."""
     file = path.open("w")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -112,17 +108,12 @@ def lock(path: Path) -> IO[str]:
     return file
 
 
-def _close_locks() -> None:
-    """Close all locks in a forked child, so that a lock ends with the process that took it."""
-    for file in _LOCKS:
-        file.close()
-
-
-os.register_at_fork(after_in_child=_close_locks)
+# A forked child closes its copies of all locks, so that a lock ends with the process that took it.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _LOCKS])
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file that is never incomplete, even if the power fails."""
+    """Write a file so that it is never incomplete, even if the power fails."""
     draft = path.with_suffix(".draft")
     with draft.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -137,11 +128,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def cannot_write(folder: Path, error: BaseException) -> OSError:
-    """Return the error to raise if a run cannot write to its folder; it states the true reason."""
+    """Return the error for a run that cannot write to its folder because of `error`."""
     demand, remedy = "accept journal and checkpoints", "correct this error"
     for number in _DISK_IS_FULL:
+        # Orbax reports errors of the operating system only as text.
         if number == getattr(error, "errno", None) or os.strerror(number) in str(error):
-            # Orbax reports errors of the operating system only as text.
             demand, remedy = "have room for journal and checkpoints", "free some space"
     return OSError(
         f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "

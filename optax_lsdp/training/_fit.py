@@ -1,4 +1,4 @@
-"""`fit`, which trains a model under a `PrivacyPlan`.
+"""Train a model under a `PrivacyPlan`.
 
 `fit` checks its arguments, compiles the step, and starts or resumes the run. `_train` is the loop:
 read a batch, announce the step in the journal, take the step, record it in the ledger, report it,
@@ -26,27 +26,12 @@ from optax_lsdp.accounting import Ledger
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.training import _resume, _step
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
-from optax_lsdp.training._fingerprint import (
-    Compiler,
-    compute_fingerprint,
-    hash_initial,
-    warn_if_ignored,
-)
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
 from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
-from optax_lsdp.training._resume import Run, Start
-from optax_lsdp.training._step import (
-    Average,
-    CompiledStep,
-    State,
-    describe,
-    explain_out_of_memory,
-    initial_average,
-    make_step,
-)
 from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 
 
@@ -58,7 +43,7 @@ def fit(
     *,
     optimizer: optax.GradientTransformation,
     smoothing: Smoothing | None = None,
-    average: Average = None,
+    average: _step.Average = None,
     clip_style: ClipStyle = "threshold",
     microbatch_size: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -72,9 +57,9 @@ def fit(
 
     Args:
         plan: the privacy budget, and how to spend it.
-        loss_fn: a function `loss_fn(params, example)` that returns the scalar loss of one example.
-            The example has no batch axis. For dropout or `average_views`, write a loss with a third
-            argument, `key`; `fit` passes a different key for each example. See also `check_model`,
+        loss_fn: `loss_fn(params, example)` returns the scalar loss of one example, which has no
+            batch axis. For dropout or `average_views`, write a loss with a third argument, `key`.
+            `fit` then passes a different key for each example. See also `check_model`,
             `mixed_precision` and `keep_batch_axis`. Batch normalisation is refused. Examples whose
             gradient is not finite contribute nothing. If the loss of a batch is not finite, `fit`
             warns once. The warning depends on private data, so release no log that contains it.
@@ -89,26 +74,26 @@ def fit(
             0.999 to compute an exponential average. The average is computed in float32.
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
         microbatch_size: how many examples to differentiate at a time, a multiple of the number of
-            devices. A smaller number needs less memory. Microbatches that contain only padding are
-            skipped. This saves time, but the duration of a step then reveals the size of its batch.
+            devices. A smaller number needs less memory. Microbatches of padding are skipped. This
+            saves time, but the duration of a step then reveals the size of its batch.
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
             key, so keep the folder as secret as the data. If other users have permissions on it,
-            `fit` removes these permissions and warns, or raises an error. To release parameters,
-            write them with `export_params`.
+            `fit` removes them and warns, or raises an error. To release parameters, write them with
+            `export_params`.
         save_every: how many steps to take between two checkpoints.
         callbacks: functions that receive a `StepReport` after each step. If a callback raises
             `StopTraining`, `fit` saves the run and returns the result so far. After any other
-            exception, the run stops as after a crash. When it is resumed from its last checkpoint,
-            callbacks receive the reports of all steps after this checkpoint again.
+            exception, the run stops as after a crash. When it resumes from its last checkpoint,
+            callbacks receive the reports of all later steps again.
         progress: whether to show a progress bar.
         key: the random key of a new run. The default is a fresh key. A resumed run ignores `key`
             and keeps the key with which it began.
 
     If a run was killed, call `fit` again with the same folder. The run continues from its last
     checkpoint, and ends with exactly the same parameters as without the interruption. If data,
-    code, package versions or devices have changed, it draws new noise, and steps after the
-    checkpoint whose results may have been seen count twice.
+    code, package versions or devices have changed, the run draws new noise. Steps after the
+    checkpoint whose results may have been seen then count twice.
 
     On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
     then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.
@@ -160,26 +145,33 @@ def fit(
     def make_private(key: jax.Array) -> optax.GradientTransformation:
         return plan.optimizer(optimizer, key, smoothing=smoothing)
 
+    def initial_state(key: jax.Array) -> _step.State:
+        # Copy all arrays: no array may be donated twice, and those of the caller must stay usable.
+        copies = jax.tree.map(lambda x: placement.keep_or_replicate(jnp.array(x)), params)
+        inner = jax.tree.map(jnp.array, make_private(key).init(copies))
+        state = _step.State(copies, inner, _step.initial_average(average, copies), jnp.copy(key))
+        return jax.tree.map(placement.keep_or_replicate, state)
+
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
-        key = broadcast_fresh_key() if key is None else key
-        state = _initial_state(params, make_private(key), average, key, placement)
+        check_params(params)
+        state = initial_state(broadcast_fresh_key() if key is None else key)
         # Like the engines, the trace of the loss leaves all shardings to XLA.
-        shapes = describe(state.params, False)
+        shapes = _step.describe(state.params, False)
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
         if folder is not None:
             kept = stack.enter_context(closing(RunFolder(folder, plan)))
-            initial = hash_initial(state.params, state.optimizer)
+            initial = _resume.hash_initial(state.params, state.optimizer)
             saved = kept.restore(state)
             if saved is not None:
-                warn_if_ignored(initial, saved.initial)
+                _resume.warn_if_ignored(initial, saved.initial)
                 state = saved.state  # frees the memory of the initial state
-        compiler = Compiler(examples)
-        step = make_step(plan, loss_fn, make_private(state.key), average, clip_style)
-        shapes_of_state = describe(state, mesh is not None)
+        compiler = _resume.Compiler(examples)
+        step = _step.make_step(plan, loss_fn, make_private(state.key), average, clip_style)
+        shapes_of_state = _step.describe(state, mesh is not None)
 
-        def compile_step(size: int) -> CompiledStep:
-            return CompiledStep(
+        def compile_step(size: int) -> _step.CompiledStep:
+            return _step.CompiledStep(
                 step,
                 shapes_of_state,
                 describe_microbatch(examples, size, shapes_of_state.key, placement),
@@ -189,17 +181,16 @@ def fit(
                 guard=guard,
             )
 
-        guard = partial(explain_out_of_memory, size, placement.devices, compile_step)
+        guard = partial(_step.explain_out_of_memory, size, placement.devices, compile_step)
         with guard():
             program = compile_step(size)
-        # This check comes after the compiler's, which names a loss that closes over the data.
+        # Not earlier: if the loss closes over the data, the compiler's error is more helpful.
         check_uses_params(loss, shapes)
-        fingerprint = {} if kept is None else compute_fingerprint(compiler, examples, mesh)
+        fingerprint = {} if kept is None else _resume.compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
-        run = Run(plan, examples, program, size, placement, thread, kept, fingerprint)
+        run = _resume.Run(plan, examples, program, size, placement, thread, kept, fingerprint)
         start = run.start(Checkpoint(state, 0, Ledger(), FIRST_NONCE, initial), saved)
-        first = start.checkpoint.step
-        reporter = Reporter(callbacks, steps=plan.steps, step=first, bar=progress)
+        reporter = Reporter(callbacks, plan.steps, start.checkpoint.step, progress)
         with _stop_signals() as received:
             result = _train(run, start, save_every, reporter, received)
         if signal.SIGINT in received:
@@ -207,25 +198,10 @@ def fit(
         return result
 
 
-def _initial_state(
-    params: optax.Params,
-    optimizer: optax.GradientTransformation,
-    average: Average,
-    key: jax.Array,
-    placement: Placement,
-) -> State:
-    """Return the state before the first step, copied and placed on the devices."""
-    check_params(params)
-    params = jax.tree.map(lambda x: placement.keep_or_replicate(jnp.array(x)), params)
-    inner = jax.tree.map(jnp.array, optimizer.init(params))  # copies: no array may be donated twice
-    state = State(params, inner, initial_average(average, params), jnp.copy(key))
-    return jax.tree.map(placement.keep_or_replicate, state)
-
-
 def _train(
-    run: Run, start: Start, save_every: int, reporter: Reporter, signals: list[int]
+    run: _resume.Run, start: _resume.Start, save_every: int, reporter: Reporter, signals: list[int]
 ) -> FitResult:
-    """Take the remaining steps, as far as the budget covers them; stop if there are `signals`."""
+    """Take all remaining steps that the budget covers. Stop early once a signal arrives."""
     at, account, reader = start
     program, folder = run.program, run.folder
     wants_stop, is_between_steps = False, True
@@ -249,16 +225,15 @@ def _train(
                 state, loss = program.take(at.state, sums, batch.microbatch)
                 account.record(at.step)
                 at = at._replace(state=state, step=at.step + 1)
-                is_last = at.step == account.last_step
-                wants_stop = reporter.report(at.step, state, loss, account.epsilon, is_last)
+                wants_stop = reporter.report(at.step, state, loss, account.epsilon)
                 is_between_steps = True
                 is_due = at.step % save_every == 0
-                if is_due or is_last or at.step == account.first_step + 1:
+                if is_due or at.step in (account.first_step + 1, account.last_step):
                     reporter.check_loss(loss, at.step)
                 if is_due:
                     run.save(at)
     finally:
-        # Within a step, state and ledger may differ, or a callback may lack its report.
+        # Within a step, the ledger may lack the step, or a callback its report.
         if is_between_steps:
             run.save(at)
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
@@ -269,21 +244,17 @@ def _train(
 
 @contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and Ctrl-C in a list, instead of stopping. A second Ctrl-C stops at once."""
+    """Collect SIGTERM and Ctrl-C in a list instead of stopping. A second Ctrl-C stops at once."""
     received: list[int] = []
 
-    def handle(number: int, frame: object) -> None:
-        del frame
+    def handle(number: int, _frame: object) -> None:
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
 
-    # Python allows signal handlers only in the main thread.
-    is_main = threading.current_thread() is threading.main_thread()
-    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with ExitStack() as stack:
+        # Python allows signal handlers only in the main thread.
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                stack.callback(signal.signal, number, signal.signal(number, handle))
         yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,14 +2,14 @@
 
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
-journal stores the fingerprint of the run, and a hash of the examples that each step has read. If
-one of them has changed, the run restarts with a new nonce. The nonce gives new noise and new
-batches, and the steps that the run repeats count twice.
+journal stores the run's fingerprint, and a hash of the examples that each step has read. If one of
+them has changed, the run restarts with a new nonce, which gives new noise and new batches. The
+repeated steps then count twice.
 
 The files hold one JSON object per line:
 
-- `journal.jsonl`, of the first process: `nonce`, `fingerprint` and `start` for each start or
-  restart, and `announced`, a number. The run may have taken all steps below this number.
+- `journal.jsonl`, written by the first process: `nonce`, `fingerprint` and `start` for each start
+  or restart, and `announced`, a number. The run may have taken all steps below this number.
 - `examples-<process>.jsonl`: `nonce`, `step` and `examples` for each step. `examples` is the hash
   of the examples that the process has read for this step.
 """
@@ -43,9 +43,8 @@ class Journal:
         self._digests: dict[int, str] = {}  # step → hash, for steps that may be repeated
         self._shared = _Lines(folder / "journal.jsonl", writable=jax.process_index() == 0)
         self._own = _Lines(folder / f"examples-{jax.process_index()}.jsonl")
-        shared = json.loads(broadcast_text(json.dumps(self._shared.read())))
-        self._shared.apply(self._read_shared, shared)
-        self._own.apply(self._read_own, self._own.read())
+        self._shared.parse(broadcast_text(self._shared.read()), self._read_shared)
+        self._own.parse(self._own.read(), self._read_own)
 
     def _read_shared(self, line: dict[str, Any]) -> None:
         if "nonce" in line:
@@ -54,8 +53,7 @@ class Journal:
         elif not self._seen:
             raise KeyError("nonce")
         else:
-            start = self._seen[self.nonce].start
-            self._seen[self.nonce] = range(start, line["announced"])
+            self._seen[self.nonce] = range(self._seen[self.nonce].start, line["announced"])
 
     def _read_own(self, line: dict[str, Any]) -> None:
         if line["nonce"] == self.nonce:
@@ -63,12 +61,12 @@ class Journal:
 
     @property
     def nonce(self) -> str:
-        """The nonce of the last start or restart, or an empty text before the first start."""
+        """The nonce of the last start or restart, or "" before the first start."""
         return next(reversed(self._seen), "")
 
     @property
     def starts(self) -> int:
-        """The number of different nonces with which the run has started or restarted."""
+        """How many nonces the run has had."""
         return len(self._seen)
 
     @property
@@ -76,12 +74,8 @@ class Journal:
         """Whether any step was announced."""
         return any(map(len, self._seen.values()))
 
-    def first_step(self, nonce: str) -> int:
-        """Return the step at which the run started or restarted with this nonce."""
-        return self._seen_with(nonce).start
-
     def changed(self, fingerprint: dict[str, str]) -> list[str]:
-        """Return the names of the hashes that have changed since the last start or restart."""
+        """Return the names of all hashes that have changed since the last start or restart."""
         before = self._fingerprint
         return [n for n in before | fingerprint if before.get(n) != fingerprint.get(n)]
 
@@ -92,18 +86,17 @@ class Journal:
         nonce = broadcast_text(secrets.token_hex(8)) if self.has_steps else FIRST_NONCE
         self._seen[nonce], self._digests = range(step, step), {}
         self._fingerprint = fingerprint
-        line = {"nonce": nonce, "fingerprint": fingerprint, "start": step}
-        self._shared.write(line, sync=True)
+        self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether an earlier attempt at this step read different examples (same nonce)."""
+        """Return whether this step read other examples before, with the same nonce."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
-        """Announce a step, with a hash of the examples that this process has read for it.
+        """Announce a step before it is taken, with a hash of the examples that it has read.
 
-        This must happen before the result of the step can be seen. With `sync`, wait until the hash
-        is on the disk. This is necessary if the fingerprint does not cover all examples.
+        With `sync`, wait until the hash is on the disk. Use it if the fingerprint does not cover
+        all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
@@ -115,15 +108,14 @@ class Journal:
     def seen_since(self, step: int, nonce: str) -> list[range]:
         """Return the steps that may have been seen since a checkpoint, one range per nonce.
 
-        `step` and `nonce` are those of the checkpoint. The first range has the later steps with
-        this nonce. The other ranges have the steps with later nonces.
+        `step` and `nonce` are those of the checkpoint. The first range belongs to its nonce.
         """
-        first = self._seen_with(nonce)
-        nonces = list(self._seen)
-        later = nonces[nonces.index(nonce) + 1 :]
-        return [range(step, first.stop), *(self._seen[one] for one in later)]
+        first = self.seen_with(nonce)
+        later = list(self._seen.values())[list(self._seen).index(nonce) + 1 :]
+        return [range(step, first.stop), *later]
 
-    def _seen_with(self, nonce: str) -> range:
+    def seen_with(self, nonce: str) -> range:
+        """Return the steps with this nonce that may have been seen."""
         if nonce not in self._seen:
             raise ValueError(
                 f"`folder` must hold the journal that belongs to its checkpoints, got a different "
@@ -159,46 +151,38 @@ class _Lines:
         except OSError as error:
             raise cannot_write(self._path.parent, error) from error
 
-    def read(self) -> list[dict[str, Any]]:
-        """Return all lines. If a crash has cut the last line short, remove this line."""
+    def read(self) -> str:
+        """Return the text of the file. If a crash has cut the last line short, repair the file."""
         if not (self._writable and self._path.exists()):
-            return []
-        *whole, last = self._path.read_bytes().split(b"\n")
-        lines = [self._parse(text, number) for number, text in enumerate(whole, 1)]
+            return ""
+        text = self._path.read_bytes()
+        *_, last = text.split(b"\n")
         if last:  # the process was killed while it wrote this line, before it took the step
-            with self._path.open("rb+") as file:
-                try:
-                    lines.append(self._parse(last, len(whole) + 1))
-                    file.seek(0, os.SEEK_END)
-                    file.write(b"\n")
-                except ValueError:
-                    file.truncate(self._path.stat().st_size - len(last))
-        return lines
-
-    def _parse(self, text: bytes, number: int) -> dict[str, Any]:
-        try:
-            line = json.loads(text)
-            if not isinstance(line, dict):
-                raise ValueError("not an object")
-        except ValueError as error:  # from JSON or Unicode
-            raise self._damaged(repr(text[:40]), number) from error
-        return line
-
-    def apply(self, read: Callable[[dict[str, Any]], None], lines: list[dict[str, Any]]) -> None:
-        """Call `read` on each line. Raise if a key is missing, or if a value has a wrong type."""
-        for number, line in enumerate(lines, 1):
             try:
-                read(line)
-            except KeyError as error:
-                raise self._damaged(f"no {error}", number) from error
-            except (TypeError, ValueError) as error:
-                raise self._damaged(str(line)[:40], number) from error
+                json.loads(last)
+            except ValueError:
+                text = text[: -len(last)]
+                os.truncate(self._path, len(text))
+            else:
+                text += b"\n"
+                with self._path.open("ab") as file:
+                    file.write(b"\n")
+        return text.decode(errors="replace")
 
-    def _damaged(self, got: str, number: int) -> ValueError:
-        return ValueError(
-            f"`folder` must hold an intact journal, got {got} in line {number} of {self._path}; "
-            f"{START_AGAIN}."
-        )
+    def parse(self, text: str, use: Callable[[dict[str, Any]], None]) -> None:
+        """Call `use` on each line. Raise if a line is no JSON object, or not as `use` needs it."""
+        for number, line in enumerate(text.split("\n")[:-1], 1):
+            got = repr(line[:40])
+            try:
+                found = json.loads(line)
+                got = str(found)[:40]
+                use(found)
+            except (KeyError, TypeError, ValueError) as error:
+                got = f"no {error}" if isinstance(error, KeyError) else got
+                raise ValueError(
+                    f"`folder` must hold an intact journal, got {got} in line {number} of "
+                    f"{self._path}; {START_AGAIN}."
+                ) from error
 
     def close(self) -> None:
         """Close the file."""

@@ -1,7 +1,6 @@
 """Agreement between the processes of a run, and the placement of arrays on their devices.
 
-A run may span several processes, each with its own devices. All processes must agree on what to do
-next. For this, the functions here broadcast, gather and compare values.
+All processes of a run must take the same decisions. So the functions here exchange values.
 """
 
 from collections.abc import Iterator
@@ -22,12 +21,12 @@ class Placement:
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
         self.devices = 1 if mesh is None else mesh.size
-        # The shardings of arrays whose rows are split, and of arrays with a copy on every device.
+        # `split` is the sharding of batches, and `replicated` of arrays that all devices hold.
         self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
         self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
 
     def replicate(self, x: jax.Array) -> jax.Array:
-        """Put the same array on all devices, including those of other processes."""
+        """Put an array on all devices, including those of other processes."""
         if self.replicated is None:
             return x
         if is_key(x):
@@ -37,12 +36,12 @@ class Placement:
         return jax.make_array_from_callback(values.shape, self.replicated, values.__getitem__)
 
     def keep_or_replicate(self, x: jax.Array) -> jax.Array:
-        """Return an array unchanged if it is already on the mesh. Otherwise replicate the array."""
+        """Return an array that is already on the mesh unchanged. Replicate any other array."""
         return x if getattr(x.sharding, "mesh", None) == self.mesh else self.replicate(x)
 
 
 def broadcast_text(text: str) -> str:
-    """Return the first process's `text`, in every process."""
+    """Return the text of the first process."""
     sent = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     buffer = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)
@@ -50,7 +49,7 @@ def broadcast_text(text: str) -> str:
 
 
 def gather_text(text: str) -> str:
-    """Return the joined texts of all processes. All texts must have the same length."""
+    """Join the texts of all processes. All texts must have the same length."""
     sent = np.frombuffer(text.encode(), np.uint8)
     return bytes(np.asarray(multihost_utils.process_allgather(sent)).ravel()).decode()
 
@@ -68,7 +67,7 @@ def any_process(flag: bool) -> bool:
 
 @contextmanager
 def raise_everywhere() -> Iterator[None]:
-    """If the body of the `with` statement raises in one process, raise in all processes."""
+    """Raise in all processes if the body of the `with` statement raises in one process."""
     error = None
     try:
         yield

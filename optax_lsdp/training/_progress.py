@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -22,7 +21,6 @@ from optax_lsdp.training._validation import warn_caller
 Stopped = Literal["done", "budget", "callback", "signal"]
 
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
-_REFRESH_SECONDS = 0.1  # between two updates of the progress bar
 
 
 class StepReport(NamedTuple):
@@ -30,11 +28,11 @@ class StepReport(NamedTuple):
 
     Attributes:
         step: how many steps were taken.
-        params: the parameters. The next step reuses their memory, so copy parameters that you keep.
+        params: the parameters. The next step reuses their memory, so copy them to keep them.
         average: the average of the parameters, or an empty tuple.
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
-            noise: use it only if you may see the data, and release nothing that depends on it.
+            noise, so use it only if you may see the data. Release nothing that depends on it.
     """
 
     step: int
@@ -57,8 +55,8 @@ class FitResult(NamedTuple):
         average: the average of the parameters, or an empty tuple.
         steps: how many steps were taken.
         ledger: the privacy spent.
-        stopped: why the run ended: "done" (all steps are taken), "budget" (the budget covers no
-            further step), "callback" or "signal".
+        stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
+            further step, "callback" or "signal".
     """
 
     params: optax.Params
@@ -77,7 +75,7 @@ class StopTraining(Exception):
     """Raise this in a callback to end a run. `fit` saves the run and returns the result so far.
 
     The other callbacks still receive the report of this step, and the run can be resumed. The
-    result reveals at which step it stopped, so decide from public data, never from `private_loss`.
+    result reveals when the run stopped, so decide from public data, never from `private_loss`.
 
     >>> def stop_after_100(report):
     ...     if report.step == 100:
@@ -89,7 +87,7 @@ Callback = Callable[[StepReport], object]
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Raise, before any step is taken, unless all callbacks are functions of one argument."""
+    """Raise unless all callbacks are functions of one argument."""
     if not (isinstance(callbacks, Sequence) and all(map(callable, callbacks))):
         raise TypeError(f"`callbacks` must be a list of functions, got {callbacks!r}.")
     for callback in callbacks:
@@ -109,25 +107,20 @@ def check_callbacks(callbacks: object) -> None:
 class Reporter:
     """Reports the steps of a run to the callbacks, in the progress bar, and by a warning."""
 
-    def __init__(self, callbacks: Sequence[Callback], *, steps: int, step: int, bar: bool) -> None:
-        self.bar = tqdm(total=steps, initial=step, desc="private training", disable=not bar)
-        self._callbacks, self._due, self._has_warned = callbacks, 0.0, False
+    def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
+        self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
+        self._callbacks, self._has_warned = callbacks, False
 
     def report(
-        self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float], last: bool
+        self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float]
     ) -> bool:
-        """Report a step, and return whether a callback raised `StopTraining`.
-
-        The bar changes at most ten times a second, but always if this is the last step. If any
-        other exception is raised in one process, all processes raise.
-        """
+        """Report a step, and return whether a callback raised `StopTraining`."""
         wants_stop = False
         with raise_everywhere():
-            now = time.monotonic()
-            if not self.bar.disable and (now >= self._due or last):
-                self._due, self.bar.n = now + _REFRESH_SECONDS, step
-                # No loss, which is private: bars end up in logs.
-                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}")
+            if not self.bar.disable:
+                # The bar does not show the loss: bars end up in logs, and the loss is private.
+                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}", refresh=False)
+                self.bar.update(step - self.bar.n)
             for callback in self._callbacks:
                 try:
                     callback(StepReport(step, state.params, state.average, epsilon(step), loss))
@@ -136,11 +129,7 @@ class Reporter:
         return wants_stop
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn if the loss of a step is not finite, at most once in a run.
-
-        Without a warning, nobody would notice a loss that a wrong label makes NaN. The warning
-        depends on private data, so it is only for users who may see the data, as its text says.
-        """
+        """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True
@@ -153,7 +142,7 @@ class Reporter:
 
 
 def _summary(tree: PyTree) -> str:
-    """Return names, dtypes and shapes of a tree's first arrays."""
+    """Return the names, dtypes and shapes of a tree's first arrays."""
     leaves = jax.tree.leaves_with_path(describe_arrays(tree))
     arrays = [f"{path_name(path)} {text}".strip() for path, text in leaves]
     more = f", and {len(arrays) - _NAMED_ARRAYS} more" if len(arrays) > _NAMED_ARRAYS else ""

@@ -1,36 +1,142 @@
-"""How a run starts, resumes and restarts, and how much of its budget it has spent.
+"""Decide whether a run resumes or restarts, and count the steps that it has spent.
 
-If its fingerprint is unchanged, a run resumes: it repeats the steps after the last checkpoint with
-the same noise, so these steps count once. Otherwise the run restarts: a new nonce gives new noise
-and new batches. Steps after the checkpoint whose results may have been seen then count twice.
+The fingerprint of a run holds hashes of everything that affects the exact result of a step. If it
+is unchanged, a run resumes: it repeats the steps after the last checkpoint with the same noise, so
+these steps count once. Otherwise the run restarts: a new nonce gives new noise and new batches.
+Steps after the checkpoint whose results may have been seen then count twice.
 """
 
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp._keys import fold_in_text
+from optax_lsdp._jaxpr import constants
+from optax_lsdp._keys import fold_in_text, is_key
 from optax_lsdp._schemes import SCHEMES
+from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
-from optax_lsdp.training._data import BatchReader, Examples
+from optax_lsdp.training._data import BatchReader, Examples, hash_data, update_digest
 from optax_lsdp.training._files import START_AGAIN
-from optax_lsdp.training._multihost import Placement
+from optax_lsdp.training._multihost import Placement, gather_text
 from optax_lsdp.training._step import CompiledStep, with_noise_key
 from optax_lsdp.training._validation import warn_caller
+
+_PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
+
+
+class Compiler:
+    """Compiles the functions of a run. `digest` is a hash of all compiled programs."""
+
+    def __init__(self, examples: Examples | None = None) -> None:
+        self.digest = hashlib.blake2b()
+        self._arrays = () if examples is None else examples.arrays
+
+    def compile(self, function: jax.stages.Wrapped, *arguments: PyTree) -> jax.stages.Compiled:
+        """Compile and hash a jitted function. Raise if it closes over an array of all examples."""
+        traced = function.trace(*arguments)
+        for constant in constants(traced.jaxpr):  # JAX may omit constants from the program's text
+            constant = jnp.asarray(constant)
+            values = np.asarray(jax.random.key_data(constant) if is_key(constant) else constant)
+            alike = [array for array in self._arrays if array.shape == values.shape]
+            if any(np.array_equal(array.astype(values.dtype), values) for array in alike):
+                raise ValueError(
+                    "`loss_fn` must use the data only through its argument `example`, got a "
+                    f"function that closes over an array of all examples, {values.dtype}"
+                    f"{list(values.shape)}, which ε does not cover; use `example` instead."
+                )
+            update_digest(self.digest, values)
+        lowered = traced.lower()
+        # JAX numbers `group_id` over all programs of a process, so equal programs may differ in it.
+        self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
+        return lowered.compile()
+
+
+def compute_fingerprint(
+    compiler: Compiler, examples: Examples, mesh: jax.sharding.Mesh | None
+) -> dict[str, str]:
+    """Return hashes of data, code, package versions and devices, equal in all processes."""
+
+    def version_of(package: str) -> str:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:  # a checkout on the Python path
+            return f"{package} not installed"
+
+    devices = jax.devices() if mesh is None else mesh.devices.flat
+    machine = [
+        "no mesh" if mesh is None else str(mesh.shape),
+        *(device.device_kind for device in devices),
+        str(jax.process_count()),
+        platform.machine(),
+        _processor(),
+        str(os.cpu_count()),
+        os.environ.get("XLA_FLAGS", ""),
+    ]
+    texts: dict[str, Iterable[str]] = {
+        "data": [hash_data(examples)],
+        "code or settings": [compiler.digest.hexdigest()],
+        "versions of packages": map(version_of, _PACKAGES),
+        "devices": machine,
+    }
+    joined = {name: "\n".join(lines).encode() for name, lines in texts.items()}
+    hashes = {name: hashlib.blake2b(text, digest_size=16) for name, text in joined.items()}
+    return {name: gather_text(found.hexdigest()) for name, found in hashes.items()}
+
+
+def _processor() -> str:
+    """Return a description of the first processor: XLA compiles for its features."""
+    try:
+        text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return platform.processor()
+    fields = ("vendor_id", "model", "model name", "flags", "Features")
+    return "\n".join(line for line in text.splitlines() if line.split("\t")[0] in fields)
+
+
+def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
+    """Return hashes of the initial parameters and optimizer state, but not of keys."""
+    hashes: dict[str, str] = {}
+    if jax.process_count() == 1:  # with several processes, each holds only a part of the arrays
+        for name, tree in (("params", params), ("optimizer", optimizer_state)):
+            digest = hashlib.blake2b(digest_size=16)
+            update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
+            hashes[name] = digest.hexdigest()
+    return hashes
+
+
+def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
+    """Warn that a resumed run ignores `params` or optimizer state whose hashes have changed."""
+    remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
+    for name, digest in passed.items():
+        if initial.get(name, digest) != digest:
+            warn_caller(
+                f"`{name}`{remark.get(name, '')} should be the same as when the run in this folder "
+                "began, got a different value, which the resumed run ignores; choose another "
+                "folder to train with the new value."
+            )
 
 
 class Account:
     """The steps that a run has spent, and the step until which its budget lasts.
 
     `ledger` has all steps that count, some of them twice. The run starts, resumes or restarts at
-    `first_step`. It must end at `last_step`, where the plan or the budget ends. `order_start` is
-    the step at which the run last started or restarted, and drew new batches.
+    `first_step`, and ends at `last_step` at the latest. `order_start` is the step at which the run
+    last started or restarted, and drew new batches.
     """
 
     def __init__(
@@ -58,9 +164,9 @@ class Account:
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
     """Append steps to a ledger. Announced steps beyond the plan count like its last step.
 
-    Some schemes use each example once per epoch. A restart within an epoch draws a new order, which
-    may repeat examples that the old order has used in this epoch. So at `order_start`, where an
-    order starts, all steps since the beginning of the epoch count again.
+    Some schemes use each example once per epoch, in a random order. A restart within an epoch draws
+    a new order, which may repeat examples that this epoch has already used. So at `order_start`,
+    the first step of a new order, all steps since the beginning of the epoch count again.
     """
     for step in steps:
         event = plan.event(min(step, plan.steps - 1))
@@ -73,16 +179,16 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
 
 
 class Start(NamedTuple):
-    """Everything that depends on the nonce, after a run was started, resumed or restarted."""
+    """What a run needs to take its next steps. A restart replaces all of it."""
 
-    checkpoint: Checkpoint  # where the run continues; its nonce determines its noise key
-    account: Account  # the steps spent, and the step until which the budget lasts
-    reader: BatchReader  # reads the batches of the steps to come
+    checkpoint: Checkpoint  # where the run continues
+    account: Account
+    reader: BatchReader
 
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that stays the same when a run restarts."""
+    """The parts of a run that a restart does not change."""
 
     plan: PrivacyPlan
     examples: Examples
@@ -111,14 +217,14 @@ class Run:
             changed = ["checkpoints"]
         if changed:
             return self.restart(self.folder, saved, changed)
-        order_start = journal.first_step(saved.nonce)
+        order_start = journal.seen_with(saved.nonce).start
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with a new nonce, count all later steps that may be known, and warn."""
+        """Restart from `at` with a new nonce. Count all later steps that may be known, and warn."""
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
-        count_steps(plan, at.ledger, first, order_start=journal.first_step(at.nonce))
+        count_steps(plan, at.ledger, first, order_start=journal.seen_with(at.nonce).start)
         for seen in later:
             count_steps(plan, at.ledger, seen, order_start=seen.start)
         start = self._start_at(self._draw_nonce(folder, at), order_start=at.step)
@@ -129,8 +235,8 @@ class Run:
                 f"more steps than its result contains, and ends at step {start.account.last_step} "
                 f"of {plan.steps}"
             )
-        made = f"The run in this folder was made with different {', '.join(changed)}"
-        warn_caller(f"{made}: it {outcome}.")
+        names = ", ".join(changed)
+        warn_caller(f"The run in this folder was made with different {names}: it {outcome}.")
         return start
 
     def save(self, at: Checkpoint) -> None:
@@ -139,7 +245,7 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Draw a new nonce, write it to the journal, and save and return `at` with this nonce."""
+        """Draw a new nonce, write it to the journal, and return `at` with this nonce, saved."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce)
         folder.save(checkpoint)

@@ -2,8 +2,7 @@
 
 A batch is split into microbatches. `add_microbatch` adds the clipped sum of one microbatch to the
 sum of the earlier microbatches. `take_step` adds the last microbatch and the noise, and updates the
-parameters. If the devices have too little memory for a step, `explain_out_of_memory` says which
-size of microbatch fits.
+parameters.
 """
 
 from collections import deque
@@ -27,7 +26,7 @@ from optax_lsdp.planning import Piecewise, PrivacyPlan
 
 Average = float | Literal["polyak"] | None
 
-_IN_FLIGHT = 2  # microbatches that may be unfinished when the next one is sent to the devices
+_IN_FLIGHT = 2  # unfinished microbatches that the devices may hold
 
 
 class State(NamedTuple):
@@ -35,7 +34,7 @@ class State(NamedTuple):
 
     params: optax.Params  # may be released
     optimizer: optax.OptState  # includes the noise key
-    average: optax.Params  # of the parameters; may be released; or an empty tuple
+    average: optax.Params  # of the parameters, or an empty tuple; may be released
     key: jax.Array  # the key of the run
 
     def __repr__(self) -> str:
@@ -46,20 +45,20 @@ class Microbatch(NamedTuple):
     """A part of a batch, as an argument of the compiled functions."""
 
     examples: PyTree  # arrays with a leading axis of examples
-    mask: jax.Array  # True where there is an example, False where there is padding
+    mask: jax.Array  # False where there is padding
     key: jax.Array  # to be split into one key per example
     step: np.int32  # the number of the step, from 0
 
 
 class Sums(NamedTuple):
-    """The clipped sum of gradients and the sum of losses so far. They have no noise: private."""
+    """The clipped sum of gradients and the sum of losses so far, both without noise: private."""
 
     gradient: optax.Updates
     loss: jax.Array
 
 
-_AddMicrobatch = Callable[[optax.Params, Sums | None, Microbatch], tuple[Sums, jax.Array]]
-_TakeStep = Callable[[State, Sums | None, Microbatch], tuple[State, jax.Array]]
+_Taken = tuple[State, jax.Array]
+_Step = tuple[Callable[..., tuple[Sums, jax.Array]], Callable[..., _Taken]]
 
 
 def make_step(
@@ -68,12 +67,12 @@ def make_step(
     optimizer: optax.GradientTransformation,
     average: Average,
     clip_style: ClipStyle = "threshold",
-) -> tuple[_AddMicrobatch, _TakeStep]:
+) -> _Step:
     """Return `add_microbatch(params, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
-    `sums` is None for the first microbatch. Both functions also return a private loss:
-    `add_microbatch` the sum of the losses so far, and `take_step` the sum of the batch's losses,
-    divided by the expected batch size.
+    `sums` is None for the first microbatch. `add_microbatch` returns the new sums, and the sum of
+    the losses so far. `take_step` returns the new state, and the sum of the batch's losses divided
+    by the expected batch size. These losses are private.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
     loss = with_key_in_example(loss_fn) if keyed else loss_fn
@@ -82,19 +81,17 @@ def make_step(
     def add_microbatch(
         params: optax.Params, sums: Sums | None, microbatch: Microbatch
     ) -> tuple[Sums, jax.Array]:
-        batch, mask = microbatch.examples, microbatch.mask
+        batch, mask, key, step = microbatch
         if keyed:
-            batch = batch, jax.random.split(microbatch.key, len(mask))
-        options = {"step": microbatch.step} if scheduled else {}
+            batch = batch, jax.random.split(key, len(mask))
+        options = {"step": step} if scheduled else {}
         per_example, total = gradient(params, batch, mask, **options)
         added = Sums(total, per_example.values.sum())
         if sums is not None:
             added = jax.tree.map(jnp.add, sums, added)
         return added, added.loss + 0  # a copy: the next call reuses the memory of `added`
 
-    def take_step(
-        state: State, sums: Sums | None, microbatch: Microbatch
-    ) -> tuple[State, jax.Array]:
+    def take_step(state: State, sums: Sums | None, microbatch: Microbatch) -> _Taken:
         (total, loss_sum), _ = add_microbatch(state.params, sums, microbatch)
         updates, inner = optimizer.update(total, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -112,7 +109,7 @@ def initial_average(kind: Average, params: optax.Params) -> optax.Params:
         raise ValueError(
             f'`average` must be "polyak", a decay above 0 and below 1, or None, got {kind!r}.'
         )
-    # In half precision, the average's changes would be below the rounding error.
+    # In half precision, rounding would undo the small changes of an average.
     return jax.tree.map(lambda x: jnp.copy(widen(x)), params)
 
 
@@ -133,7 +130,7 @@ def _update_average(
 
 def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
     """Return an optimizer state in which the plan's noise is drawn from `key`."""
-    keys = iter([key])  # for the plan's noise, which comes first; any other noise keeps its key
+    keys = iter([key])  # the plan's noise comes first; any other noise keeps its key
     return jax.tree.map(
         lambda x: x._replace(key=jnp.copy(next(keys, x.key))) if is_noise_state(x) else x,
         state,
@@ -145,14 +142,14 @@ class CompiledStep:
     """The functions of `make_step`, compiled for the shapes of `state` and `microbatch`.
 
     A batch has at most `count` microbatches. `compile(function, *arguments)` compiles a jitted
-    function. On a mesh, `replicated` is the sharding of replicated arrays; without a mesh, it is
-    None. To bound memory, each call waits until at most two microbatches are unfinished. Calls run
-    inside `guard()`, which can explain errors.
+    function. `replicated` is the sharding of replicated arrays on a mesh, or None without a mesh.
+    To bound memory, each call waits until at most two microbatches are unfinished. Calls run inside
+    the context `guard()`, which can explain errors.
     """
 
     def __init__(
         self,
-        step: tuple[_AddMicrobatch, _TakeStep],
+        step: _Step,
         state: State,
         microbatch: Microbatch,
         *,
@@ -181,25 +178,27 @@ class CompiledStep:
         self._guard = guard
 
     def needed_bytes(self) -> int:
-        """Return how much memory of a device a call needs, or 0 if this is unknown."""
-        return max(map(_needed_bytes, (*self._adders, self.compiled)))
+        """Return how much memory a call needs on one device, or 0 if this is unknown."""
+        needed = [0]
+        for compiled in (*self._adders, self.compiled):
+            if x := compiled.memory_analysis():
+                total = x.argument_size_in_bytes + x.output_size_in_bytes + x.temp_size_in_bytes
+                needed.append(total - x.alias_size_in_bytes)  # outputs that reuse arguments
+        return max(needed)
 
     def add(self, params: optax.Params, sums: Sums | None, microbatch: Microbatch) -> Sums:
         """Return `sums` plus the clipped sum of a microbatch that is not the last of its batch."""
         add_first, add_next = self._adders
         return self._call(add_first if sums is None else add_next, params, sums, microbatch)[0]
 
-    def take(
-        self, state: State, sums: Sums | None, microbatch: Microbatch
-    ) -> tuple[State, jax.Array]:
-        """Finish a step with its last microbatch; return the new state and the private loss.
+    def take(self, state: State, sums: Sums | None, microbatch: Microbatch) -> _Taken:
+        """Finish a step with its last microbatch. Return the new state and the private loss.
 
-        The step reuses the memory of `state`, so `state` cannot be used afterwards.
+        The step reuses the memory of `state`, so do not use `state` afterwards.
         """
         return self._call(self.compiled, state, sums, microbatch)
 
     def _call(self, compiled: Compiled, *arguments: PyTree) -> tuple[Any, jax.Array]:
-        """Call a function that returns a loss too; wait for all but `_IN_FLIGHT` microbatches."""
         with self._guard():
             result, loss = compiled(*arguments)
             self._in_flight.append(loss)
@@ -214,38 +213,28 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Turn XLA's error RESOURCE_EXHAUSTED into a MemoryError that names a microbatch that fits.
 
-    `size` is the number of examples in a microbatch, a multiple of the number of `devices`.
-    `compile_step` compiles the step for other sizes: half of `size`, a quarter, and so on.
+    `size` is the number of examples in a microbatch, a multiple of the number of `devices`. To find
+    a size that fits, `compile_step` compiles the step for half of `size`, a quarter, and so on.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        smaller = size // devices  # examples per device
-        while smaller > 1:
-            smaller //= 2
-            if _fits(compile_step, smaller * devices):
-                remedy = f"pass microbatch_size={smaller * devices}, which fits"
-                break
-        else:
-            remedy = "no smaller microbatch fits, so use a smaller model or larger devices"
+        most = size // devices  # examples per device
+        sizes = (devices * (most >> k) for k in range(1, most.bit_length()))
+        fitting = next((size for size in sizes if _fits(compile_step, size)), None)
+        remedy = "no smaller microbatch fits, so use a smaller model or larger devices"
+        if fitting is not None:
+            remedy = f"pass microbatch_size={fitting}, which fits"
         raise MemoryError(
             f"`microbatch_size` must be small enough for the memory of the devices, got {size}; "
             f"{remedy}."
         ) from error
 
 
-def _needed_bytes(compiled: Compiled) -> int:
-    found = compiled.memory_analysis()
-    if found is None:
-        return 0
-    needed = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return needed - found.alias_size_in_bytes  # outputs that reuse the memory of arguments
-
-
 def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
-    """Return whether a step with microbatches of this size fits into memory, as far as is known."""
+    """Return whether a step with microbatches of this size fits, as far as the devices tell."""
     try:
         needed = compile_step(size).needed_bytes()
     except jax.errors.JaxRuntimeError:
@@ -255,10 +244,10 @@ def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
 
 
 def describe(tree: PyTree, with_sharding: bool) -> PyTree:
-    """Replace arrays by their shapes and dtypes, and by their shardings if `with_sharding`."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=getattr(x, "sharding", None) if with_sharding else None
-        ),
-        tree,
-    )
+    """Replace arrays by their shapes and dtypes and, if `with_sharding`, their shardings."""
+
+    def shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None) if with_sharding else None
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)

@@ -68,8 +68,7 @@ def check_kind(data: object) -> None:
 
 def check_example(example: PyTree) -> None:
     """Raise if an example has a list of numbers, which JAX would read as an array per number."""
-    leaves = jax.tree.leaves_with_path(example, is_leaf=lambda x: isinstance(x, list))
-    for path, part in leaves:
+    for path, part in jax.tree.leaves_with_path(example, is_leaf=lambda x: isinstance(x, list)):
         if isinstance(part, list) and all(map(is_number, jax.tree.leaves(part))):
             raise TypeError(
                 "`data` must return examples that are arrays, or dicts or tuples of arrays, got a "
@@ -79,11 +78,10 @@ def check_example(example: PyTree) -> None:
 
 def as_arrays(data: PyTree) -> PyTree:
     """Convert the leaves of a tree to numeric NumPy arrays. NumPy arrays are not copied."""
-    return jax.tree.map_with_path(_as_array, data)
+    return jax.tree.map_with_path(lambda path, leaf: _as_array(describe_path(path), leaf), data)
 
 
-def _as_array(path: KeyPath, leaf: object) -> np.ndarray:
-    where = describe_path(path)
+def _as_array(where: str, leaf: object) -> np.ndarray:
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
             f"`data` must hold plain arrays, got a masked array{where}, whose mask would be lost; "
@@ -131,8 +129,7 @@ def _remedy_for(array: np.ndarray) -> str:
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
-    `rows` are some examples, and `indices` are their indices in the data. `name` is the place of
-    the array in an error message, as `describe_path` returns it.
+    `rows` are some examples, and `indices` are their indices. `name` is from `describe_path`.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)
@@ -194,7 +191,7 @@ def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> Closed
 
 
 def check_uses_params(loss: ClosedJaxpr, params: optax.Params) -> None:
-    """Raise if a traced loss uses none of its parameters: only noise would change them."""
+    """Raise if a traced loss uses no parameter, so that training would only add noise."""
     if not uses_inputs(loss, len(jax.tree.leaves(params))):
         raise ValueError(
             "`loss_fn` must depend on `params`, got a function that uses none of them; compute the "

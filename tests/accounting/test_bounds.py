@@ -59,7 +59,7 @@ def test_bounds_bracket_an_integral_in_many_digits(rate, noise, steps, epsilon, 
     ids=["remove", "add", "replace", "often"],
 )
 def test_the_tail_agrees_with_importance_sampling(pair, steps, delta):
-    # Draw losses from their tilted distribution, and weigh them back.
+    # Importance sampling: draw tilted losses, and weight them by the inverse tilt.
     step = ((1.0, pair),)
     tilt = settings_for_epsilon([(step, steps)], delta).tilt
     epsilon = bounds.upper_epsilon([(step, steps)], delta)

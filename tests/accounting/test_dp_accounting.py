@@ -7,7 +7,7 @@ from dp_accounting import pld, rdp
 from optax_lsdp.accounting import SampledGaussian
 
 AddRemove, ReplaceOne = dp.NeighboringRelation.ADD_OR_REMOVE_ONE, dp.NeighboringRelation.REPLACE_ONE
-FINE = 1e-4  # their mesh
+FINE = 1e-4  # the mesh of dp-accounting
 
 
 def pld_epsilon(phase, delta, relation=AddRemove, mesh=FINE):
@@ -77,7 +77,7 @@ def test_an_event_contains_the_sampling_scheme():
     [
         (
             SampledGaussian(1.0, 0.1, 1, sampling="shuffled", neighbouring="zero_out"),
-            "`sampling` must not be 'shuffled'",
+            "`sampling` must be 'poisson', .* for to_dp_event, got 'shuffled'",
         ),
         (SampledGaussian(1.0, 0.1, 1).group(2), "`group_size` must be 1 .* got 2"),
         (

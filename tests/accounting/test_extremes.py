@@ -1,4 +1,4 @@
-"""Every question has an answer that is not below the true value, or raises one sentence."""
+"""Extreme arguments give an answer that is not below the true value, or a one-sentence error."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""A step's divergence on a lattice is above the true one at every ε, or below it, and close."""
+"""Pessimistic lattices overestimate divergences, optimistic ones underestimate, both slightly."""
 
 import math
 

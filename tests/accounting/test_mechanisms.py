@@ -1,4 +1,4 @@
-"""SampledGaussian has the reference values of other accountants, and answers extreme questions."""
+"""SampledGaussian has the reference values of other accountants, and handles extreme arguments."""
 
 import math
 import warnings

@@ -34,7 +34,7 @@ relation = pytest.mark.parametrize("relation", RELATIONS)
 
 @pytest.fixture(autouse=True)
 def forty_digits():
-    with mpmath.workdps(70):  # cancellation may lose 30 of them
+    with mpmath.workdps(70):  # digits; cancellation may lose 30 of them
         yield
 
 
@@ -136,4 +136,4 @@ def test_two_truncated_steps_reveal_no_more_than_reported(case, relation):
         one, other = next(iter(neighbours(case, relation, values=(-1,))))
         worst = delta_of_two_steps(one, other, case[-1], epsilon)
     assert worst <= phase.delta(epsilon) * (1 + 1e-9)  # the error of the trapezoidal rule
-    assert phase.delta(epsilon) <= 5 * worst  # of a single pair of datasets
+    assert phase.delta(epsilon) <= 5 * worst  # `worst` is the δ of few datasets

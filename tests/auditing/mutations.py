@@ -241,7 +241,6 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
             "add_microbatch(state.params, sums, microbatch)",
             "add_microbatch(state.params, add_microbatch(state.params, sums, microbatch)[0], "
             "microbatch)",
-            f"{TRAINING}._fit",
         ),
     ),
     "a constant nonce": Mutation(RUNS, (_drawn_as(lambda size: "00" * size),)),
@@ -254,7 +253,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "a resumed run that reuses noise on other data": Mutation(
         RUNS,
         (
-            replace(f"{TRAINING}._fit:compute_fingerprint", lambda *args, **options: {}),
+            replace(f"{TRAINING}._resume:compute_fingerprint", lambda *args, **options: {}),
             replace(f"{TRAINING}._journal:Journal.differs", lambda *args, **options: False),
         ),
     ),

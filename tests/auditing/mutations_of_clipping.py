@@ -47,16 +47,36 @@ def _each_use_apart(disjoint_parts, pieces):
     return None if parts is None else tuple((use,) for part in parts for use in part)
 
 
-def _but_first(function, *args):
-    return list(function(*args))[1:]
+def _all_but_first(seen):
+    return lambda moved: list(seen(moved))[1:]
+
+
+def _other_side(padded):
+    def swapped(move, *sizes):
+        low, high, interior = padded(move, *sizes)
+        return high, low, interior
+
+    return swapped
+
+
+def _outer_products_without_rounding(table):
+    def bound(terms, platform):
+        known = table["outer product"](terms, platform)
+        return known._replace(rounding=jnp.zeros_like(known.rounding))
+
+    return table | {"outer product": bound}
+
+
+def _joined_backwards(joined):
+    return lambda kept: joined(type(kept)(dict(reversed(kept.rows.items())), kept.platform))
 
 
 def _zeros(function, *args):
     return jax.tree.map(jnp.zeros_like, function(*args))
 
 
-def _halved(roundoff):
-    return lambda platform, *operands: roundoff(platform, *operands) / 2
+def _halved(weighting_error):
+    return lambda platform, *operands: weighting_error(platform, *operands) / 2
 
 
 def _ones(clip_factors, norms, *args, **options):
@@ -179,45 +199,61 @@ MUTATIONS_OF_CLIPPING = {
     "padding of a convolution on the wrong side, without patches": Mutation(
         ON_TPU,
         rewrite(
-            f"{STRATEGIES}.convolution:convolution_bound",
-            "[low for low, _ in",
-            "[high for _, high in",
-            f"{STRATEGIES}._leaf",
+            f"{STRATEGIES}.convolution:_movements", "[low for low, _ in", "[high for _, high in"
         ),
         ("many positions",),
     ),
+    "padding of patches on the wrong side": Mutation(
+        ON_TPU,
+        rewrite(
+            f"{STRATEGIES}.convolution:_patches",
+            'params["padding"]',
+            '[edge[::-1] for edge in params["padding"]]',
+        ),
+        ("few channels",),
+    ),
+    "padding of Gram matrices of patches on the wrong side": Mutation(
+        ON_TPU,
+        (Patch(f"{STRATEGIES}.convolution:Movement.padded", _other_side),),
+        ("few positions of many channels",),
+    ),
     "the first offset of a window left out": Mutation(
         ON_TPU,
-        (wrap(f"{STRATEGIES}.convolution:_parts", _but_first),),
+        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
         ("many positions",),
     ),
     "the first offset of a window left out of Gram matrices": Mutation(
         ON_TPU,
-        (wrap(f"{STRATEGIES}.convolution:_padded_parts", _but_first),),
-        ("few positions",),
+        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
+        ("few positions of many channels",),
     ),
-    "padding of Gram matrices of patches on the wrong side": Mutation(
+    "a norm with the products of neighbouring examples": Mutation(
         ON_TPU,
         rewrite(
-            f"{STRATEGIES}.convolution:_padded_parts",
-            "(t[0], size - 1 - t[-1],",
-            "(size - 1 - t[-1], t[0],",
+            f"{STRATEGIES}.convolution:_product",
+            "jnp.where(rows[:, None] == columns, formed, jnp.zeros_like(formed))",
+            "formed",
         ),
-        ("few positions",),
+        ("many positions",),
+    ),
+    "sums of small leaves swapped": Mutation(
+        ON_TPU,
+        (Patch(f"{STRATEGIES}._leaf:Kept._joined", _joined_backwards),),
+        ("small",),
     ),
     "half of the unit roundoff of weighted rows": Mutation(
         ON_TPU,
-        (Patch(f"{BOOKKEEPING}._platforms:Platform.roundoff", _halved),),
+        (Patch(f"{BOOKKEEPING}._platforms:Platform.weighting_error", _halved),),
         ("constant row", "constant rows"),
     ),
     "weighted rows whose rounding is not in the bound": Mutation(
         ON_TPU,
-        (replace(f"{STRATEGIES}.gram:weighting_error", lambda term, platform: 0.0),),
+        (replace(f"{STRATEGIES}.gram:_weighting", lambda term, platform: (0.0, 0.0)),),
         ("constant rows",),
     ),
     "a weighted outer product whose rounding is not in the bound": Mutation(
         ON_TPU,
-        (replace(f"{STRATEGIES}.outer:weighting_error", lambda term, platform: 0.0),),
+        (Patch(f"{STRATEGIES}._leaf:_BY_FACTORS", _outer_products_without_rounding),),
         ("constant row",),
     ),
     "the reach of rows, as if they were orthogonal": Mutation(
@@ -234,7 +270,12 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "the image of a masked example, which is NaN, not replaced": Mutation(
         ON_TPU,
-        (replace(f"{STRATEGIES}.convolution:select", lambda x, factors: x),),
+        rewrite(
+            f"{STRATEGIES}.convolution:convolution_sum",
+            "jnp.where(jnp.isfinite(image), image, jnp.zeros_like(image))",
+            "image",
+            f"{STRATEGIES}._leaf",
+        ),
         ("convolved",),
     ),
     "the first part of a sum for all leaves that are concatenated": Mutation(

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from optax_lsdp.auditing import _library, audit_library
-from optax_lsdp.auditing._devices import reports_from_child
-from optax_lsdp.auditing._library import AUDITS, FAR_STEPS, LONGEST_PERIOD
+from optax_lsdp.auditing._library import AUDITS, FAR_STEPS, LONGEST_PERIOD, reports_from_child
 from optax_lsdp.cli import main
 from tests.cases import slow
 

@@ -5,12 +5,7 @@ import re
 import jax
 import pytest
 
-from optax_lsdp.auditing._clipping import (
-    EXACT,
-    audit_hard_models,
-    audit_microbatches,
-    audit_rounding,
-)
+from optax_lsdp.auditing._clipping import EXACT, audit_hard_models, audit_microbatches
 from optax_lsdp.auditing._library import AUDITS, run_audit
 from tests.auditing import mutations
 from tests.auditing._patches import Mutation, StaleMutation, replace, rewrite
@@ -37,7 +32,7 @@ def audited(mutation):
     """Return the report of the responsible audit, on those hard models that suffice."""
     key, models = jax.random.key(0), mutation.models
     if "on a TPU" in mutation.audit:
-        return audit_rounding("tpu", key, models)
+        return audit_hard_models("bookkeeping", key, models, "tpu")
     if "hard models" in mutation.audit:
         engine = "vmap" if "vmap" in mutation.audit else "bookkeeping"
         return audit_hard_models(engine, key, models)
@@ -83,7 +78,7 @@ def test_hard_models_without_a_bug_pass(engine, models):
 
 @pytest.mark.parametrize("models", [("constant row", "constant rows"), *slow(EXACT)])
 def test_hard_models_that_are_rounded_as_on_a_tpu_pass(models):
-    report = audit_rounding("tpu", jax.random.key(1), models)
+    report = audit_hard_models("bookkeeping", jax.random.key(1), models, "tpu")
     assert report, str(report)
 
 

@@ -143,5 +143,5 @@ def test_steps_that_cannot_be_audited_are_refused(steps, message):
 def test_too_few_numbers_or_steps_are_refused():
     with pytest.raises(ValueError, match="`release` must return 100 numbers or more in all steps"):
         audit_noise(lambda step: gaussian(step)[:3], scale=1.0)
-    with pytest.raises(ValueError, match="`steps` must be enough for each example to come often"):
+    with pytest.raises(ValueError, match="`steps` and examples must be enough for a test"):
         audit_sampler(WrongSampler(None, 0), **FACTS, steps=20)

@@ -8,7 +8,7 @@ from optax_lsdp.discrete import _sampler
 from optax_lsdp.discrete._sampler import Stream, discrete_gaussian
 
 KEY = np.array([3, 9], np.uint32)
-RARE = 1e-6  # the probability that a test of good noise fails, were its seed not fixed
+RARE = 1e-6  # the probability that a test rejects correct noise, over all seeds
 
 
 def p_value(draws, weights):

@@ -11,7 +11,7 @@ from tests.planning.test_plan import KEY, make
 
 
 def trace(function, *args):
-    """Return the shapes that a function returns; what it refuses, it refuses while tracing."""
+    """Trace a function, and return its output shapes. Errors occur while tracing."""
     return jax.eval_shape(function, *args)
 
 

@@ -95,7 +95,7 @@ def test_epochs_are_converted_to_steps_and_rounded_up(batch, epochs, steps):
 
 @pytest.mark.parametrize("group_size", [1, 30])
 def test_delta_covers_truncated_batches(group_size):
-    """δ + (1 + e^ε)·2T·P[batch > room] ≤ the plan's δ, also with a group more in the data."""
+    """δ + (1 + e^ε)·2T·P[batch > room] ≤ the plan's δ, also if a group is added to the data."""
     for noise_multiplier, steps in ((1.5, 100), (0.6, 100), (3.0, 10_000)):
         noise = {"noise_multiplier": noise_multiplier * group_size, "steps": steps}
         plan = make("noise", group_size=group_size, **noise)

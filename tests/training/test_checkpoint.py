@@ -216,7 +216,7 @@ def test_only_the_messages_of_orbax_are_silenced_and_only_while_it_works(tmp_pat
 def test_constants_outside_of_the_program_text_are_part_of_the_fingerprint():
     script = """
 import jax, numpy as np
-from optax_lsdp.training._fingerprint import Compiler
+from optax_lsdp.training._resume import Compiler
 
 for scale in (1, 1, 2):
     compiler, table = Compiler(), np.float32(scale) * np.arange(5000, dtype=np.float32)

@@ -18,8 +18,8 @@ from optax_lsdp import training
 from optax_lsdp._keys import fold_in_text
 from optax_lsdp.training import _data
 from optax_lsdp.training._data import BatchReader, describe_microbatch, open_data
-from optax_lsdp.training._fingerprint import Compiler
 from optax_lsdp.training._multihost import Placement
+from optax_lsdp.training._resume import Compiler
 from optax_lsdp.training._step import CompiledStep, State, make_step
 from tests.training.problem import (
     PLAN,
