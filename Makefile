@@ -68,6 +68,7 @@ docs: $(VENV)/.docs
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping
+	$(BIN)/python -m benchmarks.effective_clip_norm
 	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
 	$(BIN)/python -m benchmarks.scaling
@@ -81,6 +82,7 @@ accelerators: $(TPU)/.ready $(GPU)/.ready $(READY)
 	$(TPU)/bin/python -m benchmarks.accelerators tpu $(ARGS)
 	$(GPU)/bin/python -m benchmarks.accelerators gpu $(ARGS)
 	$(TPU)/bin/python -m benchmarks.chips
+	$(TPU)/bin/python -m benchmarks.tpu_smoothing
 	$(BIN)/python -m benchmarks.report
 
 # Run all experiments of the paper that have no record yet. DATA=PATH replaces downloads.

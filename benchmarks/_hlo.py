@@ -225,6 +225,20 @@ def unpriced(text: str) -> dict[str, int]:
     return {"unpriced_kernels": sum(times for _, times in found), "unpriced_bytes": total}
 
 
+def unpriced_moves(text: str) -> int:
+    """Return the bytes that unpriced changes of shape and updates in place move.
+
+    A change of shape moves an array if tiles hold other entries before and after it.
+    """
+    program = parse(text)
+    moved = _bytes_moved_in(program)
+    run = _executed(program, lambda instruction: instruction.cycles)
+    return sum(n * moved(i) for i, n in run if i.operation in _MOVES and not i.cycles)
+
+
+_MOVES = ("reshape", "transpose", "reverse", "copy", "pad", "slice", "concatenate")
+_MOVES += ("dynamic-slice", "dynamic-update-slice")
+
 # Custom calls of XLA:TPU that do not run.
 _MARKS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast")
 

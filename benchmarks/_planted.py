@@ -206,7 +206,7 @@ def _uniform(seed: int) -> Noise:
 def _resumed_unnoticed(seed: int) -> Noise:
     """Hide from `fit` that the data have changed."""
     with (
-        mock.patch("optax_lsdp.training._fit.compute_fingerprint", return_value={}),
+        mock.patch("optax_lsdp.training._resume.compute_fingerprint", return_value={}),
         mock.patch("optax_lsdp.training._journal.Journal.differs", return_value=False),
     ):
         return resumed(seed)

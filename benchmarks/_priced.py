@@ -214,6 +214,52 @@ def chips() -> str:
     )
 
 
+def tpu_smoothing() -> str:
+    """Return what smoothing costs on a TPU, as a multiple of what the noise costs."""
+    record = load_record(RESULTS / "tpu_smoothing.json")
+    if not record:
+        return NOT_RUN
+    leaves = record["leaves"]
+    rows = []
+    for leaf, ways in leaves.items():
+        noise, copy = ways["noise"]["cycles"], ways["copy"]
+        cells = [leaf, *(f"{ways[w]['cycles'] / 1e3:,.0f}" for w in ("copy", "noise", "auto"))]
+        for way in ("auto", "recursive"):
+            moves = ways[way]["unpriced_move_bytes"] * copy["cycles"] / (8 * copy["entries"])
+            cells += [f"{ways[way]['cycles'] / noise:.2f}", f"{moves / noise:.2f}"]
+        fft = ways.get("fft", {})
+        is_large = "RESOURCE_EXHAUSTED" in fft.get("error", "")
+        ratio = f"{fft['cycles'] / noise:,.0f}" if "cycles" in fft else "–"
+        rows.append([*cells, "too large" if is_large else ratio])
+    head = ["leaf", "copy", "noise", "smoothing", "smoothing / noise", "unpriced, at most"]
+    head += ["`recursive` / noise", "unpriced, at most", "`fft` / noise"]
+    where, version = record["priced_for"], record["circumstances"]["versions"]["jax"]
+    return (
+        f"{markdown(head, rows)}\n\nThousands of cycles on one {where} chip, σ = 1, jax {version}: "
+        f"{_how(leaves)}.\nThe compiler prices neither changes of shape nor updates in place. The "
+        'columns "unpriced" charge what these\nread and write like a copy, and come on top.'
+    )
+
+
+def smoothing_in_short() -> str:
+    """Return in a sentence what smoothing costs on a TPU."""
+    record = load_record(RESULTS / "tpu_smoothing.json")
+    if not record:
+        return NOT_RUN
+    ratios: dict[str, list[float]] = {}
+    for leaf, ways in record["leaves"].items():
+        kind = {0: "vectors", 1: "matrices"}.get(leaf.count("×"), "convolution kernels")
+        ratio = ways["auto"]["cycles"] / ways["noise"]["cycles"]
+        ratios.setdefault(kind, []).append(ratio)
+    listed = ", ".join(
+        f"{min(found):.1f} to {max(found):.1f} for {kind}" for kind, found in ratios.items()
+    )
+    return (
+        f"On one {record['priced_for']} chip, smoothing large leaves with σ = 1 takes these "
+        f"multiples of the noise's cycles, {_how(record['leaves'])}:\n{listed}."
+    )
+
+
 def draw() -> None:
     """Draw the cost of clipping on a TPU and on a GPU, as their compilers see it."""
     figure = Figure(figsize=(12, 8.5), layout="constrained")
@@ -245,3 +291,4 @@ def draw() -> None:
 
 
 TABLES = {"tpu": tpu, "gpu": gpu, "largest batch": batches, "chips": chips}
+TABLES["tpu smoothing"] = tpu_smoothing

@@ -226,6 +226,8 @@ MEASURED: Tables = {
     "clipping": clipping,
     "whole steps": whole_steps,
     "microbatches": microbatches,
+    "effective clip norms": _trust.effective_clip_norms,
+    "longer texts": _trust.longer_texts,
     "scaling": scaling,
     **_priced.TABLES,
     "audits": _trust.audits,
@@ -238,8 +240,15 @@ def texts() -> dict[Path, Tables]:
     """Return which text holds which tables."""
     return {
         ROOT / "README.md": _front.README,
-        ROOT / "docs" / "smoothing.md": {"paper": _front.paper},
-        ROOT / "docs" / "guarantees.md": {"rounding": _trust.rounding, "trust": _trust.in_short},
+        ROOT / "docs" / "smoothing.md": {
+            "paper": _front.paper,
+            "tpu smoothing": _priced.smoothing_in_short,
+        },
+        ROOT / "docs" / "guarantees.md": {
+            "effective clip norms": _trust.least_effective_clip_norms,
+            "rounding": _trust.rounding,
+            "trust": _trust.in_short,
+        },
         ROOT / "benchmarks" / "README.md": MEASURED,
         ROOT / "benchmarks" / "paper" / "README.md": _report.parts(),
     }
