@@ -71,6 +71,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.effective_clip_norm
 	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
+	$(BIN)/python -m benchmarks.choosing
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.auditing
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import _figures, _front, _priced, _trust
+from benchmarks import _advice, _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -240,6 +240,7 @@ def texts() -> dict[Path, Tables]:
     """Return which text holds which tables."""
     return {
         ROOT / "README.md": _front.README,
+        ROOT / "docs" / "choosing.md": _advice.TABLES,
         ROOT / "docs" / "smoothing.md": {
             "paper": _front.paper,
             "tpu smoothing": _priced.smoothing_in_short,
@@ -268,6 +269,7 @@ def main() -> None:
     """Draw all figures, fill in all tables, and write the summary."""
     for draw in (
         *_figures.FIGURES,
+        _advice.draw,
         _front.draw,
         _priced.draw,
         _trust.draw_auditing,
