@@ -85,7 +85,7 @@ def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 
 
 def standard_normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return ±Φ⁻¹(p) with p = (k + ½)·2⁻⁶⁴, for a random sign and a random 63-bit integer k."""
+    """Return Gaussian numbers ±Φ⁻¹((k + ½)·2⁻⁶⁴), with a random sign and 63 random bits for k."""
     high, low = random_words(keys, shape)
     unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
     p = ((high >> 1).astype(dtype) + (low.astype(dtype) + half) * unit) * unit

@@ -139,7 +139,7 @@ def keep_batch_axis(loss_fn: LossFn) -> LossFn:
 
 
 def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
-    """Return `loss` as a function with a key if `loss_fn` takes a key, and otherwise without."""
+    """Give `loss` the signature of `loss_fn`: with or without a key."""
     if takes_key(loss_fn):
         return lambda params, example, key: loss(params, example, key)
     return lambda params, example: loss(params, example)
@@ -302,7 +302,7 @@ def _likely_calls(
 
 
 def _squeeze(example: PyTree) -> PyTree:
-    """Replace arrays of shape (1,) by scalars. They are examples of an array of shape (n, 1)."""
+    """Replace arrays of shape (1,), which are examples of an array of shape (n, 1), by scalars."""
     return jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, example)
 
 

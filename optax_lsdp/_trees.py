@@ -175,11 +175,12 @@ def compute_once(tree: PyTree) -> PyTree:
 
 
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return ‖row i of all leaves‖₂ for leaves of shape (n, …): (n,), in float32 or float64.
+    """Return the ℓ₂ norm of each row i of all leaves together, in float32 or float64.
 
-    Each row is first divided by its largest entry, so that squares neither overflow nor underflow.
-    The true norm is at most 1 + `norm_rounding(leaves)` times the result. Subnormal entries may
-    count as zero because XLA flushes them; their joint norm is far below any clip norm.
+    The leaves have shape (n, …), and the result has shape (n,). Each row is first divided by its
+    largest entry, so that squares neither overflow nor underflow. The true norm is at most 1 +
+    `norm_rounding(leaves)` times the result. Subnormal entries may count as zero because XLA
+    flushes them; their joint norm is far below any clip norm.
     """
     dtype = wide_dtype(*leaves)
     rows = [leaf.astype(dtype).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
@@ -235,7 +236,7 @@ def _roundings(size: int) -> int:
 def _sum_in_blocks(
     rows: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> jax.Array:
-    """Return Σⱼ term(rowsᵢⱼ) for rows: (n, d), added in blocks; `term` must map 0 to 0."""
+    """Return Σⱼ term(rowsᵢⱼ) for each of n rows, added in blocks; `term` must map 0 to 0."""
     n, size = rows.shape
     if size == 0:
         return jnp.zeros(n, rows.dtype)

@@ -221,7 +221,7 @@ def _split_axes(shard: Shard) -> tuple[str, ...]:
 def _check_shards(
     leaves: Sequence[tuple[str, jax.Array]], shards: Sequence[Shard], state: AddGaussianNoiseState
 ) -> None:
-    """Raise if a leaf may vary over a mesh axis over which its noise does not vary."""
+    """Raise if shards of a leaf that may differ would get the same noise."""
     for (name, _), shard in zip(leaves, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying

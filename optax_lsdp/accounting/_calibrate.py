@@ -78,7 +78,7 @@ def calibrate_noise_multiplier(
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
     guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
-    worst_case: list[int] = []  # set by the first call of `spent`; later calls compute no other
+    worst_case: list[int] = []  # the case of the largest δ, found by the first call of `spent`
 
     def family(noise: float) -> SampledGaussian:
         return replace(unit, noise_multiplier=noise)

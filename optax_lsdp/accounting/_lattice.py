@@ -130,7 +130,7 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence at α = e^loss, minus 1 − α in cells left of 0, and its slope in α."""
+    """Return the divergence (left of 0, minus 1 − α) and its slope in α, both at α = e^loss."""
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base
@@ -166,10 +166,10 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    Arrays have one row for each row of `counts` in `convolve`; `gaps` and `ends` have one column
-    for each frequency j. φⱼ is the j-th Fourier coefficient of the tilted masses of a step that is
-    taken T times. Π and Σ run over the different steps. h, θ and t are the mesh, the tilt and the
-    extra tilt of the settings, r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
+    Arrays have one row for each row of `counts` in `convolve`. The columns of `gaps` and `ends` are
+    the frequencies j. In the comments, h, θ and t are the mesh, the tilt and the extra tilt of the
+    settings, r = e^(−θh + 2πij/N), and r′ = r·e^(−h). A step that is taken T times has tilted
+    masses with the Fourier coefficients φⱼ. Π and Σ run over the different steps.
     """
 
     settings: LatticeSettings

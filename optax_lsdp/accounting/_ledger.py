@@ -88,7 +88,7 @@ class Ledger(Mechanism):
         return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps that equal the last step the budget (ε, δ) allows."""
+        """Return how many more steps the budget (ε, δ) allows, if each is like the last step."""
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:

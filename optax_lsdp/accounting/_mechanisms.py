@@ -129,7 +129,8 @@ class DiscreteGaussian:
     ε is somewhat smaller.
 
     Args:
-        noise_multiplier: z, the scale of the noise over the norm that one example can contribute.
+        noise_multiplier: z, the scale of the noise, divided by the largest norm that one example
+            can contribute.
         steps: T, the number of noisy sums that are released.
         sampling: must be "full", because sampled batches with discrete noise have no analysis.
         neighbouring: the relation; see `SampledGaussian`. The dataset's size is public.

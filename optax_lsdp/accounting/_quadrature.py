@@ -96,7 +96,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). `log_delta`, a guess of log δ(ε), limits the cut tails."""
+    """Return settings to find δ(ε). `log_delta` is a guess of log δ(ε), to limit the cut tails."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -152,7 +152,7 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> tuple[float, float, flo
 
 
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
-    """Return a Chernoff bound on log δ(ε), and the ε at which θ gives the best such bound.
+    """Return a Chernoff bound on log δ(ε) with tilt θ, and the ε for which this tilt is best.
 
     With K = log E_P[e^(θS)], δ(ε) ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
     """

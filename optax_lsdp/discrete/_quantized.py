@@ -170,7 +170,7 @@ def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
     """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
 
     Squares and partial sums above most² are replaced by most² + 1, so they stay above the limit.
-    Only so many terms are added at a time that their sum fits into 32 bits.
+    The function adds only as many terms at a time as fit into 32 bits.
     """
     limit = most**2
     at_once = (2**32 - 1) // (limit + 1)

@@ -78,7 +78,7 @@ def check_model(
             their sum. Both kinds of loss may take a key as a third argument, as for `fit`.
         params: the parameters at the start of training.
         batch: examples with a leading axis. Use public examples, because the report reveals facts
-            about them. Mixing is searched in the first eight.
+            about them. Only the first eight are searched for mixing.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -152,7 +152,7 @@ def check_model(
 
 
 def _check_batch(batch: PyTree, batched: bool) -> int:
-    """Return the number of examples. Raise unless each leaf has a number or key for each."""
+    """Return the number of examples. Raise unless all leaves hold numbers or keys, one row each."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
@@ -166,7 +166,7 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
 
 
 def _as_rows(array: jax.typing.ArrayLike) -> Rows:
-    """Return an array as JAX holds it: typed keys as a JAX array, other data as a NumPy array."""
+    """Return typed keys as a JAX array, and other data as a NumPy array of a dtype of JAX."""
     rows = jnp.asarray(array)
     return rows if is_key(rows) else np.asarray(rows)
 
@@ -214,7 +214,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Scan some examples. With `batched`, they count as one example."""
+    """Check the losses and gradients of some examples, which count as one if `batched`."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)
@@ -227,7 +227,7 @@ def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree
 
 
 def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
-    """Scan all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
+    """Check all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
     width = min(size, _CHUNK)
     starts = sorted({*range(0, size - width + 1, width), size - width})
     chunks = [jax.tree.map(lambda x, s=s: x[s : s + width], batch) for s in starts]

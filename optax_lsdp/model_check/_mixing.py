@@ -1,10 +1,10 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
 Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
-that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not
-zero, the module evaluates the program on all four batches, the *corners*, until it finds an
-equation whose output has a mixed difference that is not zero.
+that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference f(x, y)
+− f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not zero,
+the module evaluates the program on all four batches, the *corners*, and reports the first equation
+whose output has a non-zero mixed difference.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -111,10 +111,11 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 
 
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
-    """Return whether ∂²f/∂x∂y is not zero. Without mixing, it is exactly zero.
+    """Return whether the second derivative along both halves of the batch is not zero.
 
-    The derivative shows mixing that is too small for `_is_mixed`, but only in floating-point
-    examples, and only if all functions allow forward differentiation.
+    Without mixing, it is exactly zero. The derivative shows mixing that is too small for
+    `_is_mixed`, but only in floating-point examples, and only if all functions allow forward
+    differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
@@ -142,8 +143,9 @@ def _shows_mixing(
 ) -> bool:
     """Return whether the values at the four corners show mixing.
 
-    A mixed difference that is not zero shows mixing. With `rows`, the rows of the values may belong
-    to examples. Then a row of the second half that changes with the first half shows mixing.
+    The corners are the batches of `_corners`. A non-zero mixed difference shows mixing. With
+    `rows`, the rows of the values may belong to examples. Then a row of the second half that
+    changes with the first half shows mixing, too.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):

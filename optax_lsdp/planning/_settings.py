@@ -84,7 +84,7 @@ def check_sizes(
 def number_of_steps(
     steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
 ) -> int:
-    """Return the number of steps from `steps` or `epochs`. Raise unless one of them is None."""
+    """Return the number of steps. Raise unless exactly one of `steps` and `epochs` is None."""
     if epochs is not None and steps is None:
         return steps_of_epochs(
             epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling

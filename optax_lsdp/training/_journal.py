@@ -89,7 +89,7 @@ class Journal:
         self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step read other examples before, with the same nonce."""
+        """Return whether this step has read different examples before, with the same nonce."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
@@ -170,7 +170,7 @@ class _Lines:
         return text.decode(errors="replace")
 
     def parse(self, text: str, use: Callable[[dict[str, Any]], None]) -> None:
-        """Call `use` on each line. Raise if a line is no JSON object, or not as `use` needs it."""
+        """Call `use` on each line. Raise if a line is no JSON object, or if `use` fails on it."""
         for number, line in enumerate(text.split("\n")[:-1], 1):
             got = repr(line[:40])
             try:

@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
     rate: jax.Array  # −log ρ
     gain: jax.Array  # the kernel at its centre
-    reach: float = math.inf  # how far the kernel is large enough to matter; unknown if σ is traced
+    reach: float = math.inf  # beyond it, the kernel is negligible; ∞ if σ is traced
 
     def powers(self, exponents: jax.Array | int) -> jax.Array:
         """Return ρ^k for k ≥ 0."""
@@ -67,14 +67,17 @@ def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """One number for each end. Both arrays have shape (rows,) or (rows, segments)."""
+    """One number for either end of a row or segment, in arrays (rows,) or (rows, segments)."""
 
     left: jax.Array
     right: jax.Array
 
 
 class Rows(NamedTuple):
-    """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`."""
+    """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`.
+
+    A carry is the share of all entries beyond an end in the smoothed value just outside this end.
+    """
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
     carries: Ends  # (rows, blocks): the part of each block's carries that comes from its own row
@@ -215,7 +218,7 @@ def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kerne
     """Add the carries `outer` of whole rows to the carries of their segments.
 
     Arrays in `outer` have shape (…,), those in `carries` (…, segments). `places` has the index in
-    the row at which each segment starts, and the length of the row.
+    the row at which each segment starts and, last, the row's length.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
@@ -237,9 +240,10 @@ def _block_width(length: int, kernel: Kernel) -> int:
 
 
 def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return both ends of every block, smoothed as if zeros surrounded it: (blocks, 2, …).
+    """Return the first and last entry of every block, smoothed as if zeros surrounded it.
 
-    `line` has shape (entries, …). Each index of its other axes is a separate line.
+    `line` has shape (entries, …), and the result (blocks, 2, …). Each index of the other axes is a
+    separate line.
     """
     place = jnp.arange(width, dtype=jnp.int32)
     weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
@@ -266,7 +270,7 @@ def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
 
 
 def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the line with every block filtered; `carries` has shape (blocks, 2, …)."""
+    """Return the line with every block filtered. `carries` has shape (blocks, 2, …)."""
     weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
 
     def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
@@ -327,13 +331,13 @@ def _as_line(rows: jax.Array, width: int) -> jax.Array:
 
 
 def _toeplitz(width: int, kernel: Kernel) -> jax.Array:
-    """Return the matrix that filters a block: (width, width)."""
+    """Return the (width, width) matrix that filters a block."""
     place = jnp.arange(width, dtype=jnp.int32)
     return kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
 
 
 def _carry_weights(width: int, kernel: Kernel) -> jax.Array:
-    """Return the weights of the left and the right carry at each entry of a block: (width, 2)."""
+    """Return the (width, 2) weights of the left and the right carry at each entry of a block."""
     place = jnp.arange(width, dtype=jnp.int32)
     return kernel.powers(jnp.stack([place + 1, width - place], axis=1))
 
