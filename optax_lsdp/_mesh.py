@@ -79,9 +79,9 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
         raise ValueError(
             "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
             f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
-            "whether this axis splits the parameters or the batch; name the axis if it splits only "
-            "the batch; if it splits parameters, use check_vma=True, and let the batch be equal on all "
-            "shards: fold the shard's index into keys inside the loss."
+            "whether this axis splits the parameters or the batch; name the axis if all parameters "
+            "are replicated over it; if it splits parameters, use check_vma=True and give all its "
+            "shards the same batch: fold the shard's index into keys inside the loss."
         )
 
 
