@@ -206,7 +206,7 @@ def steps_of_epochs(
     checks.check_choice("sampling", sampling, SCHEMES)
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > checks.MOST_STEPS:
-        demand = f"at most {checks.MOST_STEPS:.0e} steps long"
+        demand = f"few enough for {checks.MOST_STEPS:.0e} steps at most"
         remedy = "lower `epochs` or raise `batch_size`"
         raise checks.refusal("epochs", demand, epochs, remedy)
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11

@@ -92,7 +92,8 @@ def _add_number(
             check(name, value)
         except ValueError as error:
             reason = f"{text!r} is not a {'whole ' if is_whole else ''}number"
-            reason = str(error).rstrip(".") if "must" in str(error) else reason
+            if "must" in str(error):  # argparse names the option in front of the reason
+                reason = str(error).removeprefix(f"`{name}` ").rstrip(".")
             raise argparse.ArgumentTypeError(reason) from error
         return value
 

@@ -24,17 +24,18 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
     if batch > size:
         args.parser.error(f"--batch-size {batch} must be at most --dataset-size {size}")
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
-    steps = args.steps or steps_of_epochs(
-        args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
-    )
     if delta * size >= 1:
         print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
         needed = f"{size}, the whole dataset, with --sampling {args.sampling}"
         args.parser.error(f"--batch-size must be {needed}")
     names = ("sampling", "neighbouring", "max_batch_size", "dataset_size")
+    settings = {name: getattr(args, name) for name in names}
     try:
-        unit = SampledGaussian(1.0, batch / size, steps, **{x: getattr(args, x) for x in names})
+        steps = args.steps or steps_of_epochs(
+            args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
+        )
+        unit = SampledGaussian(1.0, batch / size, steps, **settings)
     except ValueError as error:
         args.parser.refuse(error)
     return unit, delta
