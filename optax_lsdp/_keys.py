@@ -68,6 +68,16 @@ def check_key(name: str, key: object) -> None:
         )
 
 
+def check_threefry_key(name: str, key: jax.Array) -> None:
+    """Raise unless `key` is one typed key of JAX's default generator, Threefry."""
+    check_key(name, key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`{name}` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may "
+            "differ between devices; call `fresh_key()` under JAX's default generator."
+        )
+
+
 def fold_in_text(key: jax.Array, text: str) -> jax.Array:
     """Return a key for `text`: `key` with a 64-bit hash of `text` folded in."""
     return fold_in_texts(key, [text])[0]

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_at_most, check_rate, check_whole
-from optax_lsdp._keys import check_key, is_threefry, threefry
+from optax_lsdp._keys import check_threefry_key, threefry
 
 __all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
 __all__ += ["ShuffledSampler", "room_for_batch"]
@@ -244,13 +244,7 @@ def room_for_batch(
 def _set_size(sampler: Any, name: str) -> None:
     """Check a sampler's fields, and set `size`. The field `name` has the largest batch size."""
     if hasattr(sampler, "key"):
-        check_key("key", sampler.key)
-        if not is_threefry(sampler.key):
-            kind = jax.random.key_impl(sampler.key)
-            raise ValueError(
-                f"`key` must be a Threefry key, got {kind}, whose bits may differ between devices; "
-                "make a key with fresh_key()."
-            )
+        check_threefry_key("key", sampler.key)
     room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)

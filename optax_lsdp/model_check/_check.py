@@ -100,7 +100,8 @@ def check_model(
         return ModelReport((str(error),))
     trees.check_floating("params", params)
     size = _check_batch(batch, batched)
-    batch = jax.tree.map(_as_rows, batch)
+    batch = jax.tree.map(jnp.asarray, batch)
+    batch = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), batch)
     count = min(size, _CHUNK)
     few = jax.tree.map(lambda x: x[:count], batch)
     sample = few if batched else jax.tree.map(lambda x: x[0], batch)
@@ -163,12 +164,6 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
     return size
-
-
-def _as_rows(array: jax.typing.ArrayLike) -> Rows:
-    """Return typed keys as a JAX array, and other data as a NumPy array of a dtype of JAX."""
-    rows = jnp.asarray(array)
-    return rows if is_key(rows) else np.asarray(rows)
 
 
 def _paths(params: optax.Params) -> list[str]:
