@@ -24,7 +24,7 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def are_shards_tracked() -> bool:
-    """Return whether JAX tracks which values vary over the manual axes."""
+    """Return whether JAX tracks which values differ between shards of the shard_map around."""
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 

@@ -236,7 +236,7 @@ def _roundings(size: int) -> int:
 def _sum_in_blocks(
     rows: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> jax.Array:
-    """Return Σⱼ term(rowsᵢⱼ) for each of n rows, added in blocks; `term` must map 0 to 0."""
+    """Return the sum of term(x) over each row, added in blocks; `term` must map 0 to 0."""
     n, size = rows.shape
     if size == 0:
         return jnp.zeros(n, rows.dtype)

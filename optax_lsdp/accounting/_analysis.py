@@ -94,7 +94,7 @@ def unamplified_mu(phase: "SampledGaussian") -> float:
 
 
 def steps_per_epoch(phase: "SampledGaussian") -> int:
-    """Return ⌊1/q⌋. If q is the float nearest to 1/235, return 235 despite rounding."""
+    """Return ⌊1/q⌋ for the sampling rate q. For the float nearest to 1/235, return 235."""
     return math.floor(1 / phase.sampling_rate * (1 + 1e-12))
 
 
@@ -308,7 +308,7 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return the parts of all phases for each case. A phase with fewer cases repeats its cases."""
+    """Return a list for each case: its part of every phase. A phase with fewer cases repeats them."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

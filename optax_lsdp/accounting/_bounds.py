@@ -84,7 +84,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """Return the smallest x ≥ `low` for which `holds(x)` is true, rounded up; `high` may be ∞."""
+    """Return the smallest x in [low, high] for which `holds(x)` is true, rounded up."""
     if holds(low):
         return low
     if high == math.inf:

@@ -156,7 +156,7 @@ def calibrate_steps(
     sampling_rate: float,
     **options: Unpack[_StepsOptions],
 ) -> int:
-    """Return the largest number of steps that is (ε, δ)-differentially private.
+    """Return the largest number of steps within the privacy budget (ε, δ).
 
     `options` are further arguments of `SampledGaussian`. Raise a ValueError if one step exceeds the
     budget, or if the budget allows 10⁹ steps or more.
@@ -188,7 +188,7 @@ def calibrate_batch_size(
     steps: int,
     **options: Unpack[_Options],
 ) -> int:
-    """Return the largest expected batch size that is (ε, δ)-differentially private.
+    """Return the largest expected batch size within the privacy budget (ε, δ).
 
     `options` are further arguments of `SampledGaussian`. Raise a ValueError if batches of one
     example exceed the budget.

@@ -25,7 +25,7 @@ _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summ
 
 
 class Lattice(NamedTuple):
-    """The distribution of the privacy loss under P, on whole multiples of the mesh h."""
+    """The distribution of a privacy loss log P/Q under P, on whole multiples of the mesh h."""
 
     positions: np.ndarray  # losses, as whole multiples of h
     masses: np.ndarray  # the mass of P at each position
@@ -80,7 +80,7 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses, and their mirror image for (Q, P). Move all other mass to 0."""
+    """Keep positive losses, add their mirror image for (Q, P), and move all other mass to 0."""
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -288,7 +288,7 @@ def convolve(
 
 
 def _tilted_masses(lattice: Lattice, mesh: float, tilt: float) -> tuple[np.ndarray, float]:
-    """Return the tilted masses p·e^(θℓ − K) of one step, and K."""
+    """Return p·e^(θℓ − K) for the masses p at losses ℓ, and K, with which they sum to 1."""
     with np.errstate(divide="ignore"):
         logs = np.log(lattice.masses)
     logs += tilt * mesh * lattice.positions

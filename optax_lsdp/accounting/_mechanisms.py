@@ -109,7 +109,7 @@ class SampledGaussian(Mechanism):
 
     @property
     def mu(self) -> float | None:
-        """μ if the analysis of this phase is that of one Gaussian mechanism, otherwise None."""
+        """μ if the accountant treats this phase as one Gaussian mechanism, otherwise None."""
         return analyse(self).mu if self.steps else 0.0
 
     def group(self, size: int) -> Self:

@@ -26,7 +26,7 @@ _BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral, computed in bloc
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes, and the mass of P at each. All other mass has loss zero."""
+    """Privacy losses at quadrature nodes, and their masses under P. All other mass has loss 0."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -127,7 +127,7 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
 
 
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return masses · e^(θℓ − top), the largest exponent top, and (mass of loss 0) · e^(−top)."""
+    """Return masses · e^(θℓ − t), the largest exponent t, and e^(−t) times the mass of loss 0."""
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
     rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)

@@ -116,7 +116,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 
 
 def _check_full_batches() -> str:
-    """Compare a plan's ε with δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), where μ = √T/z."""
+    """Check a plan's ε by δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), with μ = √T/z."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
         mu, epsilon = math.sqrt(plan.steps) / plan.noise_multiplier, plan.epsilon
         log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)

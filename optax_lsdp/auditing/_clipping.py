@@ -87,7 +87,7 @@ def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityRepor
 def audit_hard_models(
     engine: Engine, key: jax.Array, models: Sequence[str] = EXACT, platform: str | None = None
 ) -> ClaimsReport:
-    """Compare clipped sums of hard models with per-example gradients in float64.
+    """Compare clipped sums of hard models with sums computed in float64.
 
     A hard model uses its parameters in ways that are hard to clip; see `_hard_models.py`. Each has
     its own clip norm. With a `platform`, the engine rounds as on this platform; see
@@ -107,7 +107,7 @@ def audit_hard_models(
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
-    """Compare automatic clipping in microbatches with per-example gradients in float64."""
+    """Compare sums of automatic clipping, in microbatches, with sums computed in float64."""
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     gradient = clipped_grad(
         loss,
@@ -139,7 +139,7 @@ def shard_map(function: Gradient, in_specs: PyTree, out_specs: PyTree) -> Gradie
 
 
 def audit_sharded_clipping(key: jax.Array) -> ClaimsReport:
-    """Split a batch over devices, and compare its clipped sum with gradients in float64."""
+    """Split a batch over devices, and compare its clipped sum with one computed in float64."""
     scales = [*hard.PLAIN_SCALES, *hard.ODD_SCALES]
     loss, params, cases = hard_cases(key, ONE_GROUP, scales)
     groups, clip_norms = one_group_per_model(ONE_GROUP)
@@ -153,7 +153,7 @@ def audit_sharded_clipping(key: jax.Array) -> ClaimsReport:
 
 
 def audit_split_parameters(key: jax.Array) -> ClaimsReport:
-    """Split parameters over devices, and compare the clipped sum with gradients in float64."""
+    """Split parameters over devices, and compare the clipped sum with one computed in float64."""
     keys = jax.random.split(key, 3)
     params = {
         "columns": jax.random.normal(keys[0], (6, 2 * DEVICES)),

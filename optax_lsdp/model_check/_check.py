@@ -238,7 +238,7 @@ def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) ->
 
 @jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
-    """Return parameters at a point nearby, where leaves such as LoRA's B are not zero."""
+    """Return slightly changed parameters. Leaves that were zero, like LoRA's B, no longer are."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 

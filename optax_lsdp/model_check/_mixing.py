@@ -164,7 +164,7 @@ def _differs(one: np.ndarray, other: np.ndarray) -> bool:
 def _first_mixing(
     loss_fn: LossFn, params: optax.Params, corners: list[PyTree], half: np.ndarray
 ) -> str | None:
-    """Return the layer of the first equation whose outputs show mixing, or None."""
+    """Return the layer of the first equation whose outputs mix examples, or None."""
     closed = jax.make_jaxpr(loss_fn)(params, corners[0])
     inputs = [jax.tree.leaves((params, corner)) for corner in corners]
     for equation, outputs in _evaluate_corners(closed, inputs):

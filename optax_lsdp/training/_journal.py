@@ -71,7 +71,7 @@ class Journal:
 
     @property
     def has_steps(self) -> bool:
-        """Whether any step was announced."""
+        """Whether the journal has announced a step."""
         return any(map(len, self._seen.values()))
 
     def changed(self, fingerprint: dict[str, str]) -> list[str]:

@@ -319,7 +319,7 @@ def _delayed(x: jax.Array) -> jax.Array:
 
 
 def _pad(x: jax.Array, width: int, axis: int = 0) -> jax.Array:
-    """Return x with zeros after it, up to a multiple of `width`."""
+    """Pad an axis with zeros at its end, to a multiple of `width`."""
     after = [(0, 0)] * x.ndim
     after[axis] = (0, -x.shape[axis] % width)
     return jnp.pad(x, after) if x.shape[axis] % width else x
