@@ -308,7 +308,7 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return a list for each case: its part of every phase. A phase with fewer cases repeats them."""
+    """Return the parts of each case, one per phase. A phase with fewer cases repeats them."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

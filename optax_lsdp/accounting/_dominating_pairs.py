@@ -117,9 +117,10 @@ def replacement_pair(rate: float, shift: float) -> Pair:
 def fixed_size_pair(rate: float, shift: float) -> Pair:
     """Return the folded `removal_pair`, for replacing one example of a fixed-size batch.
 
-    Here μ is the largest distance between the old and the new contribution (Zhu, Dong and Wang
-    2022, Optimal Accounting of Differential Privacy via Characteristic Function; Lebeda et al.
-    2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms).
+    The pair dominates at ε ≥ 0, and with P and Q exchanged at ε < 0. Here μ is the largest distance
+    between the old and the new contribution (Zhu, Dong and Wang 2022, Optimal Accounting of
+    Differential Privacy via Characteristic Function; Lebeda et al. 2024, Avoiding Pitfalls for
+    Privacy Accounting of Subsampled Mechanisms).
     """
     return removal_pair(rate, shift)._replace(folded=True)
 

@@ -195,7 +195,7 @@ def _knots(total: int) -> np.ndarray:
 def _counts(
     phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
 ) -> np.ndarray:
-    """Return how many steps of each kind were taken up to each knot, or how many shuffled epochs."""
+    """Return how many steps (or shuffled epochs) of each kind were taken up to each knot."""
     counts = np.zeros((len(knots), len(kinds)))
     before = 0
     for phase in phases:

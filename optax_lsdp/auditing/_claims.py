@@ -127,7 +127,7 @@ def _check_full_batches() -> str:
 
 
 def _check_poisson_batches() -> str:
-    """Compare a plan's ε with a numerical composition, whose privacy losses are rounded down."""
+    """Check a plan's ε by a numerical lower bound on δ(ε), with privacy losses rounded down."""
     plan = poisson_plan()
     rate, noise = _BATCH / _SIZE, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
@@ -175,7 +175,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 
 def _check_budget() -> str:
-    """Check that steps that a run repeats are counted, so that fewer steps remain."""
+    """Check that repeated steps count, so that fewer steps remain."""
     plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:
@@ -278,7 +278,7 @@ def _check_changed_clip_norms() -> str:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Numbered(dict[int, PyTree]):
-    """A container whose paths join without separators: `x[1][11]` and `x[11][1]` are "111"."""
+    """A container in which the paths of `x[1][11]` and `x[11][1]` both join to "111"."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[int, PyTree]], tuple[int, ...]]:
         """Return all items, and their keys."""

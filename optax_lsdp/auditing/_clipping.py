@@ -121,7 +121,7 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> Cla
 
 
 def clipped_sum(gradient: Gradient, params: optax.Params, clip_norm: ClipNorm) -> Release:
-    """Return `release(batch, mask)`, which computes a clipped sum and checks its mark."""
+    """Return `release(batch, mask)`, which passes a clipped sum through `clip_per_example`."""
     clip = clip_per_example(clip_norm)
 
     @jax.jit

@@ -131,7 +131,7 @@ def audit_scores(
     failure: float = 1e-5,
     gaussian: bool = False,
 ) -> EpsilonReport:
-    """Bound ε by the scores of independent trainings with and without a canary.
+    """Bound ε from below by the scores of independent trainings with and without a canary.
 
     `inside` holds the scores of n trainings with the canary, and `outside` of n trainings without
     it. Scores with the canary may be larger or smaller. NaN counts as larger than any number. The

@@ -259,7 +259,7 @@ def _is_float(x: jax.Array) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Take a step of gradient ascent on the distance: `rate` times the size of each array."""
+    """Increase the distance of two releases by a step of gradient ascent on both batches."""
     trees = pair.batch, pair.example
 
     def distance(floats: PyTree) -> jax.Array:

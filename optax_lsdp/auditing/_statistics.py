@@ -252,7 +252,7 @@ def _pairs_p_value(pairs: _Pairs) -> float:
 
 
 def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield pairs of leaves, cut to equal length. With equal keys, both would begin equally."""
+    """Yield pairs of leaves, cut to equal length. Equal keys would draw equal first numbers."""
     pairs = list(combinations(leaves, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
     for one, other in (pairs[i] for i in chosen):

@@ -40,7 +40,7 @@ _FIXED_TIME = 1_750_000_000
 
 
 def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
-    """Take a step with and without an example. Compare their difference with its gradient.
+    """Check that steps with and without an example differ by its clipped gradient.
 
     Both steps use the same key, so their noise cancels.
     """
