@@ -84,7 +84,7 @@ def fold_in_text(key: jax.Array, text: str) -> jax.Array:
 
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Return a key for each text: (len(texts),). Raise if two texts have the same hash."""
+    """Return one key for each text. Raise if two texts have the same hash."""
     encoded = [text.encode(errors="surrogatepass") for text in texts]
     digests = [hashlib.blake2b(text, digest_size=8).digest() for text in encoded]
     if len(set(digests)) < len(digests):

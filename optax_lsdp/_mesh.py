@@ -24,7 +24,7 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def are_shards_tracked() -> bool:
-    """Return whether JAX tracks which values differ between shards of the shard_map around."""
+    """Return whether JAX tracks which values may differ between shards (`check_vma=True`)."""
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 

@@ -48,7 +48,7 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 
 
 def _is_plain(entry: object) -> bool:
-    """Return whether no other key, and no sequence of keys, has the same `keystr`."""
+    """Return whether the `keystr` of a path's entry is unique, alone and within a path."""
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)
     if isinstance(entry, jax.tree_util.GetAttrKey):
@@ -57,7 +57,7 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at its place."""
+    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at the same place."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
@@ -175,7 +175,7 @@ def compute_once(tree: PyTree) -> PyTree:
 
 
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return the ℓ₂ norm of each row i of all leaves together, in float32 or float64.
+    """Return the ℓ₂ norm of each row, taken over all leaves together, in float32 or float64.
 
     The leaves have shape (n, …), and the result has shape (n,). Each row is first divided by its
     largest entry, so that squares neither overflow nor underflow. The true norm is at most 1 +

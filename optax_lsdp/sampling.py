@@ -119,7 +119,7 @@ class PoissonSampler:
 
     @cached_property
     def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ⌈2⁶⁴ P[K ≤ k]⌉, as high and low 32-bit words, for the batch size K and each k."""
+        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for the batch size K and each k, as high and low 32-bit words."""
         k = np.arange(self.max_batch_size)
         below = binom.cdf(k, self.dataset_size, self.sampling_rate)
         # `above` is precise where `below` is near 1.

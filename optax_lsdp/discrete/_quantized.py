@@ -167,7 +167,7 @@ def _quantize(
 
 
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
-    """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
+    """Return whether the sum of squares of each row is at most most², exactly, in 32 bits.
 
     Squares and partial sums above most² are replaced by most² + 1, so they stay above the limit.
     The function adds only as many terms at a time as fit into 32 bits.

@@ -91,7 +91,7 @@ def _successes(stream: Stream, size: int) -> np.ndarray:
 def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
     """Return random bools that are true with probability exp(−above/below).
 
-    Write above/below as k + r, with an integer k and 0 ≤ r < 1. The event happens if k events of
+    Write above/below as k + r, with an integer k and 0 ≤ r < 1. The bool is true if k events of
     probability 1/e and one event of probability exp(−r) all happen.
     """
     whole, rest = np.divmod(above, below)

@@ -153,7 +153,7 @@ def check_model(
 
 
 def _check_batch(batch: PyTree, batched: bool) -> int:
-    """Return the number of examples. Raise unless all leaves hold numbers or keys, one row each."""
+    """Return the number of examples. Raise unless all leaves are rows of numbers or keys."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
@@ -185,7 +185,7 @@ def _problem_of_value(value: PyTree, shapes: list[tuple[int, ...]]) -> str:
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
-    """Return whether a constant of the loss begins with the rows of an array of the batch."""
+    """Return whether the first rows of a constant are those of an array of the batch."""
 
     def bits(array: Rows) -> np.ndarray:
         return np.asarray(jax.random.key_data(array) if is_key(array) else array)

@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
-    """Split the batch at random several times. If a split shows mixing, yield a sentence."""
+    """Yield a sentence if the loss mixes examples. Try several random splits of the batch."""
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))
@@ -74,7 +74,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return the value of `loss_fn`, one loss or all losses, and the gradient of its sum."""
+    """Return the loss, or the loss of each example, and the gradient of the sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -82,9 +82,10 @@ def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.
 def _curvature(
     loss_fn: LossFn, params: optax.Params, batch: PyTree, along: Sequence[list[Rows]]
 ) -> tuple[PyTree, PyTree]:
-    """Return the derivative D of losses and gradient along x, and the derivative of D along y.
+    """Return the first and the mixed second derivative of losses and gradient.
 
-    `along` has a direction in x and one in y: one array per floating-point leaf of the batch.
+    `along` has the two directions: one array per floating-point leaf of the batch. The first
+    derivative is along the first direction, the second derivative along both.
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
@@ -128,7 +129,7 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
 
 
 def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
-    """Return whether losses or gradients at the corners show mixing.
+    """Return whether the losses or gradients of the four batches `corners` show mixing.
 
     All leaves of the gradient are compared as one vector. So rounding errors in a leaf that should
     be zero are small relative to the largest entry, and do not count as mixing.
@@ -177,7 +178,7 @@ def _first_mixing(
 def _evaluate_corners(
     closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
 ) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
-    """Evaluate a program at all corners. Yield each equation with its outputs at each corner."""
+    """Evaluate a program on several lists of inputs. Yield each equation with its outputs."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))

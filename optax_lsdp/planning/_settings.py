@@ -65,7 +65,7 @@ class Piecewise:
 def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
-    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    """Raise unless the sizes are whole numbers that agree with the sampling scheme."""
     checks.check_choice("sampling", sampling, SCHEMES)
     checks.check_whole("dataset_size", dataset_size)
     most = expected_batch_size if max_batch_size is None else max_batch_size

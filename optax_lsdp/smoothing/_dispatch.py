@@ -165,7 +165,7 @@ def _smooth_by_platform(
 def _blocks_or_recursive(
     arrangement: Arrangement, blocking: Blocking, operator: Operator
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that smooths an array. XLA selects the method when it compiles it."""
+    """Return a function that smooths an array by the method for the platform on which it runs."""
 
     def blocks(array: jax.Array) -> jax.Array:
         return smooth_in_blocks(array.astype(jnp.float32), blocking).astype(array.dtype)

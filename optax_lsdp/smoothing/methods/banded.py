@@ -191,7 +191,7 @@ def _convolve(blocks: jax.Array, matrices: jax.Array, padding: int) -> jax.Array
 
 
 def _smooth_blocks(columns: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth all blocks of `columns` at once, which has shape (inputs, outputs)."""
+    """Smooth all blocks at once. `columns` has shape (inputs, outputs)."""
     inputs, outputs = columns.shape
     width = blocking.width or inputs
     blocks = columns.reshape(inputs // width, width, outputs)
@@ -233,7 +233,7 @@ def _smooth_in_steps(columns: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _smooth_kernels(kernels: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth a few inputs at a time, in all of space. `kernels` is (space, inputs, outputs)."""
+    """Smooth a few inputs at a time. `kernels` has shape (space, inputs, outputs)."""
     space, _, outputs = kernels.shape
     count, beside = _step(blocking)
 

@@ -193,7 +193,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if every row is smoothed by itself."""
+    """Return what enters each pack's segments at their ends, if each row is smoothed by itself."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -207,7 +207,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if all leaves form one row."""
+    """Return what enters each pack's segments at their ends, if all leaves form one row."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -235,7 +235,7 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
-    """Return the carries of this device's segments, from within the row and from outside."""
+    """Return what enters this device's segments, from within the row and from outside."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 

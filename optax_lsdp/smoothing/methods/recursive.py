@@ -67,7 +67,7 @@ def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """One number for either end of a row or segment, in arrays (rows,) or (rows, segments)."""
+    """One number for each end of a row. Both arrays have shape (rows,) or (rows, segments)."""
 
     left: jax.Array
     right: jax.Array
@@ -76,7 +76,8 @@ class Ends(NamedTuple):
 class Rows(NamedTuple):
     """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`.
 
-    A carry is the share of all entries beyond an end in the smoothed value just outside this end.
+    A carry is what enters a row or block at one end: the share of all entries beyond this end in
+    the smoothed value just outside.
     """
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
@@ -96,7 +97,7 @@ def prepare_rows(
     upright: bool,
     copied: bool,
 ) -> Rows:
-    """Return everything that filtering needs except the carries of the whole rows.
+    """Prepare rows for filtering. Only what enters their ends from outside is still missing.
 
     For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
     `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
@@ -134,7 +135,7 @@ def prepare_rows(
 
 
 def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
-    """Return the smoothed rows (or columns, if they are upright), given the carry of each row."""
+    """Return the smoothed rows, or columns if upright. `carry` is what enters each row's ends."""
     values, between, _, sizes, kernel, upright, filtered = rows
     length = values.shape[0 if upright else 1]
     width = _block_width(length, kernel)
@@ -171,13 +172,13 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rings: beyond each end, the row continues at its other end."""
+    """Return the carries of rings: what enters at one end of a row comes from its other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
 
 def carry_of_mirrors(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows with reflecting ends (Neumann's boundary condition)."""
+    """Return the carries of rows with reflecting ends: a row continues in its mirror image."""
     distance = kernel.rate * as_array(sizes, kernel.rate.dtype)
     across, rounds = jnp.exp(-distance), -1 / jnp.expm1(-2 * distance)
     left, right = ends
@@ -188,10 +189,9 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 
 
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of one size that follow one another in each row.
+    """Return what enters each segment from the others in its row, and the ends of the rows.
 
-    The arrays in `ends` have shape (rows, segments). Return the part of each segment's carries that
-    comes from other segments, and the ends of the rows.
+    The segments of a row have equal sizes. The arrays in `ends` have shape (rows, segments).
     """
     between = kernel.every(size)
     left = _accumulate(ends.right, between)
@@ -200,9 +200,9 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of different sizes that follow one another in one row.
+    """Return what enters each segment from the others in one row, and the ends of the row.
 
-    The arrays in `ends` have shape (segments,). The results are those of `link_equal`.
+    The segments may have different sizes. The arrays in `ends` have shape (segments,).
     """
     falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
 
@@ -215,7 +215,7 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Add the carries `outer` of whole rows to the carries of their segments.
+    """Add what enters whole rows, `outer`, to what enters their segments, `carries`.
 
     Arrays in `outer` have shape (…,), those in `carries` (…, segments). `places` has the index in
     the row at which each segment starts and, last, the row's length.
@@ -270,7 +270,7 @@ def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
 
 
 def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the line with every block filtered. `carries` has shape (blocks, 2, …)."""
+    """Return the line with every block filtered. `carries`, (blocks, 2, …), enter the blocks."""
     weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
 
     def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
