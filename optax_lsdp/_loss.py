@@ -55,7 +55,7 @@ def check_loss_signature(loss_fn: LossFn) -> None:
 
 
 def needs_key(loss_fn: LossFn) -> bool:
-    """Return whether a loss cannot be called without a key."""
+    """Return whether a loss requires a key."""
     keys = [p for p in _parameters(loss_fn) if p.name == "key" and p.default is p.empty]
     return len(_required(loss_fn)) == 3 or any(p.kind == p.KEYWORD_ONLY for p in keys)
 

@@ -57,7 +57,7 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at the same place."""
+    """Yield the name of each leaf, and the leaves of `tree` and `other` with this name."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
