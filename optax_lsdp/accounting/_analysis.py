@@ -70,7 +70,7 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
 
 
 def is_gaussian(phase: "SampledGaussian") -> bool:
-    """Return whether the phase is one Gaussian mechanism at every noise multiplier."""
+    """Return whether the phase counts as one Gaussian mechanism, whatever its noise multiplier."""
     always_drawn = phase.sampling_rate == 1 and phase.max_batch_size is None
     return always_drawn or not SCHEMES[phase.sampling].amplified
 
@@ -308,7 +308,7 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return the parts of each case, one per phase. A phase with fewer cases repeats them."""
+    """Turn the cases of each phase into the phases of each case. Missing cases repeat others."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

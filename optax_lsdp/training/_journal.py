@@ -3,8 +3,8 @@
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
 journal stores the run's fingerprint, and a hash of the examples that each step has read. If one of
-them has changed, the run restarts with a new nonce, which gives new noise and new batches. The
-repeated steps then count twice.
+them has changed, the run restarts with a new nonce, a random label that gives new noise and new
+batches. The repeated steps then count twice.
 
 The files hold one JSON object per line:
 

@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
         return jnp.exp(-self.rate * exponents)
 
     def every(self, width: int) -> Kernel:
-        """Return the kernel on every `width`-th entry of the line."""
+        """Return the kernel as seen by every `width`-th entry of the line."""
         return Kernel(width * self.rate, self.gain, self.reach / width)
 
 
