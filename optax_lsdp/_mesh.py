@@ -80,8 +80,8 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
             "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
             f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
             "whether this axis splits the parameters or the batch; name the axis if all parameters "
-            "are replicated over it; if it splits parameters, use check_vma=True and give all its "
-            "shards the same batch: fold the shard's index into keys inside the loss."
+            "are replicated over it; if it splits parameters, use check_vma=True, give all its "
+            "shards the same batch, and make keys that differ between shards inside the loss."
         )
 
 

@@ -308,7 +308,7 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Turn the cases of each phase into the phases of each case. Missing cases repeat others."""
+    """Return one list per case, with a part of every phase. Phases with fewer cases repeat them."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

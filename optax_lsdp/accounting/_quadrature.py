@@ -96,7 +96,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). `log_delta` is a guess of log δ(ε), to limit the cut tails."""
+    """Return settings to find δ(ε). The guess `log_delta` of log δ(ε) limits what is cut off."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
