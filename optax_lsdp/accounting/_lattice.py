@@ -130,7 +130,7 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence and its slope in α, at α = e^loss; left of 0, without those of 1 − α."""
+    """Return the divergence and its slope in α at α = e^loss; left of 0, minus those of 1 − α."""
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base

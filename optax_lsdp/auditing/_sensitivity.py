@@ -73,7 +73,7 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches and their masks. The second batch has `example` at `row`."""
+    """Two batches and their masks. The second batch is the first with `example` at `row`."""
 
     batch: PyTree
     example: PyTree

@@ -144,9 +144,9 @@ def _shows_mixing(
 ) -> bool:
     """Return whether the values at the four corners show mixing.
 
-    The corners are the batches of `_corners`. A non-zero mixed difference shows mixing. With
-    `rows`, the rows of the values may belong to examples. Then a row of the second half that
-    changes with the first half shows mixing, too.
+    The corners are the batches of `_corners`, with values a, b, c and d. They show mixing if a − b
+    − c + d is not zero. With `rows`, the rows of the values may belong to examples. A row of the
+    second half then shows mixing if it changes with the first half.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
