@@ -86,7 +86,7 @@ def _noise_of_steps(
     params: optax.Params,
     steps: int,
 ) -> list[optax.Updates]:
-    """Return the updates of the first steps on batches without examples, which are pure noise."""
+    """Return the updates of the first steps. Batches are empty, so updates are pure noise."""
 
     @jax.jit
     def update(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:

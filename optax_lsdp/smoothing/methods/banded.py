@@ -7,9 +7,9 @@ them by a few small matrices, which together hold the band.
 `smooth_in_blocks` smooths large leaves on TPUs, along the axis on which neighbours are stored. A
 leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU pays
 more for a change of layout, and for padding, than for products. So nothing is padded, and the axes
-keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. Each
-operand is then a sum of two bfloat16 numbers, so an entry has an error of at most `ERROR` times the
-largest entry.
+keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. They
+round each operand to a sum of two bfloat16 numbers, so an entry has an error of at most `ERROR`
+times the largest entry.
 """
 
 from __future__ import annotations
