@@ -308,7 +308,7 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return one list per case, with a part of every phase. Phases with fewer cases repeat them."""
+    """Return, for each case, the parts of all phases. Phases with fewer cases repeat theirs."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

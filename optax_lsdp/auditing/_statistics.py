@@ -209,7 +209,7 @@ def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) 
 
 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
-    """Test the sum of squares at each index of an axis, for each (array, axis)."""
+    """For each (array, axis), test the scale of every slice along the axis."""
     shares = []
     for array, axis in parts:
         sums = np.sum(array**2, axis=tuple(i for i in range(array.ndim) if i != axis))
