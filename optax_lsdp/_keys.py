@@ -6,8 +6,7 @@ returns both words. It writes all rounds as one expression, which XLA fuses with
 follows, so it takes a third of the time and no memory. The bits of an entry depend only on the key
 and on the index of the entry, so they are the same on any mesh.
 
-References:
-    Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
+See Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """
 
 import hashlib

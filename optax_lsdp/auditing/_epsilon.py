@@ -79,13 +79,12 @@ def audit_epsilon(
 ) -> EpsilonReport:
     """Bound ε from below: train many times with and without a canary, and compare the scores.
 
-    A canary is an example designed to leave a trace in the model.
-
     Args:
         train: `train(key, is_in)` trains with the randomness of `key` and returns a score. Use
-            `is_in`, a traced bool, as the canary's mask. A good score is the inner product of the
-            update with the canary's gradient. The audit calls `train` under `vmap` and `jit`. If
-            `train` cannot be traced, train yourself and call `audit_scores`.
+            `is_in`, a traced bool, as the mask of the canary, an example designed to leave a trace
+            in the model. A good score is the inner product of the update with the canary's
+            gradient. The audit calls `train` under `vmap` and `jit`. If `train` cannot be traced,
+            train yourself and call `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
         trials: how often to train with the canary, and as often without it. One half of the scores
@@ -188,12 +187,11 @@ def audit_one_run(
 ) -> EpsilonReport:
     """Bound ε from below: train once with a random half of many canaries, and guess which half.
 
-    A canary is an example designed to leave a trace in the model.
-
     Args:
         train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
             true. It returns a score for each canary, larger for canaries that were used.
-        canaries: the number of canaries. A person must have at most one.
+        canaries: the number of canaries: examples designed to leave a trace in the model. A person
+            must have at most one.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
         guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
