@@ -81,7 +81,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Return the value, or the number in a NumPy array of shape (), which could change later."""
+    """Return a number in place of a NumPy array of shape (), whose value could change later."""
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 

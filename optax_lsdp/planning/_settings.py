@@ -65,7 +65,7 @@ class Piecewise:
 def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
-    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    """Raise unless the sizes are whole numbers that agree with the sampling scheme."""
     checks.check_choice("sampling", sampling, SCHEMES)
     checks.check_whole("dataset_size", dataset_size)
     most = expected_batch_size if max_batch_size is None else max_batch_size
@@ -84,7 +84,7 @@ def check_sizes(
 def number_of_steps(
     steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
 ) -> int:
-    """Return the number of steps from `steps` or `epochs`. Raise unless one of them is None."""
+    """Return the number of steps. Raise unless exactly one of `steps` and `epochs` is None."""
     if epochs is not None and steps is None:
         return steps_of_epochs(
             epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling

@@ -69,9 +69,9 @@ def laplacian_smooth(
             the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy; for
             10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside `shard_map`
             where no device splits the leaf, "auto" smooths large leaves in blocks if σ is a number
-            up to about 50. It then counts factors as sums of two bfloat16 numbers, so a smoothed
-            entry is within 2⁻¹⁵ of the largest entry. Smoothing is post-processing, so this
-            rounding does not change ε. For float32 precision on a TPU, pass "recursive".
+            up to about 50. It then rounds each factor to a sum of two bfloat16 numbers, so an entry
+            has an error of at most 2⁻¹⁵ times the largest entry. Smoothing is post-processing, so
+            this rounding does not change ε. For float32 precision on a TPU, pass "recursive".
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.

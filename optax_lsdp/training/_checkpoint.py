@@ -165,7 +165,8 @@ class RunFolder:
         """Return the last intact checkpoint, or None if the folder has no checkpoints.
 
         Raise if all checkpoints are damaged, if the last one has another format, or if its arrays
-        differ from `template` in structure, shapes or dtypes. They get the shardings of `template`.
+        differ from `template` in structure, shapes or dtypes. The restored arrays get the shardings
+        of `template`.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):

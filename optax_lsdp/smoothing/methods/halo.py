@@ -67,7 +67,8 @@ class Segments(NamedTuple):
         """Collect one number per segment from all devices, in the order of neighbours.
 
         `values` has shape (segments on this device,), in the order of storage. The result has shape
-        (rows, total). `psum` gathers, because JAX knows that its result is equal on all devices.
+        (rows, total). `psum` does the gathering, because JAX knows that its result is equal on all
+        devices.
         """
         if self.columns is not None:
             values = values.reshape(self.columns).transpose(self.order)
@@ -89,7 +90,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, the index of this device's first one, and mesh axes."""
+        """Return the shape of all segments, the place of this device's first, and the mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -181,7 +182,7 @@ def _stack_rows(
 def _cut_rows(
     array: jax.Array, arrangement: Arrangement, spec: jax.P, smoothing: jax.Array | float
 ) -> tuple[Segments, Rows]:
-    """Return the segments of a leaf or shard, as rows or as columns."""
+    """Cut a leaf or shard into segments, and prepare them as rows to filter."""
     segments = _cut(arrangement, array, spec)
     upright = segments.columns is not None
     shape = (segments.length, -1) if upright else (-1, segments.length)
@@ -192,7 +193,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if every row is smoothed by itself."""
+    """Return what enters each pack's segments at their ends, if each row is smoothed by itself."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -206,7 +207,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if all leaves form one row."""
+    """Return what enters each pack's segments at their ends, if all leaves form one row."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -234,7 +235,7 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
-    """Return the carries of this device's segments, from within the row and from outside."""
+    """Return what enters this device's segments, from within the row and from outside."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 
