@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import _figures, _front, _priced, _trust
+from benchmarks import _exchanged, _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -240,6 +240,7 @@ def texts() -> dict[Path, Tables]:
     """Return which text holds which tables."""
     return {
         ROOT / "README.md": _front.README,
+        ROOT / "docs" / "devices.md": {"chips": _exchanged.in_short},
         ROOT / "docs" / "smoothing.md": {
             "paper": _front.paper,
             "tpu smoothing": _priced.smoothing_in_short,
