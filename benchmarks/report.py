@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import _advice, _figures, _front, _priced, _trust
+from benchmarks import _advice, _exchanged, _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -241,6 +241,7 @@ def texts() -> dict[Path, Tables]:
     return {
         ROOT / "README.md": _front.README,
         ROOT / "docs" / "choosing.md": _advice.TABLES,
+        ROOT / "docs" / "devices.md": {"chips": _exchanged.in_short},
         ROOT / "docs" / "smoothing.md": {
             "paper": _front.paper,
             "tpu smoothing": _priced.smoothing_in_short,

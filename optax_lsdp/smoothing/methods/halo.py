@@ -115,7 +115,8 @@ def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -
 def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, sharded as before.
 
-    Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape.
+    Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape. On
+    automatic mesh axes of TPUs, XLA splits "recursive" by itself.
     """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
@@ -127,7 +128,8 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
     if explicit:
         specs = tuple(sharding.spec for sharding in stated)
         return _on_explicit_mesh(task, explicit[0].mesh, specs)(list(arrays), smoothing)
-    return _on_automatic_mesh(task)(*arrays, smoothing)
+    fixed = operator.smoothing if isinstance(operator.smoothing, float) else None
+    return _on_automatic_mesh(task, fixed)(*arrays, smoothing)
 
 
 def _smooth_segments(
@@ -289,10 +291,11 @@ def _on_explicit_mesh(
 
 
 @lru_cache(maxsize=256)
-def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
+def _on_automatic_mesh(task: Task, fixed: float | None) -> Callable[..., list[jax.Array]]:
     """Return a function that smooths `(*arrays, σ)`, if the compiler chooses the shardings.
 
-    Under `vmap` and differentiation, the function does not split the arrays.
+    Under `vmap` and differentiation, the function does not split the arrays. `fixed` is σ if it is
+    a number, and otherwise None.
     """
     count = len(task.arrangements)
 
@@ -341,7 +344,13 @@ def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         return jax.jvp(whole, primals, tangents)
 
-    return jax.jit(smooth)
+    def split_by_xla(*operands: jax.Array) -> list[jax.Array]:
+        return whole(*operands[:-1], operands[-1] if fixed is None else fixed)
+
+    # XLA:TPU does not compile custom partitioning: https://github.com/jax-ml/jax/issues/38196.
+    return jax.jit(
+        lambda *operands: jax.lax.platform_dependent(*operands, tpu=split_by_xla, default=smooth)
+    )
 
 
 def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:
