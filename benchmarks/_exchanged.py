@@ -40,22 +40,26 @@ def chips() -> str:
     for step in steps():
         case = [step.way, step.layout, str(step.chips)]
         if "error" in step.row:
-            rows.append([*case, "does not fit", "–", "–", "–"])
+            rows.append([*case, "does not fit", *["–"] * 4])
             continue
         kinds = [
             f"{kind} {_megabytes(part['bytes'])} ({part['count']})"
             for kind, part in step.row["collectives"].items()
         ]
         sizes = [step.row[f"{kind}_bytes"] for kind in ("largest", "temp", "argument")]
-        rows.append([*case, ", ".join(kinds) or "none", *map(_megabytes, sizes)])
+        cycles = f"{step.row['cycles']:,}" if "cycles" in step.row else "–"
+        rows.append([*case, ", ".join(kinds) or "none", *map(_megabytes, sizes), cycles])
     head = ["gradient", "layout", "chips", "collectives: bytes (how many)", "largest"]
+    head += ["temporary memory of a chip", "arguments of a chip", "cycles of a chip"]
     parameters = _parameter_bytes()
+    is_old = any("cycles" not in step.row for step in steps() if "error" not in step.row)
+    old = " Rows without cycles are of a step that does not return the loss." if is_old else ""
     return (
-        f"{markdown([*head, 'temporary memory of a chip', 'arguments of a chip'], rows)}\n\n"
+        f"{markdown(head, rows)}\n\n"
         f"One step of {record['model']} on TPU v5e, {record['examples']} examples over all chips: "
         f"priced by the compiler, not measured.\nThe parameters take {_megabytes(parameters)}, and "
         f"{record['examples']} gradients would take "
-        f"{_megabytes(record['examples'] * parameters)}."
+        f"{_megabytes(record['examples'] * parameters)}.{old}"
     )
 
 
@@ -71,7 +75,8 @@ def in_short() -> str:
     for (way, layout, chips), row in found.items():
         if way != PRIVATE:
             continue
-        ordinary = found.get(("non-private", layout, chips), {}).get("temp_bytes")
+        other = found.get(("non-private", layout, chips), {})
+        ordinary = other.get("temp_bytes") if "cycles" in other else None  # the same step
         total = sum(part["bytes"] for part in row["collectives"].values())
         memory = [ordinary, row["temp_bytes"]]
         rows.append(

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import optax_lsdp as lsdp
-from benchmarks import _compilers, _hlo, _peers, _timing
+from benchmarks import _compilers, _hlo, _timing
 from benchmarks._processes import in_process
 from benchmarks._results import RESULTS
 from benchmarks.larger import LARGER, LargerModel
@@ -39,16 +39,16 @@ def make_step(
 ) -> tuple[Any, optax.GradientTransformation]:
     """Return `step(params, state, batch, mask)` and its optimizer.
 
-    It returns the new parameters and state and, if it is private, the mean loss, as `fit` has it.
+    The step returns the new parameters, the new state and the mean loss, as that of `fit` does.
     `used` is the sharding of parameters where the model uses them, or None if XLA chooses.
     """
     loss = model.with_frozen(model.frozen).loss
     if way == "non-private":
         tx = optax.sgd(0.1)
-        mean = _peers.mean_gradient(model.with_frozen(model.frozen))
 
         def gradient(params: Any, batch: Any, mask: jax.Array) -> Any:
-            return (), mean(params, batch)
+            del mask
+            return jax.value_and_grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).mean())(params)
     else:
         plan = lsdp.PrivacyPlan(
             dataset_size=10**6,
