@@ -355,11 +355,11 @@ def choose_within(
     """
     bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)
     keys = threefry(bits.key, (users.astype(np.uint32)[:, None], zero))
-    words = threefry(keys, (np.arange(room, dtype=np.uint32)[None], zero))
+    high, low = threefry(keys, (np.arange(room, dtype=np.uint32)[None], zero))
     places = np.broadcast_to(np.arange(room), (len(users), room)).copy()
     is_partial = counts > room
     last = counts[is_partial, None] - room + np.arange(room)  # j
-    drawn = _scaled(*(word[is_partial] for word in words), (last + 1).astype(np.uint32))
+    drawn = _scaled(high[is_partial], low[is_partial], (last + 1).astype(np.uint32))
     chosen = np.zeros_like(last)
     for k in range(room):
         is_known = (chosen[:, :k] == drawn[:, k, None]).any(axis=1)

@@ -232,12 +232,13 @@ def describe_microbatch(
         dtype = jnp.asarray(x).dtype
         return jax.ShapeDtypeStruct((size, *x.shape), dtype, sharding=placement.split)
 
-    first, mask = examples.first, rows(np.zeros((), bool))
+    first, mask = examples.first, np.zeros((), bool)
     if examples.users is not None and examples.has_user_axis:
         width = examples.users.width
         slots = jax.tree.map(lambda x: np.broadcast_to(x, (width, *x.shape)), first)
         first = UserBatch(slots, np.zeros(width, bool), np.zeros((), np.int32))
-    return Microbatch(jax.tree.map(rows, first), mask, key, np.int32(0))
+    first, mask = jax.tree.map(rows, (first, mask))
+    return Microbatch(first, mask, key, np.int32(0))
 
 
 class Read(NamedTuple):
