@@ -219,7 +219,8 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         if getattr(losses, "shape", None) != mask.shape:
             got = f"{describe_arrays(losses)} for {len(mask)} examples"
             raise ValueError(f"`loss_fn` must return a scalar for one example, got {got}.")
-        return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(mask.sum(), 1)
+        count = jnp.maximum(mask.sum(dtype=losses.dtype), 1)  # 0/0 is NaN
+        return jnp.sum(jnp.where(mask, losses, 0)) / count
 
     return _with_arguments_of(loss_fn, loss)
 

@@ -244,13 +244,7 @@ def room_for_batch(
 def _set_size(sampler: Any, name: str) -> None:
     """Check a sampler, and set `size`. `name` is the field with the largest size of a batch."""
     if hasattr(sampler, "key"):
-        check_key("key", sampler.key)
-        if not is_threefry(sampler.key):
-            kind = jax.random.key_impl(sampler.key)
-            raise ValueError(
-                f"`key` must be a Threefry key, got {kind}, whose bits may differ between devices; "
-                "make a key with fresh_key()."
-            )
+        _check_threefry(sampler.key)
     room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)
@@ -258,6 +252,15 @@ def _set_size(sampler: Any, name: str) -> None:
     check_whole(name, room)
     check_at_most(name, room, dataset_size, "the dataset's size")
     object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
+
+
+def _check_threefry(key: jax.Array) -> None:
+    check_key("key", key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
+            "between devices; make a key with fresh_key()."
+        )
 
 
 def _namespace(step: Step) -> ModuleType:
@@ -353,6 +356,7 @@ def choose_within(
         Places of shape (n, room), each below the user's count, and a mask of the same shape that is
         False for padding. Padding comes last.
     """
+    _check_threefry(key)
     bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)
     keys = threefry(bits.key, (users.astype(np.uint32)[:, None], zero))
     high, low = threefry(keys, (np.arange(room, dtype=np.uint32)[None], zero))
