@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lsdp._schemes import Unit
 from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.planning import PrivacyPlan
 
@@ -91,7 +92,8 @@ def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.
     """Return the parameters after one step on all data. Each example is its own gradient."""
     from optax_lsdp.training import UserData, fit  # needs Orbax, which is optional
 
-    size, unit = len(data), "user" if isinstance(data, UserData) else "example"
+    size = len(data)
+    unit: Unit = "user" if isinstance(data, UserData) else "example"
     plan = _plan(dataset_size=size, expected_batch_size=size, steps=1, sampling="full", unit=unit)
     run = partial(fit, plan, optimizer=optax.sgd(1.0), microbatch_size=_MICROBATCH, progress=False)
     return np.asarray(run(jnp.vdot, jnp.zeros(_WIDTH), data, key=key).params, np.float64)

@@ -90,7 +90,7 @@ def test_a_batch_holds_examples_of_its_users(names, tmp_path):
     np.testing.assert_array_equal(found.users, [4, 0, 59, 0])
     batch = zip(picked.indices, found.examples["x"], found.mask, strict=True)
     for user, rows, mask in batch:
-        own = DATA["x"][OWNERS == user]
+        own = DATA["x"][user == OWNERS]
         size = min(len(own), 3) if user != 5 else 0
         assert mask.sum() == size and not rows[~mask].any()
         assert {row.tobytes() for row in rows[mask]} <= {row.tobytes() for row in own}
@@ -336,5 +336,5 @@ def test_bad_input_gets_one_sentence(name):
 def test_data_that_are_not_finite_name_the_example():
     x = DATA["x"].copy()
     x[17] = np.nan
-    with pytest.raises(training.DataError, match="finite as float32, .* in example 17 at 'x'"):
+    with pytest.raises(training.DataError, match=r"finite as float32, .* in example 17 at 'x'"):
         UserData({**DATA, "x": x}, OWNERS, max_examples=99).batch(EVERYONE, 0, key=KEY)
