@@ -9,6 +9,7 @@ import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import _figures, _front, _priced, _trust
 from benchmarks._results import (
@@ -221,25 +222,22 @@ def scaling() -> str:
 def users() -> str:
     """Return the accuracies of user level and of group privacy, and what users cost."""
     record = load("users")
+    parts = {name: part for name, part in record.items() if "ε = " in name}
 
-    def best(part: str, most: str) -> list[float]:
-        return max(record[part][most]["accuracies"].values(), key=statistics.fmean)
+    def accuracy(row: dict[str, Any]) -> str:
+        best = max(row["accuracies"].values(), key=statistics.fmean)
+        return f"{statistics.fmean(best):.1f} ± {statistics.stdev(best):.1f}"
 
-    parts = [name for name in record if name.startswith(("MNIST", "Adult"))]
-    rows = []
-    for most in record[parts[0]]:
-        found = [best(part, most) for part in parts]
-        rows.append(
-            [most, *(f"{statistics.fmean(x):.1f} ± {statistics.stdev(x):.1f} %" for x in found)]
-        )
+    rows = [[name, *map(accuracy, part.values())] for name, part in parts.items()]
+    head = ["percent right", *(f"m = {m}" for m in next(iter(parts.values())))]
     flops = {name: row["users"] / row["examples"] for name, row in record["operations"].items()}
     text = (
-        f"{markdown(['m', *parts], rows)}\n\nTest accuracy of softmax regression for ε = 3 and "
-        "δ = 1e-5, with the best of six step sizes (mean and\nstandard deviation of three seeds; "
-        "nothing accounts for the choice of the step size).\n"
+        f"{markdown(head, rows)}\n\nTest accuracy of softmax regression with full batches and "
+        "δ = 1e-5: mean and standard deviation of five seeds, with\nthe best of six step sizes. "
+        "Nothing accounts for the choice of the step size.\n\n"
         f"With m = 16, a clipped gradient takes {min(flops.values()):.2f} to "
         f"{max(flops.values()):.2f} times the floating-point operations of the same number of\n"
-        f"examples without users, counted by XLA for {len(flops)} models."
+        f"examples without users, as XLA counts them for {len(flops)} models."
     )
     if "milliseconds" in record:
         ratios = [row["users"] / row["examples"] for row in record["milliseconds"].values()]

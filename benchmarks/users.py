@@ -37,9 +37,9 @@ Examples = tuple[np.ndarray, np.ndarray]  # features (n, d) and labels (n,)
 Level = Literal["user level", "group privacy"]
 LEVELS: tuple[Level, ...] = ("user level", "group privacy")
 MOST = (1, 2, 4, 8, 16, 32, 64)  # examples of one person
-STEP_SIZES = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-SEEDS, STEPS = 3, 50
-EPSILON, DELTA, CLIP_NORM = 3.0, 1e-5, 1.0
+STEP_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # at the first step; they fall linearly to zero
+SEEDS, STEPS = 5, 30
+EPSILONS, DELTA, CLIP_NORM = (3.0, 1.0), 1e-5, 1.0
 WRITERS, SLOTS = 1000, 16
 MODELS = ("softmax regression", "MLP", "MNIST CNN", "encoder")
 
@@ -105,7 +105,9 @@ def kept(people: People, most: int) -> Examples:
     return people.train[0][rows], people.train[1][rows]
 
 
-def compare(load: Callable[[], People], level: Level, most: int, steps: int) -> dict[str, Any]:
+def compare(
+    load: Callable[[], People], level: Level, epsilon: float, most: int, steps: int
+) -> dict[str, Any]:
     """Train all step sizes and seeds, and return the test accuracies."""
     people = load()
     users = UserData(people.train, people.owners, max_examples=most)
@@ -116,7 +118,7 @@ def compare(load: Callable[[], People], level: Level, most: int, steps: int) -> 
         dataset_size=size,
         expected_batch_size=size,
         steps=steps,
-        epsilon=EPSILON,
+        epsilon=epsilon,
         delta=DELTA,
         clip_norm=CLIP_NORM,
         sampling="full",
@@ -124,8 +126,13 @@ def compare(load: Callable[[], People], level: Level, most: int, steps: int) -> 
         group_size=1 if is_user else most,
     )
     gradient = plan.clipped_grad(average_examples(loss) if is_user else loss)
-    make_sgd = optax.inject_hyperparams(optax.sgd)
-    update = plan.optimizer(make_sgd(1.0), jax.random.key(0)).update
+    falling = optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, steps))
+
+    def make(step_size: float, seed: int) -> optax.GradientTransformation:
+        sgd = optax.inject_hyperparams(optax.sgd)(step_size)  # the state holds the step size
+        return plan.optimizer(optax.chain(sgd, falling), jax.random.key(seed))  # a public key
+
+    update = make(1.0, 0).update
 
     @jax.jit
     def step(runs: Any, batch: Any) -> Any:
@@ -139,9 +146,7 @@ def compare(load: Callable[[], People], level: Level, most: int, steps: int) -> 
     shape = people.test[0].shape[1], int(people.test[1].max()) + 1
     params = {"kernel": jnp.zeros(shape), "bias": jnp.zeros(shape[1])}
     starts = [
-        (params, plan.optimizer(make_sgd(size), jax.random.key(seed)).init(params))
-        for size in STEP_SIZES
-        for seed in range(SEEDS)  # public keys, unlike those of a real run
+        (params, make(size, seed).init(params)) for size in STEP_SIZES for seed in range(SEEDS)
     ]
     runs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *starts)
     batch: Any = jax.device_put(examples)
@@ -200,7 +205,10 @@ def main() -> None:
         most, steps, models, rounds = (1, 2), 2, MODELS[:1], 1
     data = {"MNIST": partial(mnist, args.data_dir), "Adult": partial(adult, args.data_dir)}
     work: dict[str, dict[str, Callable[[], Any]]] = {
-        f"{name}, {level}": {str(m): partial(compare, load, level, m, steps) for m in most}
+        f"{name}, ε = {epsilon:g}, {level}": {
+            str(m): partial(compare, load, level, epsilon, m, steps) for m in most
+        }
+        for epsilon in EPSILONS
         for name, load in data.items()
         for level in LEVELS
     }

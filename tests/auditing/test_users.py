@@ -9,7 +9,6 @@ import pytest
 import optax_lsdp as lsdp
 from optax_lsdp.accounting import SampledGaussian
 from optax_lsdp.auditing import audit_epsilon, audit_sensitivity
-from optax_lsdp.auditing._library import run_audit
 from optax_lsdp.training import average_examples
 
 CLIP, NOISE, DELTA, SLOTS = 0.5, 2.0, 1e-5, 4
@@ -65,11 +64,6 @@ def test_a_search_for_a_user_that_moves_the_sum_rejects_what_exceeds_one_clip_no
 
     report = audit_sensitivity(release, EXAMPLES, declared=CLIP, searches=4, key=jax.random.key(2))
     assert bool(report) == (name == "sound"), str(report)
-
-
-def test_a_user_moves_a_step_of_fit_by_a_clipped_average():
-    report = run_audit("a step of fit with and without a user", jax.random.key(0))
-    assert report, str(report)
 
 
 def test_a_run_with_a_canary_user_keeps_its_claim():

@@ -1,5 +1,6 @@
 """A batch of users: what is chosen, averaged and clipped, and what `fit` trains with it."""
 
+import functools
 import json
 from itertools import combinations
 
@@ -44,6 +45,11 @@ def noisy_loss(params, example, key):
     """Depend on a key as dropout does."""
     kept = jax.random.bernoulli(key, 0.5, example["x"].shape)
     return loss(params, {**example, "x": jnp.where(kept, example["x"], 0)})
+
+
+@functools.cache
+def trained():
+    return fit(PLAN, USERS)
 
 
 def choose(users, counts, room, step=0, key=KEY):
@@ -190,7 +196,7 @@ def test_fit_trains_what_a_loop_over_batches_of_users_trains():
     key = fold_in_text(KEY, "first")  # the nonce of a new run
     sampler, choice = PLAN.sampler(key), PLAN.derive_key(key, "users")
     gradient = jax.jit(PLAN.clipped_grad(average_examples(loss)))
-    private = PLAN.optimizer(optax.sgd(0.1), key)
+    private = PLAN.optimizer(optax.sgd(0.1, momentum=0.9), key)
     params = make_params()
     state = private.init(params)
     for step in range(PLAN.steps):
@@ -198,8 +204,7 @@ def test_fit_trains_what_a_loop_over_batches_of_users_trains():
         total = gradient(params, USERS.batch(chosen, step, key=choice), chosen.mask)
         updates, state = private.update(total, state, params)
         params = optax.apply_updates(params, updates)
-    done = fit(PLAN, USERS, optimizer=optax.sgd(0.1))
-    assert_close(done.params, params)
+    assert_close(trained().params, params)
 
 
 def test_a_run_with_users_is_the_same_on_any_mesh_and_with_any_microbatch():
@@ -214,7 +219,7 @@ def test_a_run_with_users_resumes_to_the_bit_and_notices_other_users(tmp_path):
     crash(tmp_path / "same", 9, plan=PLAN, data=USERS)
     crash(tmp_path / "other", 9, plan=PLAN, data=USERS)
     done = fit(PLAN, USERS, folder=tmp_path / "same")
-    assert bits(done.params) == bits(fit(PLAN, USERS).params) and done.ledger.steps == 12
+    assert bits(done.params) == bits(trained().params) and done.ledger.steps == 12
     moved = np.where(OWNERS == 0, 1, OWNERS)
     moved[0] = 0  # as many users, but other examples
     with pytest.warns(UserWarning, match="different data: it restarts from step 7"):
@@ -230,7 +235,14 @@ def test_a_plan_for_users_speaks_of_people():
     assert "whether the examples of any one person were in the data" in said
     assert "every person is in every batch with probability 0.2" in said
     assert "the contribution of each person" in said and "a person has one user id" in said
-    shared = make_plan(unit="user", group_size=2, noise_multiplier=9.0, neighbouring="replace_one")
+    shared = make_plan(
+        unit="user",
+        group_size=2,
+        noise_multiplier=99.0,
+        sampling="full",
+        expected_batch_size=400,
+        neighbouring="replace_one",
+    )
     said = " ".join(shared.statement().split())
     assert "which of two sets of examples any one person had, or any 2 users that change" in said
     assert "a person has at most 2 user ids" in said
