@@ -89,6 +89,13 @@ def adult(folder: Path | None) -> People:
     return People(data.train, _data.adult_columns(folder, (0, 6)), data.test)
 
 
+def invented() -> People:
+    """Return random examples, for a smoke run."""
+    rng = np.random.default_rng(0)
+    examples = rng.normal(size=(40, 3)).astype(np.float32), np.arange(40) % 2
+    return People(examples, np.arange(40) % 7, examples)
+
+
 def loss(params: Any, example: Examples) -> jax.Array:
     """Return the cross entropy of one example."""
     logits = example[0] @ params["kernel"] + params["bias"]
@@ -197,13 +204,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data-dir", type=Path, help="a folder that holds mnist/ and adult/")
     parser.add_argument("--output", type=Path, default=RESULTS / "users.json", help="a JSON file")
-    parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes")
+    parser.add_argument("--smoke", action="store_true", help="random data, in seconds")
     parser.add_argument("--speed", action="store_true", help="also measure times")
     args = parser.parse_args()
     most, steps, models, rounds = MOST, STEPS, MODELS, 30
     if args.smoke:
         most, steps, models, rounds = (1, 2), 2, MODELS[:1], 1
-    data = {"MNIST": partial(mnist, args.data_dir), "Adult": partial(adult, args.data_dir)}
+    data: dict[str, Callable[[], People]] = {"invented": invented}
+    if not args.smoke:
+        data = {"MNIST": partial(mnist, args.data_dir), "Adult": partial(adult, args.data_dir)}
     work: dict[str, dict[str, Callable[[], Any]]] = {
         f"{name}, ε = {epsilon:g}, {level}": {
             str(m): partial(compare, load, level, epsilon, m, steps) for m in most

@@ -82,9 +82,9 @@ def fit(
         average: "polyak" to compute the mean of the parameters over all steps, or a decay such as
             0.999 to compute an exponential average. The average is computed in float32.
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
-        microbatch_size: how many examples to differentiate at a time, a multiple of the number of
-            devices. A smaller number needs less memory. Microbatches of padding are skipped. This
-            saves time, but the duration of a step then reveals the size of its batch.
+        microbatch_size: how many examples or users to differentiate at a time, a multiple of the
+            number of devices. A smaller number needs less memory. Microbatches of padding are
+            skipped. This saves time, but the duration of a step then reveals the size of its batch.
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
             key, so keep the folder as secret as the data. If other users have permissions on it,

@@ -102,6 +102,12 @@ def test_a_batch_holds_examples_of_its_users(names, tmp_path):
         assert {row.tobytes() for row in rows[mask]} <= {row.tobytes() for row in own}
 
 
+def test_examples_are_chosen_afresh_at_every_step_and_again_when_a_run_resumes():
+    drawn = [bits(USERS.batch(EVERYONE, step, key=KEY)) for step in (0, 1, 2, 0)]
+    assert len(set(drawn[:3])) == 3 and drawn[0] == drawn[3]
+    assert bits(USERS.batch(EVERYONE, 0, key=jax.random.key(1))) not in drawn
+
+
 # Averaging and clipping.
 
 
