@@ -73,10 +73,7 @@ def mnist(folder: Path | None = None) -> Dataset:
 
 def adult(folder: Path | None = None) -> Dataset:
     """Return UCI Adult, as `mnist` does: scaled numbers, and one-hot categories."""
-    tables = []
-    for name, md5 in ADULT_FILES.items():
-        lines = _read("adult", name, md5, folder).decode().splitlines()
-        tables.append([line.rstrip(".").split(", ") for line in lines if line.count(",") == 14])
+    tables = _adult_tables(folder)
     domains = {i: sorted({row[i] for table in tables for row in table}) for i in ADULT_NAMES}
 
     def encode(table: list[list[str]]) -> tuple[np.ndarray, np.ndarray]:
@@ -93,6 +90,21 @@ def adult(folder: Path | None = None) -> Dataset:
 
     train, test = map(encode, tables)
     return Dataset(train, test)
+
+
+def adult_columns(folder: Path | None, columns: tuple[int, ...]) -> np.ndarray:
+    """Return some columns of each training row of Adult, joined to one text."""
+    table, _ = _adult_tables(folder)
+    return np.array([", ".join(row[i] for i in columns) for row in table])
+
+
+def _adult_tables(folder: Path | None) -> list[list[list[str]]]:
+    """Return the training and the test rows of Adult as text."""
+    tables = []
+    for name, md5 in ADULT_FILES.items():
+        lines = _read("adult", name, md5, folder).decode().splitlines()
+        tables.append([line.rstrip(".").split(", ") for line in lines if line.count(",") == 14])
+    return tables
 
 
 def cifar10(folder: Path | None = None) -> Dataset:

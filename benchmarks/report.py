@@ -6,8 +6,10 @@ In README.md, in the manual and in the READMEs of the benchmarks, this script ow
 
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from benchmarks import _advice, _exchanged, _figures, _front, _priced, _trust
 from benchmarks._results import (
@@ -217,6 +219,32 @@ def scaling() -> str:
     )
 
 
+def users() -> str:
+    """Return the accuracies of user level and of group privacy, and what users cost."""
+    record = load("users")
+    parts = {name: part for name, part in record.items() if "ε = " in name}
+
+    def accuracy(row: dict[str, Any]) -> str:
+        best = max(row["accuracies"].values(), key=statistics.fmean)
+        return f"{statistics.fmean(best):.1f} ± {statistics.stdev(best):.1f}"
+
+    rows = [[name, *map(accuracy, part.values())] for name, part in parts.items()]
+    head = ["percent right", *(f"m = {m}" for m in next(iter(parts.values())))]
+    flops = {name: row["users"] / row["examples"] for name, row in record["operations"].items()}
+    text = (
+        f"{markdown(head, rows)}\n\nTest accuracy of softmax regression with full batches and "
+        "δ = 1e-5: mean and standard deviation of five seeds, with\nthe best of six step sizes. "
+        "Nothing accounts for the choice of the step size.\n\n"
+        f"With m = 16, a clipped gradient takes {min(flops.values()):.2f} to "
+        f"{max(flops.values()):.2f} times the floating-point operations of the same number of\n"
+        f"examples without users, as XLA counts them for {len(flops)} models."
+    )
+    if "milliseconds" in record:
+        ratios = [row["users"] / row["examples"] for row in record["milliseconds"].values()]
+        text += f" It takes {min(ratios):.2f} to {max(ratios):.2f} times as long."
+    return text
+
+
 MEASURED: Tables = {
     "demo": demo,
     "smoothing": smoothing,
@@ -246,6 +274,7 @@ def texts() -> dict[Path, Tables]:
             "paper": _front.paper,
             "tpu smoothing": _priced.smoothing_in_short,
         },
+        ROOT / "docs" / "users.md": {"users": users},
         ROOT / "docs" / "guarantees.md": {
             "effective clip norms": _trust.least_effective_clip_norms,
             "rounding": _trust.rounding,

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from optax_lsdp._checks import check_whole
 from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
-from optax_lsdp._trees import describe_arrays, is_floating
+from optax_lsdp._trees import check_mask, describe_arrays, is_floating
 from optax_lsdp._types import PyTree
 
 LossFn: TypeAlias = Callable[..., PyTree]
@@ -172,6 +172,57 @@ def average_views(
         return jax.vmap(loss_of_view)(jax.random.split(key, views)).mean()
 
     return loss
+
+
+def average_examples(loss_fn: LossFn) -> LossFn:
+    """Return the loss of a user: the average of `loss_fn` over the user's examples.
+
+    loss(params, (examples, mask)) = Σⱼ maskⱼ · loss_fn(params, exampleⱼ) / max(1, Σⱼ maskⱼ)
+
+    The losses are averaged before the gradient is clipped, so all examples of a user together
+    contribute at most the clip norm. `fit` calls this function itself if its data are a `UserData`;
+    call it in your own loop.
+
+    Args:
+        loss_fn: `loss_fn(params, example)` returns a scalar for one example. If it takes a key as
+            its third argument, then so does the returned loss, which splits the key.
+
+    Returns:
+        The loss of one user: a `UserBatch` or a pair `(examples, mask)` without its leading axis of
+        users. `examples` are arrays with a leading axis of m examples. `mask` is a bool array of
+        shape (m,), False for padding, whose values do not matter. A user without examples
+        contributes zero.
+
+    >>> def loss_fn(params, x):
+    ...     return params * x
+    >>> examples, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
+    >>> print(jax.grad(average_examples(loss_fn))(5.0, (examples, mask)))
+    2.0
+    """
+
+    def loss(params: optax.Params, user: PyTree, *key: jax.Array) -> jax.Array:
+        examples, mask = user[:2]
+        check_mask(mask, len(jax.tree.leaves(examples)[0]))
+        first = jnp.argmax(mask)
+
+        def fill(x: jax.Array) -> jax.Array:
+            """Replace padding by the first example: 0 · NaN is NaN, if the loss has NaN there."""
+            one = jnp.where(mask[first], x[first], jnp.zeros_like(x[first]))
+            return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
+
+        arguments = jax.tree.map(fill, examples), *(jax.random.split(one, len(mask)) for one in key)
+        call = partial(call_loss, loss_fn, params)
+        if len(mask) == 1:  # the same program as for one example
+            losses = jax.tree.map(lambda x: x[None], call(*jax.tree.map(lambda x: x[0], arguments)))
+        else:
+            losses = jax.vmap(call)(*arguments)
+        if getattr(losses, "shape", None) != mask.shape:
+            got = f"{describe_arrays(losses)} for {len(mask)} examples"
+            raise ValueError(f"`loss_fn` must return a scalar for one example, got {got}.")
+        count = jnp.maximum(mask.sum(dtype=losses.dtype), 1)  # 0/0 is NaN
+        return jnp.sum(jnp.where(mask, losses, 0)) / count
+
+    return _with_arguments_of(loss_fn, loss)
 
 
 def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:

@@ -12,6 +12,7 @@ from typing import Literal
 
 Sampling = Literal["poisson", "without_replacement", "full", "shuffled"]
 Neighbouring = Literal["add_remove", "replace_one", "zero_out"]
+Unit = Literal["example", "user"]  # the unit of privacy; a user has several examples
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Relation:
     sensitivity: float  # the largest distance of two neighbouring clipped sums, in clip norms
     change: str  # what happens to one example, in a few words
     secret: str  # what an attacker tries to find out, in the words of `accounting.statement`
+    secret_of_user: str  # the same, if the unit of privacy is a user
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Scheme:
     title: str  # the scheme's name in prose
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
-    batches: str  # how batches are drawn; `describe` fills in `{rate}` and `{epoch}`
+    batches: str  # how batches are drawn; `describe` fills in `{unit}`, `{rate}` and `{epoch}`
     remark: str = ""  # what the command line prints after the ε of this scheme
     amplified: bool = False  # whether the randomness of the batches lowers ε
     tight: bool = False  # whether the accountant's ε is the true ε up to rounding
@@ -43,9 +45,9 @@ class Scheme:
         """Return "add_remove", or None if the scheme has no analysis for it."""
         return "add_remove" if "add_remove" in self.neighbouring else None
 
-    def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋") -> str:
+    def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋", unit: str = "example") -> str:
         """Return how batches are drawn, in words."""
-        return self.batches.format(rate=rate, epoch=epoch)
+        return self.batches.format(rate=rate, epoch=epoch, unit=unit)
 
     def steps_per_epoch(self, dataset_size: int, batch_size: int) -> float:
         """Return n/b, or ⌊n/b⌋ for schemes that use each example at most once per epoch."""
@@ -57,16 +59,19 @@ RELATIONS: Mapping[Neighbouring, Relation] = {
         sensitivity=1.0,
         change="one example added or removed",
         secret="whether any one example was in the data",
+        secret_of_user="whether the examples of any one person were in the data",
     ),
     "replace_one": Relation(
         sensitivity=2.0,
         change="one example replaced",
         secret="which of two values any one example had",
+        secret_of_user="which of two sets of examples any one person had",
     ),
     "zero_out": Relation(
         sensitivity=1.0,
         change="one example blanked out",
         secret="whether any one example was used or a blank in its place",
+        secret_of_user="whether the examples of any one person were used or blanks in their place",
     ),
 }
 
@@ -75,7 +80,7 @@ SCHEMES: Mapping[Sampling, Scheme] = {
         title="Poisson",
         sampler="PoissonSampler",
         neighbouring=("add_remove", "replace_one", "zero_out"),
-        batches="every example is in every batch with probability {rate}, independently of all "
+        batches="every {unit} is in every batch with probability {rate}, independently of all "
         "else (Poisson sampling; a shuffled data loader does not do this)",
         amplified=True,
         tight=True,
@@ -101,7 +106,7 @@ SCHEMES: Mapping[Sampling, Scheme] = {
         title="shuffled",
         sampler="ShuffledSampler",
         neighbouring=("zero_out", "replace_one"),
-        batches="every example is used at most once in each epoch of {epoch} batches, in any "
+        batches="every {unit} is used at most once in each epoch of {epoch} batches, in any "
         "order; no benefit of a random order is claimed, as no tight analysis is known",
         remark="at most, in any order",
         once_per_epoch=True,

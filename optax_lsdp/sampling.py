@@ -286,11 +286,7 @@ class RandomBits:
 
     def indices(self, bound: int, size: int) -> Array:
         """Return `size` random indices ⌊bound·u⌋, with 64 random bits for each u in [0, 1)."""
-        high, low = self.draw(1, size)
-        times = np.uint32(bound)
-        carried = high * times + _high_product(low, times)
-        overflow = (carried < high * times).astype(np.uint32)
-        return (_high_product(high, times) + overflow).astype(np.int32)
+        return _scaled(*self.draw(1, size), np.uint32(bound))
 
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different random indices below `bound`.
@@ -332,7 +328,51 @@ def _repeats_last(indices: Array, xp: ModuleType) -> Array:
     return indices[xp.argsort(~first, stable=True)]
 
 
-def _high_product(one: Array, other: np.uint32) -> Array:
+def choose_within(
+    key: jax.Array, step: int, users: np.ndarray, counts: np.ndarray, room: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose up to `room` examples of each user, uniformly and without replacement.
+
+    A choice depends on the key, the step and the number of the user, but not on the other users.
+    For counts of c > room, it uses Floyd's algorithm: for j from c − room to c − 1, draw t
+    uniformly from 0 to j, and choose t, or j if t is already chosen.
+
+    Args:
+        key: one Threefry key, used for nothing else.
+        step: the number of the step.
+        users: (n,) the numbers of the users.
+        counts: (n,) how many examples each of them has.
+        room: the largest number of examples of one user.
+
+    Returns:
+        Places of shape (n, room), each below the user's count, and a mask of the same shape that is
+        False for padding. Padding comes last.
+    """
+    check_threefry_key("key", key)
+    bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)
+    keys = threefry(bits.key, (users.astype(np.uint32)[:, None], zero))
+    high, low = threefry(keys, (np.arange(room, dtype=np.uint32)[None], zero))
+    places = np.broadcast_to(np.arange(room), (len(users), room)).copy()
+    is_partial = counts > room
+    last = counts[is_partial, None] - room + np.arange(room)  # j
+    drawn = _scaled(high[is_partial], low[is_partial], (last + 1).astype(np.uint32))
+    chosen = np.zeros_like(last)
+    for k in range(room):
+        is_known = (chosen[:, :k] == drawn[:, k, None]).any(axis=1)
+        chosen[:, k] = np.where(is_known, last[:, k], drawn[:, k])
+    places[is_partial] = chosen
+    mask = np.arange(room) < counts[:, None]
+    return np.where(mask, places, 0), mask
+
+
+def _scaled(high: Array, low: Array, times: np.uint32 | np.ndarray) -> Array:
+    """Return ⌊times·u⌋ as int32, for u = (2³² high + low) / 2⁶⁴."""
+    carried = high * times + _high_product(low, times)
+    overflow = (carried < high * times).astype(np.uint32)
+    return (_high_product(high, times) + overflow).astype(np.int32)
+
+
+def _high_product(one: Array, other: np.uint32 | np.ndarray) -> Array:
     """Return the upper 32 bits of the product of two 32-bit numbers."""
     half, lower = np.uint32(16), np.uint32(0xFFFF)
     a, b, c, d = one >> half, one & lower, other >> half, other & lower

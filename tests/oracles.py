@@ -237,3 +237,15 @@ def delta_of_two_steps(p, q, noise, epsilon):
         at_p, at_q = (density(sums, low + i * width) for sums in (p, q))
         total += at_p * delta_of_sums(p, q, noise, epsilon - mpmath.log(at_p / at_q))
     return total * width
+
+
+def sum_of_users(
+    gradients: np.ndarray, owners: np.ndarray, clip_norm: float, most: int | None = None
+) -> np.ndarray:
+    """Average the gradients of each user's first `most` examples, clip the averages, and sum."""
+    total = np.zeros(gradients.shape[1])
+    for user in sorted(set(owners.tolist())):
+        own = [row for row, owner in zip(gradients, owners, strict=True) if owner == user][:most]
+        mean = sum(np.asarray(row, np.float64) for row in own) / len(own)
+        total += clip_rows(mean[None], clip_norm)[0]
+    return total

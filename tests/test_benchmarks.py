@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data, _timing, effective_clip_norm, zoo
+from benchmarks import _data, _timing, effective_clip_norm, users, zoo
 from benchmarks._results import RESULTS
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
@@ -89,6 +89,30 @@ def test_a_smoke_run_of_effective_clip_norms_goes_on_where_it_stopped(tmp_path, 
     lost = again["tpu"]["softmax regression"]
     assert (lost["smallest"], lost["median"]) == (found["smallest"], found["median"])
     assert 0.95 <= found["smallest"] <= found["median"] <= 1
+
+
+def test_a_smoke_run_of_users_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    output = tmp_path / "users.json"
+    monkeypatch.setattr(users, "EPSILONS", (3.0,))
+    monkeypatch.setattr(sys, "argv", ["users", "--smoke", "--speed", "--output", str(output)])
+    users.main()
+    whole = json.loads(output.read_text())
+    levels = {name: part for name, part in whole.items() if "level" in name or "group" in name}
+    assert {name: [row["examples"] for row in part.values()] for name, part in levels.items()} == {
+        "invented, ε = 3, user level": [40, 40],
+        "invented, ε = 3, group privacy": [7, 14],
+    }
+    found = levels["invented, ε = 3, user level"].pop("2")
+    output.write_text(json.dumps({**whole, "is_whole": False}))
+    users.main()
+    again = json.loads(output.read_text())
+    assert again["is_whole"] and again["invented, ε = 3, user level"]["2"] == found
+    assert again["milliseconds"] == whole["milliseconds"]
+
+
+def test_users_take_hardly_more_operations_than_examples_on_record():
+    for name, row in _timing.load_record(RESULTS / "users.json")["operations"].items():
+        assert row["users"] <= 1.1 * row["examples"], name
 
 
 def test_examples_of_the_zoo_get_nearly_the_clip_norm_on_record():

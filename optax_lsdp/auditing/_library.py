@@ -23,7 +23,11 @@ from optax_lsdp.auditing import _clipping as clipping
 from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
-from optax_lsdp.auditing._training import audit_one_step_of_fit, audit_resumed_runs
+from optax_lsdp.auditing._training import (
+    audit_one_step_of_fit,
+    audit_one_step_with_users,
+    audit_resumed_runs,
+)
 from optax_lsdp.clipping import clipped_grad
 from optax_lsdp.discrete import add_discrete_gaussian_noise, quantized_grad
 from optax_lsdp.noise import add_gaussian_noise
@@ -195,6 +199,9 @@ AUDITS = {
     "collectives on several devices": Audit(clipping.audit_collectives, True),
     "a step of fit on neighbouring data": Audit(audit_one_step_of_fit, True, needs_orbax=True),
     "resumed runs": Audit(audit_resumed_runs, True, needs_orbax=True),
+    "a step of fit with and without a user": Audit(
+        audit_one_step_with_users, True, needs_orbax=True
+    ),
 }
 
 

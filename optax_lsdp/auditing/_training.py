@@ -1,4 +1,4 @@
-"""Audit `fit`: what one example changes in a released model, and the noise of resumed runs.
+"""Audit `fit`: what an example or a user changes in a model, and the noise of resumed runs.
 
 The keys of a run's steps are derived from a nonce, a random label. If a run is resumed with
 different data, it must draw a new nonce. The audit fixes the clock, the process number and all
@@ -13,6 +13,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -22,17 +23,20 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from optax_lsdp._schemes import Unit
 from optax_lsdp.auditing._report import ClaimsReport
 from optax_lsdp.planning import PrivacyPlan
 
 if TYPE_CHECKING:
-    from optax_lsdp.training import StepReport
+    from optax_lsdp.training import StepReport, UserData
 
 _SIZE, _WIDTH, _CLIP_NORM = 8, 4, 0.5
 _plan = partial(PrivacyPlan, noise_multiplier=2.0, delta=1e-5, clip_norm=_CLIP_NORM)
 _MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
 _SCALES = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
 _CHANGED = (0, 2, 7)  # a large and a small example of the first microbatch, and the last example
+_OWNERS = (2, 0, 1, 3, 1, 2, 3, 3, 1, 3)  # the users of ten examples
+_MOST = 3  # examples of a user in a step; user 3 has four
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
 _LEAST_DIFFERENT = 10  # two random 64-bit numbers differ in fewer bits with P < 1e-8
@@ -52,19 +56,45 @@ def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
     for index in _CHANGED:
         without = np.where(np.arange(_SIZE)[:, None] == index, 0, data).astype(np.float32)
         added = _SIZE * (_params_after_one_step(without, keys[1]) - everyone)
-        gradient = data[index].astype(np.float64)
-        wanted = gradient / max(np.linalg.norm(gradient) / _CLIP_NORM, 1.0)
-        error, length = (np.linalg.norm(x) / _CLIP_NORM for x in (added - wanted, added))
-        wrong = f"it adds {length:.6g} clip norms, an error of {error:.3g}"
-        claims[f"example {index} adds its clipped gradient"] = "" if error <= _ROUNDING else wrong
+        claims[f"example {index} adds its clipped gradient"] = _wrong_sum(added, data[index][None])
     return ClaimsReport(claims)
 
 
-def _params_after_one_step(data: np.ndarray, key: jax.Array) -> np.ndarray:
-    """Return the parameters after one step on all examples. Each example is its own gradient."""
-    from optax_lsdp.training import fit  # needs Orbax, which is optional
+def audit_one_step_with_users(key: jax.Array) -> ClaimsReport:
+    """Take a step with and without the examples of a user, and compare with their average."""
+    from optax_lsdp.training import UserData  # needs Orbax, which is optional
 
-    plan = _plan(dataset_size=_SIZE, expected_batch_size=_SIZE, steps=1, sampling="full")
+    keys, owners = jax.random.split(key), np.asarray(_OWNERS)
+    rows = np.asarray(jax.random.normal(keys[0], (len(owners), _WIDTH)))
+    data = np.asarray((0.1, 0.01, 1e3, 30.0))[owners, None].astype(np.float32) * rows
+    users = partial(UserData, users=owners, max_examples=_MOST)
+    everyone, size = _params_after_one_step(users(data), keys[1]), max(owners) + 1
+    claims = {}
+    for user in range(size):
+        without = np.where(owners[:, None] == user, 0, data)
+        added = size * (_params_after_one_step(users(without), keys[1]) - everyone)
+        own = data[owners == user]
+        means = [np.mean(some, axis=0) for some in combinations(own, min(_MOST, len(own)))]
+        claims[f"user {user} adds a clipped average"] = _wrong_sum(added, np.stack(means))
+    return ClaimsReport(claims)
+
+
+def _wrong_sum(added: np.ndarray, gradients: np.ndarray) -> str:
+    """Return "" if `added` is one of the gradients, clipped. Otherwise return what is wrong."""
+    norms = np.linalg.norm(gradients.astype(np.float64), axis=1, keepdims=True)
+    wanted = gradients / np.maximum(norms / _CLIP_NORM, 1.0)
+    error = np.linalg.norm(added - wanted, axis=1).min() / _CLIP_NORM
+    wrong = f"it adds {np.linalg.norm(added) / _CLIP_NORM:.6g} clip norms, an error of {error:.3g}"
+    return "" if error <= _ROUNDING else wrong
+
+
+def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.ndarray:
+    """Return the parameters after one step on all data. Each example is its own gradient."""
+    from optax_lsdp.training import UserData, fit  # needs Orbax, which is optional
+
+    size = len(data)
+    unit: Unit = "user" if isinstance(data, UserData) else "example"
+    plan = _plan(dataset_size=size, expected_batch_size=size, steps=1, sampling="full", unit=unit)
     run = partial(fit, plan, optimizer=optax.sgd(1.0), microbatch_size=_MICROBATCH, progress=False)
     return np.asarray(run(jnp.vdot, jnp.zeros(_WIDTH), data, key=key).params, np.float64)
 

@@ -2,7 +2,7 @@
 
 This module checks the arguments, chooses the engine, and marks the clipped sum. The engines are in
 `_vmap` and `bookkeeping`. Each index of the batch's leading axis is one example, the unit of
-privacy. For per-user clipping, let one example hold all records of one user.
+privacy. To clip per user, let one example hold the examples of one user: `average_examples`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import jax
 import numpy as np
@@ -18,9 +18,9 @@ import optax
 import optax_lsdp.planning._budget as budget
 import optax_lsdp.planning._settings as settings
 import optax_lsdp.sampling as samplers
-from optax_lsdp._checks import check_at_most, check_delta, check_whole, is_number
+from optax_lsdp._checks import check_at_most, check_choice, check_delta, check_whole, is_number
 from optax_lsdp._keys import check_key, fold_in_text
-from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling
+from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling, Unit
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.accounting import Composition, Ledger, SampledGaussian, show_epsilon, statement
 from optax_lsdp.clipping import PerExample, value_and_clipped_grad
@@ -63,7 +63,10 @@ class PrivacyPlan:
             `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
             `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
-        group_size: the largest number of examples that one person contributes.
+        group_size: the largest number of examples that one person contributes or, with
+            unit="user", of user ids that one person has.
+        unit: the unit of privacy. With "user", `dataset_size` and batch sizes count users, and a
+            user may have any number of examples; see `training.UserData`.
         max_batch_size: the size to which larger Poisson batches are truncated. The default is
             `room`, which batches exceed so rarely that a hundredth of δ covers the truncation.
 
@@ -90,6 +93,7 @@ class PrivacyPlan:
     sampling: Sampling = "poisson"
     neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
     group_size: int = 1
+    unit: Unit = "example"
     max_batch_size: int | None = None
     digest: str = field(init=False, repr=False, compare=False)  # a hash of all settings
 
@@ -98,6 +102,7 @@ class PrivacyPlan:
             if getattr(value, "shape", None) == () and not isinstance(value, jax.core.Tracer):
                 self._set(name, value.item())  # a NumPy or JAX scalar
         check_delta("delta", self.delta)
+        check_choice("unit", self.unit, get_args(Unit))
         sizes = self.dataset_size, self.expected_batch_size
         settings.check_sizes(self.sampling, *sizes, self.max_batch_size)
         settings.check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
@@ -105,7 +110,7 @@ class PrivacyPlan:
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
                 f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
-                f"mechanism that publishes one example outright, got {self.delta:g}.",
+                f"mechanism that publishes one {self.unit} outright, got {self.delta:g}.",
                 stacklevel=3,
             )
         self._set("steps", settings.number_of_steps(self.steps, self.epochs, self.sampling, *sizes))
@@ -309,7 +314,8 @@ class PrivacyPlan:
         >>> print(plan.statement().splitlines()[0])
         ε = 1.0000 at δ = 0.0001.
         """
-        text = statement(self.mechanism, self.delta, reserved=self.delta - self.delta_of_noise)
+        reserved = self.delta - self.delta_of_noise
+        text = statement(self.mechanism, self.delta, reserved=reserved, unit=self.unit)
         if self.epsilon > 1.001 * self.mechanism.epsilon(self.delta_of_noise):
             text += (
                 f"\n\nThe budget is ε = {show_epsilon(self.epsilon)}. A run that restarts with "
@@ -318,8 +324,9 @@ class PrivacyPlan:
             )
         if self.delta_of_noise < self.delta:
             text += (
-                f"\n\nBatches have room for {self.room:,} examples. Of a larger batch, a random "
-                f"subset of this\nsize is kept. {_RESERVED:.0%} of δ is reserved for this case."
+                f"\n\nBatches have room for {self.room:,} {self.unit}s. Of a larger batch, a "
+                "random subset of this\nsize is kept. "
+                f"{_RESERVED:.0%} of δ is reserved for this case."
             )
         return text
 

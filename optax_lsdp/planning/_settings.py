@@ -18,6 +18,7 @@ from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import sensitivity
 
 _VERSION = 1  # of the JSON format
+_OMITTED = {"unit": "example"}  # values that JSON omits, so that older texts keep their meaning
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,11 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
 
 def write_settings(settings: Mapping[str, object]) -> str:
     """Return settings as JSON text."""
-    written = {name: _to_json(name, value) for name, value in settings.items()}
+    written = {
+        name: _to_json(name, value)
+        for name, value in settings.items()
+        if name not in _OMITTED or value != _OMITTED[name]
+    }
     return json.dumps({"optax_lsdp_plan": _VERSION, **written}, indent=1)
 
 
@@ -125,6 +130,7 @@ def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
     try:
         found = checks.read_json(text)
         version = found.pop("optax_lsdp_plan")
+        found = _OMITTED | found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{str(text)[:40]!r} ({error})"
         raise ValueError(f"`text` must be a text that to_json returned, got {got}.") from error

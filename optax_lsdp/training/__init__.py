@@ -8,10 +8,12 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
     ) from error
-from optax_lsdp._loss import average_views, keep_batch_axis, mixed_precision
+from optax_lsdp._loss import average_examples, average_views, keep_batch_axis, mixed_precision
 from optax_lsdp.training._export import export_params, load_params
 from optax_lsdp.training._progress import FitResult, StepReport, StopTraining
+from optax_lsdp.training._users import UserBatch, UserData
 from optax_lsdp.training._validation import DataError
 
-__all__ = ["DataError", "FitResult", "StepReport", "StopTraining", "average_views"]
-__all__ += ["export_params", "fit", "keep_batch_axis", "load_params", "mixed_precision"]
+__all__ = ["DataError", "FitResult", "StepReport", "StopTraining", "UserBatch", "UserData"]
+__all__ += ["average_examples", "average_views", "export_params", "fit", "keep_batch_axis"]
+__all__ += ["load_params", "mixed_precision"]

@@ -1,14 +1,14 @@
 """Read the data of a run: examples by index, and the microbatches of each step.
 
-Data are arrays with a leading axis of examples, or a source that returns one example per index. The
-plan's sampler chooses the indices of a batch. In each process, a thread reads the examples of the
-process's own devices, one microbatch ahead.
+Data are arrays with a leading axis of examples, a source that returns one example per index, or a
+`UserData`, whose batches consist of users. The plan's sampler chooses the indices of a batch. In
+each process, a thread reads the examples of the process's own devices, one microbatch ahead.
 """
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -21,9 +21,11 @@ from optax_lsdp._checks import check_whole
 from optax_lsdp._trees import describe_arrays
 from optax_lsdp._types import PyTree
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.sampling import Batch
 from optax_lsdp.training import _validation as validation
 from optax_lsdp.training._multihost import Placement, raise_everywhere
 from optax_lsdp.training._step import Microbatch
+from optax_lsdp.training._users import UserBatch, UserData
 
 _ROWS_AT_ONCE = 2**16  # examples to check or hash at a time
 _HASHED_BYTES = 2**32  # of larger data, only some examples are hashed
@@ -47,6 +49,20 @@ class Examples:
     read: Callable[[np.ndarray], PyTree]  # returns the examples at some indices
     arrays: Sequence[np.ndarray] = ()  # the arrays that hold all examples; a source has none
     is_hashed: bool = False  # whether `hash_data` covers every example
+    users: UserData | None = None  # who has which example, if a batch consists of users
+
+    @property
+    def has_user_axis(self) -> bool:
+        """Return whether a batch consists of users who may have several examples."""
+        return self.users is not None and self.users.width > 1
+
+    def take_batch(self, batch: Batch, step: int, key: jax.Array) -> PyTree:
+        """Return the examples of a batch, or some examples of its users."""
+        if self.users is None:
+            return self.take(*batch)
+        found = self.users.batch(batch, step, key=key)
+        # With one example each, the batch is the same as without users.
+        return found if self.has_user_axis else jax.tree.map(lambda x: x[:, 0], found.examples)
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
         """Return the examples at `indices`, with zeros where the mask is False."""
@@ -61,8 +77,10 @@ class Examples:
         return jax.tree.map_with_path(pad, self.first, self.read(indices[mask]))
 
 
-def open_data(data: PyTree | Source) -> Examples:
-    """Return the examples in `data`. Raise unless `data` are arrays or a source."""
+def open_data(data: PyTree | Source | UserData) -> Examples:
+    """Return the examples in `data`. Raise unless `data` are arrays, a source or a `UserData`."""
+    if isinstance(data, UserData):
+        return replace(_open_arrays(data.arrays), users=data)
     if isinstance(data, dict | tuple | np.ndarray | jax.Array):
         return _open_arrays(validation.as_arrays(data))
     validation.check_kind(data)
@@ -137,6 +155,33 @@ def _open_source(source: Source) -> Examples:
     return Examples(len(source), first, read)
 
 
+def check_unit(plan: PrivacyPlan, data: object, examples: Examples) -> None:
+    """Raise unless the plan's unit of privacy fits the data, and their number is `dataset_size`."""
+    if plan.unit == "user" and examples.users is None:
+        raise TypeError(
+            "`data` must be a UserData if the plan's unit is 'user', got "
+            f"{type(data).__name__}; pass training.UserData(data, users, max_examples=...), or "
+            'make a plan with unit="example".'
+        )
+    if plan.unit == "example" and examples.users is not None:
+        raise ValueError(
+            '`plan` must have unit="user" if `data` is a UserData, got unit="example"; make a plan '
+            "that counts users in `dataset_size` and `expected_batch_size`."
+        )
+    if examples.users is not None and len(examples.users) != plan.dataset_size:
+        raise ValueError(
+            f"`data` must have {plan.dataset_size} users, the plan's `dataset_size`, got "
+            f"{len(examples.users)} different ids; make a plan for this number of users, because "
+            "every user must have an example."
+        )
+    if examples.users is None and examples.size != plan.dataset_size:
+        raise ValueError(
+            f"`data` must have {plan.dataset_size} examples, the plan's `dataset_size`, got "
+            f"{examples.size}; pass several arrays as a dict or tuple, because a list holds one "
+            "example per entry, or make a plan for this number of examples."
+        )
+
+
 def _check_size(size: int) -> None:
     if not size:
         raise ValueError("`data` must hold at least one example, got none.")
@@ -146,6 +191,9 @@ def hash_data(examples: Examples) -> str:
     """Return a hash of all examples or, unless `is_hashed`, of some examples."""
     digest = hashlib.blake2b(repr((examples.size, jax.tree.structure(examples.first))).encode())
     update_digest(digest, examples.first)
+    if examples.users is not None:
+        digest.update(repr(examples.users.width).encode())
+        update_digest(digest, examples.users.owners)
     if examples.is_hashed:
         for leaf in examples.arrays:
             digest.update(repr((leaf.shape, str(leaf.dtype))).encode())
@@ -184,8 +232,13 @@ def describe_microbatch(
         dtype = jnp.asarray(x).dtype
         return jax.ShapeDtypeStruct((size, *x.shape), dtype, sharding=placement.split)
 
-    mask: PyTree = rows(np.zeros((), bool))
-    return Microbatch(jax.tree.map(rows, examples.first), mask, key, np.int32(0))
+    first, mask = examples.first, np.zeros((), bool)
+    if examples.users is not None and examples.has_user_axis:
+        width = examples.users.width
+        slots = jax.tree.map(lambda x: np.broadcast_to(x, (width, *x.shape)), first)
+        first = UserBatch(slots, np.zeros(width, bool), np.zeros((), np.int32))
+    first, mask = jax.tree.map(rows, (first, mask))
+    return Microbatch(first, mask, key, np.int32(0))
 
 
 class Read(NamedTuple):
@@ -217,6 +270,7 @@ class BatchReader:
     ) -> None:
         self.sampler = plan.sampler(key, multiple_of=size)
         self._key = plan.derive_key(key, "examples")
+        self._choice_key = plan.derive_key(key, "users")
         self._examples, self._size, self._placement = examples, size, placement
         self._thread, self._hashed = thread, hashed
         self._local_rows = np.full(size, placement.split is None)  # those of this process's devices
@@ -248,11 +302,14 @@ class BatchReader:
             count = max(-(-int(mask.sum()) // self._size), least)  # padding comes last
             for place in range(count):
                 rows = np.arange(place * self._size, (place + 1) * self._size)[self._local_rows]
-                found = self._examples.take(indices[rows], mask[rows])
+                batch = Batch(indices[rows], mask[rows])
+                found = self._examples.take_batch(batch, step, self._choice_key)
                 if self._hashed:
                     update_digest(digest, (indices[rows], mask[rows], found))
                 examples, masks = jax.tree.map(self._put, (found, mask[rows]))
-                key = jax.random.fold_in(jax.random.fold_in(self._key, step), place)
+                # With users, a loss gets its keys by step and user, in any microbatch.
+                part = 0 if self._examples.has_user_axis else place
+                key = jax.random.fold_in(jax.random.fold_in(self._key, step), part)
                 key = self._placement.replicate(key)
                 microbatch = Microbatch(examples, masks, key, np.int32(step))
                 yield Read(microbatch, place == count - 1, digest.hexdigest())

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -20,7 +21,7 @@ import optax
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._keys import check_key
-from optax_lsdp._loss import LossFn
+from optax_lsdp._loss import LossFn, average_examples
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.clipping import ClipStyle
@@ -28,10 +29,17 @@ from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training import _resume, _step
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
-from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
+from optax_lsdp.training._data import (
+    Source,
+    check_unit,
+    choose_microbatch_size,
+    describe_microbatch,
+    open_data,
+)
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
 from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._users import UserData
 from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 
 
@@ -39,7 +47,7 @@ def fit(
     plan: PrivacyPlan,
     loss_fn: LossFn,
     params: optax.Params,
-    data: PyTree | Source,
+    data: PyTree | Source | UserData,
     *,
     optimizer: optax.GradientTransformation,
     smoothing: Smoothing | None = None,
@@ -66,16 +74,17 @@ def fit(
         params: the initial parameters. If they are on a mesh, they keep their sharding.
         data: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis of
             each array counts the examples. `data` can also be a list of examples, or a source of
-            examples with `len(data)` and `data[index]`, such as a Grain data source.
+            examples with `len(data)` and `data[index]`, such as a Grain data source. If the plan's
+            unit is "user", pass a `UserData`.
         optimizer: an ordinary Optax optimizer. The plan makes it private.
         smoothing: replaces the plan's smoothing: σ as a number or schedule, or a
             `laplacian_smooth(...)` transform.
         average: "polyak" to compute the mean of the parameters over all steps, or a decay such as
             0.999 to compute an exponential average. The average is computed in float32.
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
-        microbatch_size: how many examples to differentiate at a time, a multiple of the number of
-            devices. A smaller number needs less memory. Microbatches of padding are skipped. This
-            saves time, but the duration of a step then reveals the size of its batch.
+        microbatch_size: how many examples or users to differentiate at a time, a multiple of the
+            number of devices. A smaller number needs less memory. Microbatches of padding are
+            skipped. This saves time, but the duration of a step then reveals the size of its batch.
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
             key, so keep the folder as secret as the data. If other users have permissions on it,
@@ -123,12 +132,12 @@ def fit(
         raise TypeError("`fit` must be called outside of jit, grad and vmap, got traced arrays.")
     check_whole("save_every", save_every)
     examples = open_data(data)
-    if examples.size != plan.dataset_size:
-        raise ValueError(
-            f"`data` must have {plan.dataset_size} examples, the plan's `dataset_size`, got "
-            f"{examples.size}; pass several arrays as a dict or tuple, because a list holds one "
-            "example per entry, or make a plan for this number of examples."
-        )
+    check_unit(plan, data, examples)
+    unchanged, loss_of_unit = plan, loss_fn
+    if examples.has_user_axis:
+        loss_of_unit = average_examples(loss_fn)
+    elif plan.unit == "user":  # one example each: draw the same numbers as without users
+        plan = replace(plan, unit="example")
     check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
         raise TypeError(
@@ -160,14 +169,14 @@ def fit(
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
         if folder is not None:
-            kept = stack.enter_context(closing(RunFolder(folder, plan)))
+            kept = stack.enter_context(closing(RunFolder(folder, unchanged)))
             initial = _resume.hash_initial(state.params, state.optimizer)
             saved = kept.restore(state)
             if saved is not None:
                 _resume.warn_if_ignored(initial, saved.initial)
                 state = saved.state  # frees the memory of the initial state
         compiler = _resume.Compiler(examples)
-        step = _step.make_step(plan, loss_fn, make_private(state.key), average, clip_style)
+        step = _step.make_step(plan, loss_of_unit, make_private(state.key), average, clip_style)
         shapes_of_state = _step.describe(state, mesh is not None)
 
         def compile_step(size: int) -> _step.CompiledStep:

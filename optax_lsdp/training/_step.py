@@ -23,6 +23,7 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
+from optax_lsdp.training._users import UserBatch
 
 Average = float | Literal["polyak"] | None
 
@@ -44,9 +45,9 @@ class State(NamedTuple):
 class Microbatch(NamedTuple):
     """A part of a batch, as an argument of the compiled functions."""
 
-    examples: PyTree  # arrays with a leading axis of examples
+    examples: PyTree  # arrays with a leading axis of examples, or a `UserBatch`
     mask: jax.Array  # False where there is padding
-    key: jax.Array  # to be split into one key per example
+    key: jax.Array  # from which one key per example or user is derived
     step: np.int32  # the number of the step, from 0
 
 
@@ -82,7 +83,9 @@ def make_step(
         params: optax.Params, sums: Sums | None, microbatch: Microbatch
     ) -> tuple[Sums, jax.Array]:
         batch, mask, key, step = microbatch
-        if keyed:
+        if keyed and isinstance(batch, UserBatch):
+            batch = batch, jax.vmap(jax.random.fold_in, (None, 0))(key, batch.users)
+        elif keyed:
             batch = batch, jax.random.split(key, len(mask))
         options = {"step": step} if scheduled else {}
         per_example, total = gradient(params, batch, mask, **options)

@@ -76,20 +76,24 @@ def check_example(example: PyTree) -> None:
             )
 
 
-def as_arrays(data: PyTree) -> PyTree:
-    """Convert the leaves of a tree to numeric NumPy arrays. NumPy arrays are not copied."""
-    return jax.tree.map_with_path(lambda path, leaf: _as_array(describe_path(path), leaf), data)
+def as_arrays(data: PyTree, name: str = "data") -> PyTree:
+    """Convert the leaves of a tree to numeric NumPy arrays. NumPy arrays are not copied.
+
+    Error messages call the tree `name`.
+    """
+    convert = partial(_as_array, name)
+    return jax.tree.map_with_path(lambda path, leaf: convert(describe_path(path), leaf), data)
 
 
-def _as_array(where: str, leaf: object) -> np.ndarray:
+def _as_array(name: str, where: str, leaf: object) -> np.ndarray:
     if isinstance(leaf, np.ma.MaskedArray):
         raise TypeError(
-            f"`data` must hold plain arrays, got a masked array{where}, whose mask would be lost; "
-            "fill in the masked entries, and pass the mask as a separate array for the loss."
+            f"`{name}` must hold plain arrays, got a masked array{where}, whose mask would be "
+            "lost; fill in the masked entries, and pass the mask as a separate array for the loss."
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         raise TypeError(
-            f"`data` must hold numbers{where}, got random keys; leave them out and write "
+            f"`{name}` must hold numbers{where}, got random keys; leave them out and write "
             "`loss_fn(params, example, key)`: `fit` passes a new key for every example and step."
         )
     try:
@@ -97,12 +101,12 @@ def _as_array(where: str, leaf: object) -> np.ndarray:
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise TypeError(
-            f"`data` must hold arrays, got {type(leaf).__name__}{where}, which NumPy cannot "
+            f"`{name}` must hold arrays, got {type(leaf).__name__}{where}, which NumPy cannot "
             f"convert: {reason}."
         ) from error
     if not is_numeric(array):
         raise TypeError(
-            f"`data` must hold numbers, got {array.dtype}{where}; {_remedy_for(array)}."
+            f"`{name}` must hold numbers, got {array.dtype}{where}; {_remedy_for(array)}."
         )
     return array
 

@@ -124,6 +124,17 @@ def _without_label(derive_key):
     return lambda self, key, label: derive_key(self, key, "")
 
 
+def _one_user_per_example(value_and_clipped_grad, *args, **options):
+    gradient = value_and_clipped_grad(*args, **options)
+
+    def flat(params, users, mask):
+        present = (users.mask & mask[:, None]).reshape(-1)
+        slots = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), users[:2])
+        return gradient(params, slots, present)
+
+    return flat
+
+
 def _drawn_as(token_hex):
     return replace(f"{TRAINING}._journal:secrets", SimpleNamespace(token_hex=token_hex))
 
@@ -132,6 +143,7 @@ SMALL, LARGE, ON_DEVICES = "noise", "noise of large leaves", "noise on several d
 CANARY = "a step of DP-LSSGD with and without a canary"
 POISSON, FIXED, MISTAKES = "Poisson sampler", "fixed-size sampler", "likely mistakes"
 PLAN, PLAN_NOISE, RUNS = "a plan", "noise of a plan's optimizer", "resumed runs"
+USERS = "a step of fit with and without a user"
 MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "nine tenths of the noise": Mutation(SMALL, (wrap(f"{NOISE}:standard_normal", _nine_tenths),)),
     "noise without its lower tail": Mutation(SMALL, (wrap(f"{KEYS}:_quantile", _cut_at_three),)),
@@ -249,6 +261,21 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     ),
     "a nonce made from the process number": Mutation(
         RUNS, (_drawn_as(lambda size: f"{os.getpid():016x}"),)
+    ),
+    "examples of users clipped one by one": Mutation(
+        USERS, (wrap(f"{PLANNING}._plan:value_and_clipped_grad", _one_user_per_example),)
+    ),
+    "gradients of users summed and not averaged": Mutation(
+        USERS, rewrite("optax_lsdp._loss:average_examples", " / count", "", f"{TRAINING}._fit")
+    ),
+    "averages of users that count padding": Mutation(
+        USERS,
+        rewrite(
+            "optax_lsdp._loss:average_examples",
+            "jnp.maximum(mask.sum(dtype=losses.dtype), 1)",
+            "len(mask)",
+            f"{TRAINING}._fit",
+        ),
     ),
     "a resumed run that reuses noise on other data": Mutation(
         RUNS,

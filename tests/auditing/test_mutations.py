@@ -25,6 +25,7 @@ QUICK = (
     "the same noise on all devices",
     "batches that repeat every 1,000 steps",
     "a plan whose optimizer adds less noise",
+    "examples of users clipped one by one",
 )
 
 

@@ -45,6 +45,11 @@ def main(port, rank, folder):
     assert done.stopped == "done"
     local = [np.asarray(leaf.addressable_data(0)) for leaf in jax.tree.leaves(done.params)]
     np.savez(folder / f"fresh-key-{rank}.npz", *local)
+    # Each process reads the examples of its own users.
+    from tests.training.test_users import PLAN, USERS
+
+    done = fit(PLAN, USERS, mesh=mesh, microbatch_size=16)
+    training.export_params(folder / "users.npz", done.params)
     read = sorted(set(source.read[1:]))  # the first one was read for its shape
     (folder / f"read-{rank}.json").write_text(json.dumps(read))
 

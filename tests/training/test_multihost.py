@@ -30,6 +30,7 @@ from tests.training.problem import (
     make_plan,
     reference,
 )
+from tests.training.test_users import trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:The run in this folder was made with different")
 
@@ -133,6 +134,8 @@ def test_two_processes_train_what_one_trains(tmp_path):
     # Both processes share a fresh key, so they have drawn the same noise.
     with np.load(tmp_path / "fresh-key-0.npz") as one, np.load(tmp_path / "fresh-key-1.npz") as two:
         assert all(one[name].tobytes() == two[name].tobytes() for name in one)
+    with np.load(tmp_path / "users.npz") as found:
+        assert_close(dict(found), dict(trained().params), atol=1e-5)
     errors = [(tmp_path / f"error-{rank}.txt").read_text() for rank in (0, 1)]
     assert any("must return example 12" in error for error in errors)
     # One process with another number of devices reads the checkpoint of both.

@@ -1,0 +1,138 @@
+"""Data in which a user has several examples, so that a batch consists of users.
+
+`UserData` chooses some examples of each user of a batch. `average_examples` turns the loss of one
+example into the loss of one user. A user's gradient is then clipped as a whole.
+"""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
+
+from optax_lsdp._checks import check_whole
+from optax_lsdp._keys import check_key, fold_in_text
+from optax_lsdp._types import PyTree
+from optax_lsdp.sampling import Batch, choose_within
+from optax_lsdp.training import _validation as validation
+
+
+class UserBatch(NamedTuple):
+    """The users of a batch, with some examples of each.
+
+    Attributes:
+        examples: arrays of shape (n, m, …) for n users with m examples each; zero for padding.
+        mask: (n, m) bool, False for padding. How many examples a user has is private.
+        users: (n,) int32, the number of each user; zero for padding.
+    """
+
+    examples: PyTree
+    mask: np.ndarray
+    users: np.ndarray
+
+
+class UserData:
+    """Examples that belong to users, for plans with `unit="user"`.
+
+    Each time that a user is in a batch, up to m of their examples are chosen afresh, uniformly and
+    without replacement. The gradients of these examples are averaged, and the average is clipped.
+    So adding or removing a user with all their examples moves the sum by at most the clip norm.
+    With neighbouring="replace_one", all examples of a user may change, and their number as well.
+
+    `len(data)` is the number of users, the plan's `dataset_size`. Users are numbered in the order
+    of their first example. If no user has two examples, `fit` trains to the bit what it trains
+    without users.
+
+    Args:
+        arrays: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis
+            of each array counts the examples.
+        users: an id for each example, integers or strings, in any order. Nobody may have several
+            ids, unless the plan's `group_size` says how many.
+        max_examples: m, the largest number of examples of one user in a batch.
+
+    Attributes:
+        arrays: the arrays, in NumPy.
+        owners: (n,) the number of each example's user.
+        width: how many examples of one user a batch has room for: `max_examples`, or less if no
+            user has as many.
+
+    >>> data = UserData(
+    ...     np.array([1.0, 2.0, 3.0, 4.0]), ["ann", "bob", "ann", "ann"], max_examples=2
+    ... )
+    >>> len(data)
+    2
+    >>> everyone = Batch(np.array([0, 1]), np.array([True, True]))
+    >>> batch = data.batch(everyone, step=0, key=jax.random.key(0))
+    >>> batch.examples[1], batch.mask[1]
+    (array([2., 0.]), array([ True, False]))
+    """
+
+    def __init__(self, arrays: PyTree, users: ArrayLike, *, max_examples: int) -> None:
+        check_whole("max_examples", max_examples)
+        if not isinstance(arrays, dict | tuple | np.ndarray | jax.Array):
+            raise TypeError(
+                "`arrays` must be an array, or a dict or tuple of arrays, got "
+                f"{type(arrays).__name__}; convert it with np.asarray."
+            )
+        self.arrays = validation.as_arrays(arrays, "arrays")
+        ids = _as_ids(users)
+        lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(self.arrays)}
+        if lengths != {ids.shape}:
+            raise ValueError(
+                f"`users` must have one id per example, got ids of shape {ids.shape} for arrays of "
+                f"shapes {[leaf.shape for leaf in jax.tree.leaves(self.arrays)]}."
+            )
+        if not len(ids):
+            raise ValueError("`arrays` must hold at least one example, got none.")
+        _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        numbers = np.argsort(np.argsort(first))  # of the users, by their first example
+        self.owners = numbers[inverse]
+        self._counts = np.bincount(self.owners)
+        # The examples of user u are `_order[_starts[u] : _starts[u] + _counts[u]]`.
+        self._order = np.argsort(self.owners, kind="stable")
+        self._starts = np.cumsum(self._counts) - self._counts
+        self.width = min(max_examples, int(self._counts.max()))
+
+    def __len__(self) -> int:
+        """Return the number of users."""
+        return len(self._counts)
+
+    def batch(self, batch: Batch, step: int, *, key: jax.Array) -> UserBatch:
+        """Return some examples of each user of a batch.
+
+        Args:
+            batch: the numbers of the users and their mask, from the plan's sampler. Padding gets no
+                examples.
+            step: the number of the step.
+            key: one typed key, secret. You may pass the same key to the plan's sampler, because
+                both derive their own keys from it.
+        """
+        check_key("key", key)
+        users, is_user = (np.asarray(x) for x in batch)
+        counts = np.where(is_user, self._counts[users], 0)
+        key = fold_in_text(key, "examples of users")
+        places, mask = choose_within(key, step, users, counts, self.width)
+        rows = self._order[np.where(mask, self._starts[users][:, None] + places, 0)]
+
+        def take(path: KeyPath, leaf: np.ndarray) -> np.ndarray:
+            padded = np.zeros((*mask.shape, *leaf.shape[1:]), leaf.dtype)
+            padded[mask] = leaf[rows[mask]]
+            flat = padded.reshape(-1, *leaf.shape[1:])
+            validation.check_values(validation.describe_path(path), flat, rows.reshape(-1))
+            return padded
+
+        examples = jax.tree.map_with_path(take, self.arrays)
+        return UserBatch(examples, mask, np.where(is_user, users, 0).astype(np.int32))
+
+
+def _as_ids(users: ArrayLike) -> np.ndarray:
+    """Return ids as an array. Raise unless they are integers or strings."""
+    ids = np.asarray(users)
+    if isinstance(users, np.ma.MaskedArray) or ids.dtype.kind not in "iuSU":
+        got = "a masked array" if isinstance(users, np.ma.MaskedArray) else f"{ids.dtype}"
+        raise TypeError(
+            f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
+            "unknown, and convert the ids."
+        )
+    return ids

@@ -1,0 +1,358 @@
+"""A batch of users: what is chosen, averaged and clipped, and what `fit` trains with it."""
+
+import functools
+import json
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from scipy.stats import chisquare
+
+import optax_lsdp as lsdp
+from optax_lsdp import training
+from optax_lsdp._keys import fold_in_text
+from optax_lsdp.sampling import Batch, choose_within
+from optax_lsdp.training import UserData, average_examples
+from tests.oracles import sum_of_users
+from tests.training.problem import (
+    SEED,
+    SHORT,
+    assert_close,
+    bits,
+    crash,
+    fit,
+    loss,
+    make_data,
+    make_params,
+    make_plan,
+    reference,
+)
+
+DATA = make_data()
+KEY = jax.random.key(SEED)
+RNG = np.random.default_rng(3)
+OWNERS = np.concatenate([np.arange(60), RNG.integers(0, 60, 340) ** 2 // 60])  # unbalanced
+USERS = UserData(DATA, OWNERS, max_examples=3)
+PLAN = make_plan(dataset_size=60, expected_batch_size=12, steps=12, unit="user", smoothing=0.5)
+EVERYONE = Batch(np.arange(60), np.ones(60, bool))
+
+
+def noisy_loss(params, example, key):
+    """Depend on a key as dropout does."""
+    kept = jax.random.bernoulli(key, 0.5, example["x"].shape)
+    return loss(params, {**example, "x": jnp.where(kept, example["x"], 0)})
+
+
+@functools.cache
+def trained():
+    return fit(PLAN, USERS)
+
+
+def choose(users, counts, room, step=0, key=KEY):
+    return choose_within(key, step, np.asarray(users), np.asarray(counts), room)
+
+
+# Choosing examples.
+
+
+def test_a_choice_has_no_example_twice_and_as_many_as_there_are():
+    counts = np.arange(12)
+    places, mask = choose(np.arange(12), counts, 5)
+    assert (mask.sum(1) == np.minimum(counts, 5)).all()
+    for chosen, kept, count in zip(places, mask, counts, strict=True):
+        assert len(set(chosen[kept])) == kept.sum() and (chosen[kept] < max(count, 1)).all()
+
+
+def test_every_choice_is_equally_likely():
+    users = np.arange(5000)
+    places, _ = choose(users, np.full(5000, 5), 2)
+    subsets = list(combinations(range(5), 2))
+    seen = [subsets.index(tuple(sorted(pair))) for pair in places.tolist()]
+    assert chisquare(np.bincount(seen, minlength=10)).pvalue > 1e-4  # fixed seed
+
+
+def test_a_choice_depends_on_key_step_and_user_alone():
+    users, counts = np.array([7, 3, 9, 1000]), np.array([40, 50, 60, 70])
+    places, _ = choose(users, counts, 4)
+    order = [2, 0, 3]
+    np.testing.assert_array_equal(choose(users[order], counts[order], 4)[0], places[order])
+    assert len({row.tobytes() for row in choose(users, np.full(4, 50), 4)[0]}) == 4
+    assert (choose(users, counts, 4, step=1)[0] != places).any(1).all()
+    assert (choose(users, counts, 4, key=jax.random.key(1))[0] != places).any(1).all()
+
+
+@pytest.mark.parametrize("names", [np.asarray, lambda x: np.char.add("user ", x.astype(str))])
+def test_a_batch_holds_examples_of_its_users(names, tmp_path):
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (400, 16))
+    x[:] = DATA["x"]
+    data = UserData({**DATA, "x": x}, names(OWNERS), max_examples=3)
+    picked = Batch(np.array([4, 0, 59, 5]), np.array([True, True, True, False]))
+    found = data.batch(picked, 2, key=KEY)
+    assert found.examples["x"].shape == (4, 3, 16) and len(data) == 60
+    np.testing.assert_array_equal(found.users, [4, 0, 59, 0])
+    batch = zip(picked.indices, found.examples["x"], found.mask, strict=True)
+    for user, rows, mask in batch:
+        own = DATA["x"][user == OWNERS]
+        size = min(len(own), 3) if user != 5 else 0
+        assert mask.sum() == size and not rows[~mask].any()
+        assert {row.tobytes() for row in rows[mask]} <= {row.tobytes() for row in own}
+
+
+def test_examples_are_chosen_afresh_at_every_step_and_again_when_a_run_resumes():
+    drawn = [bits(USERS.batch(EVERYONE, step, key=KEY)) for step in (0, 1, 2, 0)]
+    assert len(set(drawn[:3])) == 3 and drawn[0] == drawn[3]
+    assert bits(USERS.batch(EVERYONE, 0, key=jax.random.key(1))) not in drawn
+
+
+# Averaging and clipping.
+
+
+def flat_gradients(params):
+    grads = jax.vmap(jax.grad(loss), (None, 0))(params, jax.tree.map(jnp.asarray, DATA))
+    return np.concatenate([np.asarray(g).reshape(400, -1) for g in jax.tree.leaves(grads)], 1)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_averages_of_users_are_clipped_and_summed(engine):
+    params = jax.tree.map(lambda x: x + 0.1, make_params())
+    data = UserData(DATA, OWNERS, max_examples=400)  # all examples of each user
+    found = data.batch(EVERYONE, 0, key=KEY)
+    grad = lsdp.clipped_grad(average_examples(loss), clip_norm=0.7, engine=engine)
+    total = jax.jit(grad)(params, found, jnp.ones(60, bool))
+    got = np.concatenate([np.asarray(x).reshape(-1) for x in jax.tree.leaves(total)])
+    wanted = sum_of_users(flat_gradients(params), OWNERS, 0.7)
+    np.testing.assert_allclose(got, wanted, atol=1e-3 * 0.7)  # factors are rounded down by 5e-4
+
+
+def root_loss(params, x):  # its gradient at x = 0 is NaN
+    return params @ (x / jnp.linalg.norm(x)) + jnp.sum(jnp.log(x))
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_padding_counts_nothing_whatever_it_holds(engine):
+    x = jax.random.uniform(KEY, (3, 4, 5)) + 0.1
+    mask = jnp.array([[True, True, False, False], [False, True, False, True], [False] * 4])
+    grad = jax.jit(lsdp.clipped_grad(average_examples(root_loss), clip_norm=10.0, engine=engine))
+    everyone = jnp.ones(3, bool)
+    totals = [
+        grad(jnp.ones(5), (jnp.where(mask[..., None], x, filler), mask), everyone)
+        for filler in (0.0, 1e38, jnp.nan)
+    ]
+    assert len({bits(total) for total in totals}) == 1
+    directions = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+    wanted = directions[0, :2].mean(0) + directions[1, 1::2].mean(0)
+    np.testing.assert_allclose(totals[0].value, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_a_user_without_examples_contributes_exactly_zero(engine):
+    grad = lsdp.value_and_clipped_grad(average_examples(root_loss), clip_norm=1.0, engine=engine)
+    nothing = jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), bool)
+    private, total = jax.jit(grad)(jnp.ones(5), nothing, jnp.ones(2, bool))
+    assert not total.value.any() and not private.values.any()
+
+
+def test_every_example_of_a_user_gets_its_own_key():
+    def noise(params, x, key):
+        return params @ jax.random.normal(key, (2,))
+
+    user = jnp.zeros(2), jnp.array([True, True])
+    got = jax.grad(average_examples(noise))(jnp.zeros(2), user, KEY)
+    keys = jax.random.split(KEY)
+    wanted = sum(jax.random.normal(key, (2,)) for key in keys) / 2
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_gradients_of_single_examples_are_not_formed():
+    def dense(params, example):
+        return jnp.sum(jnp.tanh(example @ params))
+
+    user = jnp.ones((4, 64)), jnp.ones(4, bool)
+    explained = lsdp.explain_clipping(average_examples(dense), jnp.zeros((64, 64)), user)
+    assert [row.strategy for row in explained.rows] == ["Gram matrices"]
+
+
+# Runs.
+
+
+@pytest.mark.parametrize(
+    ("changes", "function"),
+    [({}, noisy_loss), ({"sampling": "full", "expected_batch_size": 400}, loss)],
+    ids=["Poisson batches, a loss with a key", "full batches"],
+)
+def test_one_example_per_user_trains_what_examples_train_to_the_bit(changes, function):
+    plan, users = make_plan(steps=5, **changes), make_plan(steps=5, unit="user", **changes)
+    alone = fit(plan, loss_fn=function)
+    ids = np.random.default_rng(0).permutation(400)
+    done = fit(users, UserData(DATA, ids, max_examples=9), loss_fn=function)
+    assert bits(done.params) == bits(alone.params)
+
+
+def test_one_of_many_equal_examples_trains_what_this_example_trains_to_the_bit():
+    tripled = jax.tree.map(lambda x: np.concatenate([x] * 3), DATA)
+    data = UserData(tripled, np.tile(np.arange(400), 3), max_examples=1)
+    assert bits(fit(make_plan(steps=5, unit="user"), data).params) == bits(reference(SHORT).params)
+
+
+def test_fit_trains_what_a_loop_over_batches_of_users_trains():
+    key = fold_in_text(KEY, "first")  # the nonce of a new run
+    sampler, choice = PLAN.sampler(key), PLAN.derive_key(key, "users")
+    gradient = jax.jit(PLAN.clipped_grad(average_examples(loss)))
+    private = PLAN.optimizer(optax.sgd(0.1, momentum=0.9), key)
+    params = make_params()
+    state = private.init(params)
+    for step in range(PLAN.steps):
+        chosen = sampler.batch(step)
+        total = gradient(params, USERS.batch(chosen, step, key=choice), chosen.mask)
+        updates, state = private.update(total, state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(trained().params, params)
+
+
+def test_a_run_with_users_is_the_same_on_any_mesh_and_with_any_microbatch():
+    alone = fit(PLAN, USERS, loss_fn=noisy_loss)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for options in ({"microbatch_size": 7}, {"microbatch_size": 16, "mesh": mesh}):
+        done = fit(PLAN, USERS, loss_fn=noisy_loss, **options)
+        assert_close(done.params, alone.params, atol=1e-5)  # sums in another order
+
+
+def test_a_run_with_users_resumes_to_the_bit_and_notices_other_users(tmp_path):
+    crash(tmp_path / "same", 9, plan=PLAN, data=USERS)
+    crash(tmp_path / "other", 9, plan=PLAN, data=USERS)
+    done = fit(PLAN, USERS, folder=tmp_path / "same")
+    assert bits(done.params) == bits(trained().params) and done.ledger.steps == 12
+    moved = np.where(OWNERS == 0, 1, OWNERS)
+    moved[0] = 0  # as many users, but other examples
+    with pytest.warns(UserWarning, match="different data: it restarts from step 7"):
+        done = fit(PLAN, UserData(DATA, moved, max_examples=3), folder=tmp_path / "other")
+    assert done.stopped == "budget"
+
+
+# Plans and statements.
+
+
+def test_a_plan_for_users_speaks_of_people():
+    said = " ".join(PLAN.statement().split())
+    assert "whether the examples of any one person were in the data" in said
+    assert "every person is in every batch with probability 0.2" in said
+    assert "the contribution of each person" in said and "a person has one user id" in said
+    shared = make_plan(
+        unit="user",
+        group_size=2,
+        noise_multiplier=99.0,
+        sampling="full",
+        expected_batch_size=400,
+        neighbouring="replace_one",
+    )
+    said = " ".join(shared.statement().split())
+    assert "which of two sets of examples any one person had, or any 2 users that change" in said
+    assert "a person has at most 2 user ids" in said
+    assert "person" not in make_plan().statement()
+
+
+def test_a_plan_for_users_has_the_noise_of_a_plan_for_examples_but_other_keys():
+    users, examples = make_plan(unit="user"), make_plan()
+    assert users.mechanism == examples.mechanism and users.epsilon == examples.epsilon
+    assert users.digest != examples.digest
+    assert lsdp.PrivacyPlan.from_json(users.to_json()) == users
+    assert "unit" not in json.loads(examples.to_json())  # as in texts of before
+    assert lsdp.PrivacyPlan.from_json(examples.to_json()).unit == "example"
+
+
+# Bad input.
+
+ROWS = np.zeros((4, 2), np.float32)
+CASES = {
+    "ids of the wrong length": (
+        lambda: UserData(ROWS, [1, 2], max_examples=1),
+        r"`users` must have one id per example, got ids of shape \(2,\)",
+    ),
+    "ids with two axes": (
+        lambda: UserData(ROWS, np.zeros((4, 1), int), max_examples=1),
+        r"`users` must have one id per example, got ids of shape \(4, 1\)",
+    ),
+    "arrays of different lengths": (
+        lambda: UserData((ROWS, ROWS[:3]), [1, 2, 3, 4], max_examples=1),
+        "`users` must have one id per example",
+    ),
+    "NaN": (
+        lambda: UserData(ROWS, [1, 2, 3, np.nan], max_examples=1),
+        "`users` must hold integers or strings, got float64; leave out",
+    ),
+    "objects": (
+        lambda: UserData(ROWS, np.array([1, None, "a", 2], object), max_examples=1),
+        "`users` must hold integers or strings, got object",
+    ),
+    "masked ids": (
+        lambda: UserData(ROWS, np.ma.array([1, 2, 3, 4], mask=[0, 0, 0, 1]), max_examples=1),
+        "`users` must hold integers or strings, got a masked array",
+    ),
+    "no examples": (
+        lambda: UserData(ROWS[:0], np.zeros(0, int), max_examples=1),
+        "`arrays` must hold at least one example",
+    ),
+    "none of a user": (
+        lambda: UserData(ROWS, [1, 2, 3, 4], max_examples=0),
+        "`max_examples` must be a whole number, 1 or more, got 0",
+    ),
+    "one and a half": (
+        lambda: UserData(ROWS, [1, 2, 3, 4], max_examples=1.5),
+        "`max_examples` must be a whole number, 1 or more, got 1.5",
+    ),
+    "a list": (
+        lambda: UserData(ROWS.tolist(), [1, 2, 3, 4], max_examples=1),
+        "`arrays` must be an array, or a dict or tuple of arrays, got list",
+    ),
+    "text": (
+        lambda: UserData(np.array(["a"] * 4), [1, 2, 3, 4], max_examples=1),
+        "`arrays` must hold numbers, got <U1",
+    ),
+    "users without examples": (
+        lambda: fit(make_plan(dataset_size=61, unit="user"), USERS),
+        "`data` must have 61 users, the plan's `dataset_size`, got 60 different ids",
+    ),
+    "a plan for users without users": (
+        lambda: fit(make_plan(unit="user"), DATA),
+        "`data` must be a UserData if the plan's unit is 'user', got dict",
+    ),
+    "users without a plan for users": (
+        lambda: fit(make_plan(dataset_size=60), USERS),
+        '`plan` must have unit="user" if `data` is a UserData',
+    ),
+    "no such unit": (
+        lambda: make_plan(unit="household"),
+        "`unit` must be one of 'example', 'user', got 'household'",
+    ),
+    "a mask of numbers": (
+        lambda: average_examples(jnp.vdot)(jnp.ones(2), (jnp.ones((3, 2)), jnp.ones(3))),
+        r"`mask` must be a bool array of shape \(3,\)",
+    ),
+    "a loss of several numbers": (
+        lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
+        "`loss_fn` must return a scalar for one example",
+    ),
+    "a key of another generator": (
+        lambda: USERS.batch(EVERYONE, 0, key=jax.random.key(0, impl="rbg")),
+        "`key` must be a Threefry key, got rbg",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_gets_one_sentence(name):
+    call, message = CASES[name]
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        call()
+    assert str(caught.value).count(". ") == 0, caught.value
+
+
+def test_data_that_are_not_finite_name_the_example():
+    x = DATA["x"].copy()
+    x[17] = np.nan
+    with pytest.raises(training.DataError, match=r"finite as float32, .* in example 17 at 'x'"):
+        UserData({**DATA, "x": x}, OWNERS, max_examples=99).batch(EVERYONE, 0, key=KEY)
