@@ -135,7 +135,7 @@ def add_gaussian_noise(
             is_good = (stddev >= jnp.finfo(stddev.dtype).tiny) & (state.step < _LAST_STEP)
             return leaf + jnp.where(is_good, stddev * noise, jnp.nan)
 
-        noises = _draw(state, addresses, wide, [_split_axes(shard) for shard in shards])
+        noises = _draw(state, addresses, wide, [shard.split_axes for shard in shards])
         noisy = [
             add_noise(leaf, noise).astype(narrow.dtype)
             for leaf, noise, (_, narrow) in zip(wide, noises, leaves, strict=True)
@@ -211,11 +211,6 @@ def _check_stddev(stddev: ArrayLike) -> None:
             f"`stddev` must be float32 or float64, got {dtype}; with optax.inject_hyperparams, "
             "pass hyperparam_dtype=jnp.float32."
         )
-
-
-def _split_axes(shard: Shard) -> tuple[str, ...]:
-    """Return the mesh axes along which the shards of a leaf draw different noise."""
-    return tuple(axis for axis in shard.named if shard.varying is None or axis in shard.varying)
 
 
 def _check_shards(

@@ -237,3 +237,11 @@ def delta_of_two_steps(p, q, noise, epsilon):
         at_p, at_q = (density(sums, low + i * width) for sums in (p, q))
         total += at_p * delta_of_sums(p, q, noise, epsilon - mpmath.log(at_p / at_q))
     return total * width
+
+
+def work_along(path: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """Return Σ ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩ over the first 0, 1, 2, … steps of a path: (..., steps + 1, d)."""
+    path, gradients = np.asarray(path, np.float64), np.asarray(gradients, np.float64)
+    moves = np.diff(path, axis=-2)
+    works = 0.5 * (moves * (gradients[..., :-1, :] + gradients[..., 1:, :])).sum(-1)
+    return np.concatenate([np.zeros_like(works[..., :1]), works.cumsum(-1)], axis=-1)
