@@ -13,7 +13,7 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   ⟨Δₜ, ḡₜ₊₁⟩ and at most the conditional variance (s² + v²)‖Δₜ‖².
 - *The start of the step*: Δₜ depends on εₜ. By Stein's identity E⟨Δₜ, ξₜ⟩ = s² E tr Jₜ for the
   Jacobian Jₜ = ∂Δₜ/∂yₜ, and Hutchinson's estimate of s² tr Jₜ is subtracted: the optimizer is
-  asked for its update once more, at yₜ + hω with public signs ω and h = s/2. The difference p of
+  asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
   both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
   the entries within h of the jump.
@@ -28,8 +28,13 @@ If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr J�
 optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
 releases reveals it, because the releases only show its sum with the curvature ΔₜᵀHΔₜ. So the middle
 estimate is a lower limit, and there are two upper limits: the middle estimate plus ½λv² per step,
-and the sum of all ends, which is ½ΔₜᵀHΔₜ too high in each step. The curve is the smaller upper
-limit, and half its distance to the lower limit is part of the standard error.
+and the sum of all ends, which is too high by half the curvature where this is positive. The curve
+is the smaller upper limit, and half its distance to the lower limit is added to the standard error.
+
+The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. The
+part of sampling is therefore estimated by half the squared differences of consecutive ends, less
+the known part of noise. On average this is too much, since the ends also change for other reasons.
+Because it is uncertain after few steps, a share 1/t of the bound is added after t steps.
 
 References:
     Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution.
@@ -63,35 +68,33 @@ from optax_lsdp._types import PyTree
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PROBE = 0.5  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
+_PROBE = 1 / 8  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
+
+
+class WatchSums(NamedTuple):
+    """Sums over all steps. For the terms, see the docstring of the module."""
+
+    ends: jax.Array  # ⟨Δₜ, yₜ₊₁⟩
+    ends_noise: jax.Array  # the variance of `ends` that comes from noise
+    sampling: jax.Array  # a bound on the variance of `ends` that comes from sampling
+    jumps: jax.Array  # half the squared differences of consecutive ends
+    middle: jax.Array  # the middle estimate, and the start of a step that has not ended
+    middle_noise: jax.Array  # the variance of `middle` that comes from noise
+    lowered: jax.Array  # a bound on how much sampling has lowered `middle`
 
 
 class WatchState(NamedTuple):
-    """The state of the optimizer, its last step, and sums over all steps. All of it is public.
-
-    Attributes:
-        optimizer: the state of the watched optimizer.
-        move: Δ, the last step.
-        length: ‖Δ‖².
-        step: how many releases were seen.
-        ends: the sum of ⟨Δₜ, yₜ₊₁⟩, and its variance: (2,).
-        middle: the middle estimate up to the start of the last step, and its variance: (2,).
-        sampled: how much the sampling of batches can have lowered the middle estimate.
-        ratio: for each leaf, the sum of (‖y‖² − s²d)/(s²d).
-        last: the last point of the curve, and its standard error: (2,).
-        curve: the estimated work of the first t steps and its standard error, at t: (steps, 2).
-    """
+    """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
 
     optimizer: optax.OptState
-    move: optax.Updates
-    length: jax.Array
-    step: jax.Array
-    ends: jax.Array
-    middle: jax.Array
-    sampled: jax.Array
-    ratio: PyTree
-    last: jax.Array
-    curve: jax.Array
+    step: jax.Array  # how many releases were seen
+    move: optax.Updates  # Δ, the last step
+    length: jax.Array  # ‖Δ‖²
+    end: jax.Array  # the last ⟨Δₜ, yₜ₊₁⟩
+    sums: WatchSums
+    ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
+    last: jax.Array  # the last point of the curve and its standard error: (2,)
+    curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
 
 
 class TrainingCurve(NamedTuple):
@@ -160,9 +163,9 @@ def watch(
     **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
     other optimizers, such as Adam, its bias is small but not zero. With batches that are sampled,
     the curve errs upward: it counts the curvature along a step twice, or it takes all clipped
-    gradients to be as long as the clip norm, whichever is less. The standard error covers this, and
-    the noise, and the sampling of batches for any dataset. With small batches and large step sizes
-    it is therefore wide. The module's docstring has the proofs.
+    gradients to be as long as the clip norm, whichever is less. The standard error covers this,
+    the noise and the sampling, if the curvature along the steps is positive on the whole. With
+    small batches and large step sizes it is wide. The module's docstring has the proofs.
 
     The estimate would be wrong with noise that is correlated between steps, with a standard
     deviation or smoothing that depends on the release itself, with batches that depend on earlier
@@ -193,17 +196,16 @@ def watch(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> WatchState:
-        zero, pair = jnp.zeros([]), jnp.zeros(2)
+        zero = jnp.zeros([])
         return WatchState(
             optimizer=inner.init(params),
+            step=jnp.zeros([], jnp.int32),
             move=jax.tree.map(jnp.zeros_like, params),
             length=zero,
-            step=jnp.zeros([], jnp.int32),
-            ends=pair,
-            middle=pair,
-            sampled=zero,
+            end=zero,
+            sums=WatchSums(*[zero] * len(WatchSums._fields)),
             ratio=jax.tree.map(lambda _: zero, params),
-            last=pair,
+            last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
 
@@ -225,33 +227,42 @@ def watch(
         total = partial(_total, shards)
         end = total(jnp.multiply, state.move, releases)
         start = total(jnp.multiply, move, releases) - s / _PROBE * total(jnp.multiply, signs, turn)
-        bends = total(jnp.square, turn) / _PROBE**2
         both = total(lambda a, b: jnp.square(a + b), state.move, move)
+        bends = total(jnp.square, turn) / _PROBE**2
         steepest = _largest(shards, turn) / (_PROBE * s)
-        spread = s**2 + v**2
-        ends = _add(state.ends, end, spread * state.length)
-        reached = _add(state.middle, end / 2, spread * state.length / 4)
-        point = _combine(ends, reached, state.sampled)
+        sums = state.sums
+        jump = jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
+        ended = sums._replace(
+            ends=sums.ends + end,
+            ends_noise=sums.ends_noise + s**2 * state.length,
+            sampling=sums.sampling + v**2 * state.length,
+            jumps=sums.jumps + jump,
+            middle=sums.middle + end / 2,
+            middle_noise=sums.middle_noise + s**2 * state.length / 4,
+        )
+        point = _combine(ended, state.step)
+        started = ended._replace(
+            middle=ended.middle + start / 2,
+            middle_noise=sums.middle_noise + s**2 * (both + 3 * bends) / 4,
+            lowered=sums.lowered + v**2 * steepest / 2,
+        )
         squares = _per_leaf(shards, jnp.square, releases)
         ratios = [
             square / (s**2 * leaf.size * axis_size(shard.split_axes)) - 1
             for square, leaf, shard in zip(squares, jax.tree.leaves(releases), shards, strict=True)
         ]
-        watched = WatchState(
+        structure = jax.tree.structure(releases)
+        return moves, WatchState(
             optimizer=after,
-            move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
-            length=total(jnp.square, move).astype(state.length.dtype),
             step=optax.safe_increment(state.step),
-            ends=ends,
-            middle=_add(state.middle, (end + start) / 2, spread * both / 4 + 3 / 4 * s**2 * bends),
-            sampled=_add(state.sampled, v**2 * steepest / 2),
-            ratio=jax.tree.map(
-                _add, state.ratio, jax.tree.unflatten(jax.tree.structure(state.ratio), ratios)
-            ),
+            move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
+            length=total(jnp.square, move),
+            end=end,
+            sums=started,
+            ratio=jax.tree.map(jnp.add, state.ratio, jax.tree.unflatten(structure, ratios)),
             last=point,
             curve=state.curve.at[state.step].set(point, mode="drop"),
         )
-        return moves, watched
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -294,15 +305,21 @@ def describe_work(work: float, stderr: float) -> str:
     return f"clipped loss {work:.{digits}f} ± {stderr:.{digits}f}".replace("-", "−")
 
 
-def _combine(ends: jax.Array, middle: jax.Array, sampled: jax.Array) -> jax.Array:
-    """Return the smaller upper limit of the work, and its standard error: (2,).
+def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
+    """Return the estimated work of the first `count` steps, and its standard error: (2,).
 
-    `ends` and `middle` hold an estimate and its variance. The lower limit is the middle estimate,
-    which is exact if batches are not sampled.
+    The lower limit is the middle estimate. Without sampling, it is the only one.
     """
-    gap = jnp.clip(ends[0] - middle[0], 0, sampled)
-    variance = jnp.where(sampled > 0, jnp.maximum(ends[1], middle[1]), middle[1])
-    return jnp.stack([middle[0] + gap, jnp.sqrt(variance + jnp.square(gap / 2))])
+    gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
+    is_sampled = sums.lowered > 0
+    noise = jnp.where(
+        is_sampled, jnp.maximum(sums.ends_noise, sums.middle_noise), sums.middle_noise
+    )
+    count = jnp.maximum(count, 1).astype(float)
+    found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
+    sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
+    # Not in squares: the gap is no random error, and must be covered beside two random errors.
+    return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
 
 
 def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyTree:
@@ -372,12 +389,6 @@ def _largest(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
 
 def _over_shards(reduce: Callable[..., jax.Array], shard: Shard, value: jax.Array) -> jax.Array:
     return reduce(value, shard.split_axes) if shard.split_axes else value
-
-
-def _add(total: jax.Array, *increments: jax.typing.ArrayLike) -> jax.Array:
-    """Add one number to a scalar, or several to a vector, and keep the dtype."""
-    added = jnp.stack(list(increments)) if total.ndim else increments[0]
-    return total + jnp.asarray(added, total.dtype)
 
 
 def _value_at(value: optax.ScalarOrSchedule, step: jax.Array) -> jax.Array:
