@@ -256,6 +256,7 @@ MEASURED: Tables = {
     "microbatches": microbatches,
     "effective clip norms": _trust.effective_clip_norms,
     "longer texts": _trust.longer_texts,
+    "watching": _trust.watching,
     "scaling": scaling,
     **_priced.TABLES,
     "audits": _trust.audits,
@@ -280,6 +281,7 @@ def texts() -> dict[Path, Tables]:
             "rounding": _trust.rounding,
             "trust": _trust.in_short,
         },
+        ROOT / "docs" / "watching.md": {"watched mnist": _trust.watched_mnist},
         ROOT / "benchmarks" / "README.md": MEASURED,
         ROOT / "benchmarks" / "paper" / "README.md": _report.parts(),
     }

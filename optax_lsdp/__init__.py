@@ -21,6 +21,7 @@ _HOME = {
     "ShuffledSampler": "sampling",
     "accounting": "accounting",
     "auditing": "auditing",
+    "TrainingCurve": "watching",
     "add_gaussian_noise": "noise",
     "check_model": "model_check",
     "clip_per_example": "clipping",
@@ -36,8 +37,10 @@ _HOME = {
     "privatize": "optimizers",
     "sensitivity": "clipping",
     "training": "training",
+    "training_curve": "watching",
     "value_and_clipped_grad": "clipping",
     "vouch_for_callbacks": "clipping",
+    "watch": "watching",
 }
 __all__ = sorted(_HOME)
 

@@ -62,6 +62,12 @@ def check_rate(name: str, value: object) -> None:
         raise refusal(name, "above 0 and at most 1", value)
 
 
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    if not (is_number(value) and 0 <= value <= 1):
+        raise refusal(name, "from 0 to 1", value)
+
+
 def check_delta(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1)."""
     if not (is_number(value) and 0 < value < 1):

@@ -127,6 +127,11 @@ class Shard(NamedTuple):
     varying: frozenset[str] | None  # the manual axes over which the leaf varies; None if untracked
     is_split: bool  # whether several devices may hold parts of the leaf, in `shard_map` or `jit`
 
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes along which the shards of the leaf hold different entries."""
+        return tuple(x for x in self.named if self.varying is None or x in self.varying)
+
 
 def check_shard_specs(specs: PyTree) -> None:
     """Raise unless `specs` is None, a PartitionSpec or a tree of PartitionSpecs."""

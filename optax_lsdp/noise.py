@@ -162,10 +162,7 @@ def _draw(
     the index of this shard along the mesh axes that split the leaf. Small leaves of similar size
     share one draw, which compiles to fewer kernels.
     """
-    axes = [
-        tuple(axis for axis in shard.named if shard.varying is None or axis in shard.varying)
-        for shard in shards
-    ]
+    axes = [shard.split_axes for shard in shards]
     step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
     keys = fold_in_texts(step_key, addresses)
     draws_together = is_threefry(keys)

@@ -249,3 +249,11 @@ def sum_of_users(
         mean = sum(np.asarray(row, np.float64) for row in own) / len(own)
         total += clip_rows(mean[None], clip_norm)[0]
     return total
+
+
+def work_along(path: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """Return Σ ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩ over the first 0, 1, 2, … steps of a path: (..., steps + 1, d)."""
+    path, gradients = np.asarray(path, np.float64), np.asarray(gradients, np.float64)
+    moves = np.diff(path, axis=-2)
+    works = 0.5 * (moves * (gradients[..., :-1, :] + gradients[..., 1:, :])).sum(-1)
+    return np.concatenate([np.zeros_like(works[..., :1]), works.cumsum(-1)], axis=-1)

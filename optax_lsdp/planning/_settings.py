@@ -115,6 +115,15 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
     checks.check_non_negative("smoothing", smoothing, schedule=True)
 
 
+def check_watchable(sampling: Sampling) -> None:
+    """Raise unless batches are drawn independently of earlier batches."""
+    if SCHEMES[sampling].once_per_epoch:
+        raise ValueError(
+            f"`watch` must be False with sampling={sampling!r}, got True: the batches of an epoch "
+            "depend on each other, which would bias the training curve."
+        )
+
+
 def write_settings(settings: Mapping[str, object]) -> str:
     """Return settings as JSON text."""
     written = {

@@ -227,7 +227,7 @@ class RunFolder:
                 raise ValueError(
                     "`folder` must hold parameters and optimizer state like those of this run, got "
                     f"{got} at {place!r} in {str(self.path)!r} instead of {like}; resume with the "
-                    "same model, optimizer and average, or choose another folder."
+                    "same model, optimizer, average and `watch`, or choose another folder."
                 )
         like = describe(_without_keys(template), with_sharding=True)
         found = self._checkpointer.restore(self._arrays_of(name), like)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from optax_lsdp.accounting import Ledger, show_epsilon
 from optax_lsdp.training._multihost import raise_everywhere
 from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
+from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
@@ -33,6 +36,8 @@ class StepReport(NamedTuple):
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
+        work: the estimated change of the clipped loss before the last step, and its standard error:
+            (2,), or None if the run is not watched. It is public. The next step reuses its memory.
     """
 
     step: int
@@ -40,6 +45,7 @@ class StepReport(NamedTuple):
     average: optax.Params
     epsilon: float
     private_loss: jax.Array
+    work: jax.Array | None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -57,6 +63,7 @@ class FitResult(NamedTuple):
         ledger: the privacy spent.
         stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
             further step, "callback" or "signal".
+        curve: how far the clipped loss has come down, or None if the run was not watched.
     """
 
     params: optax.Params
@@ -64,11 +71,13 @@ class FitResult(NamedTuple):
     steps: int
     ledger: Ledger
     stopped: Stopped
+    curve: TrainingCurve | None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
         text = f"params=<{params}>, average=<{average}>, steps={self.steps}"
-        return f"FitResult({text}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
+        text += f", ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r}"
+        return f"FitResult({text}, curve={self.curve!r})"
 
 
 class StopTraining(Exception):
@@ -110,23 +119,37 @@ class Reporter:
     def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
         self._callbacks, self._has_warned = callbacks, False
+        self._work, self._read_at = "", -math.inf
 
     def report(
         self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float]
     ) -> bool:
         """Report a step, and return whether a callback raised `StopTraining`."""
         wants_stop = False
+        watched = find_watch_state(state.optimizer)
+        work = None if watched is None else watched.last
         with raise_everywhere():
             if not self.bar.disable:
                 # The bar does not show the loss: bars end up in logs, and the loss is private.
-                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}", refresh=False)
+                text = f"ε = {show_epsilon(epsilon(step))}{self._describe_work(step, work)}"
+                self.bar.set_postfix_str(text, refresh=False)
                 self.bar.update(step - self.bar.n)
             for callback in self._callbacks:
+                report = StepReport(step, state.params, state.average, epsilon(step), loss, work)
                 try:
-                    callback(StepReport(step, state.params, state.average, epsilon(step), loss))
+                    callback(report)
                 except StopTraining:
                     wants_stop = True
         return wants_stop
+
+    def _describe_work(self, step: int, work: jax.Array | None) -> str:
+        """Return the estimated work for the bar, at most twice per second: reading it waits."""
+        is_due = time.monotonic() >= self._read_at + 0.5 or step == self.bar.total
+        if work is not None and is_due:
+            estimate, stderr = np.asarray(work).tolist()
+            self._work = f", {describe_work(estimate, stderr)}"
+            self._read_at = time.monotonic()
+        return self._work
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
         """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
