@@ -11,7 +11,7 @@ import optax
 
 from optax_lsdp._checks import check_non_negative, check_positive, frozen_number, is_number
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.clipping import clip_per_example, sensitivity
+from optax_lsdp.clipping import WithSlack, clip_per_example, estimate_norms, sensitivity
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
 
@@ -28,6 +28,7 @@ def privatize(
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
+    slack: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
@@ -58,6 +59,8 @@ def privatize(
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
             `smoothing` is a transform, set the transform's own `shard_specs`.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
+        slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
+            estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log. If parameters are in half
@@ -85,9 +88,17 @@ def privatize(
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
+    stddev = _stddev(noise_multiplier, clip_norm)
+    estimate, specs = [], shard_specs
+    if slack:
+        options = {"slack": slack, "stddev": stddev, "expected_batch_size": expected_batch_size}
+        estimate = [estimate_norms(clip_norm, **options)]
+        # All shards have the same slack, so they must draw the same noise for it.
+        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P())
     return optax.chain(
-        clip_per_example(clip_norm, replicated_axes=replicated_axes),
-        add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key, shard_specs=shard_specs),
+        clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes),
+        add_gaussian_noise(stddev, key=key, shard_specs=specs),
+        *estimate,
         optax.scale(1 / expected_batch_size),
         _smoothing_transform(smoothing, shard_specs),
         optax.stateless(_cast_like),

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+import optax_lsdp._checks as checks
 from optax_lsdp._checks import is_number
-from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._clipped import ClipGroup, is_marked
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
     compute_once,
@@ -34,6 +35,8 @@ from optax_lsdp._types import ClipNorm, PyTree
 ClipStyle = Literal["threshold", "automatic"]
 CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
 STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
+MOST_SLACK = 1024  # coordinates; more would only add noise to the counts
+_LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,16 @@ class CheckedClipNorm:
     value: ClipNorm  # a number, a prefix tree of numbers, or a schedule
     is_schedule: bool
     addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
+    slack: int = 0  # K, the number of slack coordinates of each group
 
     def at(self, step: ArrayLike | None) -> ClipNorm:
         """Return the clip norm at a step. Without a schedule, the step is ignored."""
         return self.value(step) if self.is_schedule else self.value
+
+    def in_tree(self, by_group: Mapping[str, PyTree]) -> PyTree:
+        """Return values of the groups as a tree with the structure of the clip norm."""
+        values = [by_group[address] for address in self.addresses]
+        return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
         """Return the group of each leaf of `tree`, with the clip norms `now` or else `value`."""
@@ -59,7 +68,7 @@ class CheckedClipNorm:
 
         def extend(norm: ArrayLike, subtree: PyTree) -> None:
             group = ClipGroup(next(addresses), norm)
-            groups.extend([group] * len(jax.tree.leaves(subtree)))
+            groups.extend([group] * len(jax.tree.leaves(subtree, is_leaf=is_marked)))
 
         try:
             jax.tree.map(extend, prefix, tree)
@@ -72,8 +81,13 @@ class CheckedClipNorm:
         return groups
 
 
-def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
-    """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30]."""
+def checked_clip_norm(clip_norm: ClipNorm, slack: int = 0) -> CheckedClipNorm:
+    """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30].
+
+    `slack` is the number of slack coordinates; see `clipped_grad`.
+    """
+    checks.check_whole("slack", slack, 0)
+    checks.check_at_most("slack", slack, MOST_SLACK)
     # A schedule is a function of the step. A callable Equinox module is a tree.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
@@ -87,12 +101,12 @@ def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
                 f"`clip_norm` must be a static number, got {norm!r}; with "
                 'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
             )
-        if not is_number(norm) or not 1e-30 <= norm <= 1e30:
+        if not is_number(norm) or not _LEAST <= norm <= _MOST:
             raise ValueError(
                 f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )
     copy = jax.tree.map(lambda norm: norm, clip_norm)
-    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)))
+    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)), int(slack))
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
@@ -135,6 +149,31 @@ def clip_factors(
     return jnp.where(usable, factors, jnp.zeros_like(factors))
 
 
+class ExampleNorms(NamedTuple):
+    """Norms of each example's gradient, by the path of the group; each array is (n,).
+
+    Attributes:
+        norms: the norms before clipping, as computed.
+        bounds: upper bounds on the norms after clipping, including all rounding: `bound_norms`.
+    """
+
+    norms: dict[str, jax.Array]
+    bounds: dict[str, jax.Array]
+
+
+def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
+    """Return upper bounds on the norms of clipped gradients, which `clip_factors` made.
+
+    `norms` and `rounding` are those of `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) · `norms`[i] and
+    ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place cover the
+    roundings of this product and of the weighted gradient. The bound is ∞ for an example that
+    contributes nothing although its gradient is not zero.
+    """
+    eps = float(jnp.finfo(norms.dtype).eps)
+    upper = norms * jnp.asarray(1 + rounding + 8 * eps, norms.dtype)
+    return jnp.where((factors > 0) | (norms == 0), factors * upper, jnp.inf)
+
+
 def clip_and_sum(
     rows: optax.Updates,
     groups: list[ClipGroup],
@@ -142,7 +181,7 @@ def clip_and_sum(
     style: ClipStyle = "threshold",
     mask: jax.Array | None = None,
     split: Sequence[frozenset[str]] | None = None,
-) -> tuple[dict[str, jax.Array], optax.Updates]:
+) -> tuple[ExampleNorms, optax.Updates]:
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
     The leaves of `rows` have shape (n, …). `groups` has the group of each leaf and, inside
@@ -153,7 +192,7 @@ def clip_and_sum(
     # One barrier around all leaves would make replicated leaves vary if other leaves are split.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
-    norms, factors = {}, {}
+    norms, bounds, factors = {}, {}, {}
     for path, clip_norm in dict(groups).items():
         members = dict[frozenset[str], list[jax.Array]]()
         for leaf, group, axes in zip(leaves, groups, split, strict=True):
@@ -161,6 +200,7 @@ def clip_and_sum(
                 members.setdefault(axes, []).append(leaf)
         norms[path], rounding = _joint_norms(members)
         factors[path] = clip_factors(norms[path], clip_norm, style=style, rounding=rounding)
+        bounds[path] = bound_norms(norms[path], factors[path], rounding)
     alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0)
     if mask is not None:
         alive &= mask
@@ -168,7 +208,8 @@ def clip_and_sum(
         _weighted_sum(leaf, jnp.where(alive, factors[group.path], 0))
         for leaf, group in zip(leaves, groups, strict=True)
     ]
-    return norms, jax.tree.unflatten(structure, sums)
+    bounds = {path: jnp.where(alive, bound, jnp.inf) for path, bound in bounds.items()}
+    return ExampleNorms(norms, bounds), jax.tree.unflatten(structure, sums)
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:

@@ -45,14 +45,16 @@ from optax_lsdp.clipping._clip_norm import (
     CLIP_STYLES,
     CheckedClipNorm,
     ClipStyle,
+    ExampleNorms,
     checked_clip_norm,
 )
 from optax_lsdp.clipping._microbatch import in_microbatches
+from optax_lsdp.clipping._slack import count_slack
 from optax_lsdp.clipping._vmap import clip_by_vmap
 from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
 # Each example's (value, aux), the norms of each group, and the clipped sum.
-ClippedSum = tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]
+ClippedSum = tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]
 Engine = Callable[..., ClippedSum]
 _ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
 
@@ -85,6 +87,7 @@ def clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
+    slack: int = 0,
 ) -> Callable[..., optax.Updates]:
     """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
@@ -121,6 +124,12 @@ def clipped_grad(
             replicated. The library cannot check this statement. Name an axis if JAX does not track
             it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
             varies over it.
+        slack: K, up to 1,024, to estimate the distribution of gradient norms at no cost in ε. Let r
+            be an upper bound on the norm of an example's clipped gradient. K more coordinates use
+            the room below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. So
+            the sum and its slack together have the sensitivity of the sum. The optimizer needs the
+            same number, adds its noise to both, and estimates; see `norm_estimates`. With groups of
+            clip norms, each group has its own K coordinates.
 
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys are
@@ -147,6 +156,7 @@ def clipped_grad(
         microbatch_size=microbatch_size,
         keep_batch_axis=keep_batch_axis,
         replicated_axes=replicated_axes,
+        slack=slack,
     )
 
     def grad(
@@ -170,6 +180,7 @@ def value_and_clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
+    slack: int = 0,
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.
@@ -189,7 +200,7 @@ def value_and_clipped_grad(
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
     check_loss_signature(loss_fn)
-    norm = checked_clip_norm(clip_norm)
+    norm = checked_clip_norm(clip_norm, slack)
     check_choice("clip_style", clip_style, CLIP_STYLES)
     check_choice("engine", engine, ("auto", *_ENGINES))
     if microbatch_size is not None:
@@ -223,23 +234,22 @@ def value_and_clipped_grad(
 
         def run(
             params: optax.Params, batch: PyTree, mask: jax.Array | None, now: ClipNorm
-        ) -> ClippedSum:
+        ) -> tuple[ClippedSum, dict[str, jax.Array]]:
             groups = norm.groups(params, now)
             clip_some = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
-            return in_microbatches(clip_some, batch, mask, microbatch_size or size)
+            found = in_microbatches(clip_some, batch, mask, microbatch_size or size)
+            return found, count_slack(found[1], groups, norm.slack)
 
         by_example = explicit_spec(jax.tree.leaves(batch)[0], 1)
         shardings = (by_example, by_example, jax.tree.map(explicit_spec, params))
-        run = with_automatic_axes(run, shardings)
-        (values, aux), norms, total = run(params, batch, mask, now)
+        run = with_automatic_axes(run, (shardings, jax.P()))
+        ((values, aux), (norms, _), total), counts = run(params, batch, mask, now)
         if norm.is_schedule:
             total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
-        by_group = [norms[address] for address in norm.addresses]
-        norms = jax.tree.unflatten(jax.tree.structure(norm.value), by_group)
-        marked = mark(total, norm.groups(params), mask is not None)
-        return PerExample(values, norms, aux), marked
+        marked = mark(total, norm.groups(params), mask is not None, counts)
+        return PerExample(values, norm.in_tree(norms), aux), marked
 
     return value_and_grad
 
