@@ -28,7 +28,7 @@ def privatize(
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
-    slack: int = 0,
+    slack: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
@@ -90,7 +90,7 @@ def privatize(
     check_positive("expected_batch_size", expected_batch_size)
     stddev = _stddev(noise_multiplier, clip_norm)
     estimate, specs = [], shard_specs
-    if slack:
+    if slack is not None:
         options = {"slack": slack, "stddev": stddev, "expected_batch_size": expected_batch_size}
         estimate = [estimate_norms(clip_norm, **options)]
         # All shards have the same slack, so they must draw the same noise for it.

@@ -120,7 +120,7 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> Cla
 
 
 def clipped_sum(
-    gradient: Gradient, params: optax.Params, clip_norm: ClipNorm, slack: int = 0
+    gradient: Gradient, params: optax.Params, clip_norm: ClipNorm, slack: int | None = None
 ) -> Release:
     """Return `release(batch, mask)`: the clipped sum, accepted by `clip_per_example`."""
     clip = clip_per_example(clip_norm, slack=slack)

@@ -81,13 +81,14 @@ class CheckedClipNorm:
         return groups
 
 
-def checked_clip_norm(clip_norm: ClipNorm, slack: int = 0) -> CheckedClipNorm:
+def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
     """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30].
 
-    `slack` is the number of slack coordinates; see `clipped_grad`.
+    `slack` is the number of slack coordinates, or None; see `clipped_grad`.
     """
-    checks.check_whole("slack", slack, 0)
-    checks.check_at_most("slack", slack, MOST_SLACK)
+    if slack is not None:
+        checks.check_whole("slack", slack)
+        checks.check_at_most("slack", slack, MOST_SLACK)
     # A schedule is a function of the step. A callable Equinox module is a tree.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
@@ -106,7 +107,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int = 0) -> CheckedClipNorm:
                 f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )
     copy = jax.tree.map(lambda norm: norm, clip_norm)
-    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)), int(slack))
+    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)), slack or 0)
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:

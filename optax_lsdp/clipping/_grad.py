@@ -87,7 +87,7 @@ def clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
-    slack: int = 0,
+    slack: int | None = None,
 ) -> Callable[..., optax.Updates]:
     """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
@@ -180,7 +180,7 @@ def value_and_clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
-    slack: int = 0,
+    slack: int | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.

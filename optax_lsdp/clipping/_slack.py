@@ -171,7 +171,7 @@ def estimate_norms(
     >>> print(norm_estimates(state).shares.round(3))  # norms up to √¾, √½, ½ and 0
     [0.5 0.5 0.5 0. ]
     """
-    check_whole("slack", slack)
+    check_whole("slack", slack)  # here None is refused
     norm = checked_clip_norm(clip_norm, slack)
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)

@@ -36,7 +36,7 @@ class ClipPerExampleState(NamedTuple):
 
 
 def clip_per_example(
-    clip_norm: ClipNorm, *, slack: int = 0, replicated_axes: str | Sequence[str] = ()
+    clip_norm: ClipNorm, *, slack: int | None = None, replicated_axes: str | Sequence[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 

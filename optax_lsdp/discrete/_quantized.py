@@ -276,7 +276,7 @@ def _check_no_slack(updates: optax.Updates) -> None:
     for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
         if is_marked(leaf) and leaf.slack is not None:
             raise ValueError(
-                f"`slack` must be 0 with discrete noise, got {len(leaf.slack)}; compute the "
+                f"`slack` must be None with discrete noise, got {len(leaf.slack)}; compute the "
                 "gradient with `quantized_grad`, which has no slack."
             )
 
