@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 _HOME = {
+    "AdaptiveClip": "clipping",
     "Clipped": "clipping",
     "FixedSizeSampler": "sampling",
     "FullBatchSampler": "sampling",
@@ -26,6 +27,7 @@ _HOME = {
     "check_model": "model_check",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",
+    "current_clip_norm": "clipping",
     "discrete": "discrete",
     "dp_adam": "optimizers",
     "dp_lsadam": "optimizers",

@@ -11,7 +11,14 @@ import optax
 
 from optax_lsdp._checks import check_non_negative, check_positive, frozen_number, is_number
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.clipping import WithSlack, clip_per_example, estimate_norms, sensitivity
+from optax_lsdp.clipping import (
+    AdaptiveClip,
+    WithSlack,
+    clip_per_example,
+    current_clip_norm,
+    estimate_norms,
+    sensitivity,
+)
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
 
@@ -89,16 +96,19 @@ def privatize(
         )
     check_positive("expected_batch_size", expected_batch_size)
     stddev = _stddev(noise_multiplier, clip_norm)
-    estimate, specs = [], shard_specs
-    if slack is not None:
-        options = {"slack": slack, "stddev": stddev, "expected_batch_size": expected_batch_size}
-        estimate = [estimate_norms(clip_norm, **options)]
+    adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
+    clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
+    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    if adapts or slack is not None:
         # All shards have the same slack, so they must draw the same noise for it.
         specs = None if shard_specs is None else WithSlack(shard_specs, jax.P())
+        noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
+        options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
+        release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
+    if adapts:
+        release = [_with_clip_norm(optax.chain(*release))]
     return optax.chain(
-        clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes),
-        add_gaussian_noise(stddev, key=key, shard_specs=specs),
-        *estimate,
+        *release,
         optax.scale(1 / expected_batch_size),
         _smoothing_transform(smoothing, shard_specs),
         optax.stateless(_cast_like),
@@ -234,6 +244,23 @@ def _stddev(
         return multiplier * (total(step) if callable(total) else total)
 
     return stddev
+
+
+def _with_clip_norm(
+    release: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Pass the adaptive clip norm in the state on to `clip_per_example`, for stacked gradients."""
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        now = current_clip_norm(state)
+        return release.update(updates, state, params, clip_norm=now, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(release.init, update)
 
 
 def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:

@@ -66,7 +66,7 @@ ALL_LEAVES = {"all leaves": Group(CLIP_NORM, lambda tree: tree)}
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
-    """Search for neighbours whose clipped sums, with slack, differ by too much, on a dense layer."""
+    """Search for neighbours whose clipped sums and slack differ by too much, on a dense layer."""
     keys = jax.random.split(key, 3)
     params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
 

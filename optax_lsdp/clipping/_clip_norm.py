@@ -1,16 +1,16 @@
 """Check clip norms, group leaves under them, and clip per-example gradients to them.
 
-A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. Clipping
-multiplies the part of an example's gradient in a group by a clip factor, which depends on the norm
-of that part and on the group's clip norm. Both engines and `clip_per_example` get their clip
-factors here.
+A clip norm is a number or an `AdaptiveClip`, a prefix tree with one of them per group of leaves, or
+a schedule. Clipping multiplies the part of an example's gradient in a group by a clip factor, which
+depends on the norm of that part and on the group's clip norm. Both engines and `clip_per_example`
+get their clip factors here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal, NamedTuple, get_args
 
 import jax
@@ -40,20 +40,138 @@ _LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
 
 
 @dataclass(frozen=True)
+class AdaptiveClip:
+    """A clip norm that follows the gradients of a run. Pass it as `clip_norm`.
+
+    The clip norm C is part of the optimizer's state. Each step clips to C, divides the clipped sum
+    by C, so that its sensitivity is 1 whatever C is, adds noise, and multiplies by C again. So ε
+    does not depend on C, and everything that moves C has noise already. In a loop of your own, pass
+    C on: `f(params, batch, mask, clip_norm=current_clip_norm(state))`. `fit` does it for you.
+    Automatic clipping has no use for an adaptive clip norm, because its C only scales updates.
+
+    With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
+    the same `method`, `slack` and `indicator_weight`.
+
+    **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
+    s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
+    Its noise is z/b, for any K. The rule moves C towards s = `target`:
+
+        C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
+
+    where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
+    for one step. If e exceeds target/4, the rule averages s over as many steps as it takes, and
+    moves C once after them. For fixed gradients the rule converges from any C: it is a fixed-point
+    iteration for an M-estimate of scale. Until s is first between target/2 and (1 + target)/2, C
+    grows by 3^rate if s is higher. Until s is first above target/2, updates are zero, because they
+    would be mostly noise. Once C is about right, it falls at a tenth of the rate, so that it does
+    not follow gradients that vanish. An update is multiplied by the smaller of old and new C.
+
+    **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
+    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so the noise on everything grows by
+    √(1 + w²/4), and ε stays the same. In the paper's words, σ_b = z·√(1 + w²/4)/w is the noise of
+    the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
+    C ← C · exp(rate · (share of clipped gradients − target)).
+
+    **Method "fixed"** never moves C, and has the slack of method "slack".
+
+    Attributes:
+        initial: C before the first step.
+        target: the share of gradients to clip, above 0 and below 1. With method "slack", a gradient
+            that is shorter than C counts as (‖g‖/C)² of a clipped one.
+        rate: how fast C moves, above 0; by default 1 for "slack" and 0.2 for "quantile".
+        method: "slack", "quantile" or "fixed".
+        least: the smallest C; by default a millionth of `initial`.
+        most: the largest C; by default a million times `initial`.
+        slack: K, the number of slack coordinates; see `clipped_grad`.
+        indicator_weight: w, for method "quantile".
+
+    References:
+        SlaClip, ICML 2026, for slack.
+        Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping.
+
+    >>> AdaptiveClip(1.0).most
+    1000000.0
+    >>> AdaptiveClip(1.0, target=1.5)
+    Traceback (most recent call last):
+    ValueError: `target` must be above 0 and below 1, got 1.5.
+    """
+
+    initial: float
+    _: KW_ONLY
+    target: float = 0.5
+    rate: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    method: Literal["slack", "quantile", "fixed"] = "slack"
+    least: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    most: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    slack: int = 64
+    indicator_weight: float = 0.2
+
+    def __post_init__(self) -> None:
+        checks.check_positive("initial", self.initial)
+        checks.check_delta("target", self.target)
+        checks.check_choice("method", self.method, ("slack", "quantile", "fixed"))
+        checks.check_whole("slack", self.slack, 2)
+        checks.check_at_most("slack", self.slack, MOST_SLACK)
+        defaults = {
+            "rate": 0.2 if self.method == "quantile" else 1.0,
+            "least": max(_LEAST, 1e-6 * self.initial),
+            "most": min(_MOST, 1e6 * self.initial),
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            checks.check_positive(name, getattr(self, name))
+        checks.check_positive("indicator_weight", self.indicator_weight)
+        if not _LEAST <= self.least <= self.initial <= self.most <= _MOST:
+            raise ValueError(
+                "`initial` must be between `least` and `most`, within 1e-30 to 1e30, got "
+                f"initial={self.initial}, least={self.least} and most={self.most}."
+            )
+
+    @property
+    def coordinates(self) -> int:
+        """Return how many coordinates are added to the sum of the group."""
+        return 1 if self.method == "quantile" else self.slack
+
+    @property
+    def sensitivity(self) -> float:
+        """Return the sensitivity of the group's sum and coordinates, in units of the clip norm."""
+        return math.hypot(1, self.indicator_weight / 2) if self.method == "quantile" else 1.0
+
+
+@dataclass(frozen=True)
 class CheckedClipNorm:
     """A checked copy of a clip norm.
 
     Without the copy, a caller could change a dict of clip norms between clipping and noise.
     """
 
-    value: ClipNorm  # a number, a prefix tree of numbers, or a schedule
+    value: ClipNorm  # a number or `AdaptiveClip`, a prefix tree of them, or a schedule
     is_schedule: bool
     addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
-    slack: int = 0  # K, the number of slack coordinates of each group
+    slack: int = 0  # K, the number of coordinates that are added to the sum of each group
+    adaptive: AdaptiveClip | None = None  # of the first group
 
-    def at(self, step: ArrayLike | None) -> ClipNorm:
-        """Return the clip norm at a step. Without a schedule, the step is ignored."""
+    @property
+    def is_relative(self) -> bool:
+        """Return whether sums are divided by the clip norm, so that their sensitivity is fixed."""
+        return self.is_schedule or self.adaptive is not None
+
+    def at(self, step: ArrayLike | None, clip_norm: ClipNorm = None) -> ClipNorm:
+        """Return the clip norm at a step: by a schedule, `clip_norm` if adaptive, else fixed."""
+        if self.adaptive is not None:
+            return self._checked_now(clip_norm)
         return self.value(step) if self.is_schedule else self.value
+
+    def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
+        """Return the present values of adaptive clip norms. Raise unless there is one per group."""
+        is_alike = jax.tree.structure(clip_norm) == jax.tree.structure(self.value)
+        if not is_alike or any(jnp.shape(x) for x in jax.tree.leaves(clip_norm)):
+            raise ValueError(
+                "`clip_norm` must be passed with an AdaptiveClip, one number per group, got "
+                f"{clip_norm!r}; pass clip_norm=current_clip_norm(state)."
+            )
+        return clip_norm
 
     def in_tree(self, by_group: Mapping[str, PyTree]) -> PyTree:
         """Return values of the groups as a tree with the structure of the clip norm."""
@@ -94,6 +212,10 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
     norms = first or jax.tree.leaves(clip_norm)
+    adaptive = next((norm for norm in norms if isinstance(norm, AdaptiveClip)), None)
+    if adaptive is not None:
+        _check_adaptive(norms, slack)
+        slack, norms = adaptive.coordinates, [norm.initial for norm in norms]
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
@@ -107,7 +229,34 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
                 f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )
     copy = jax.tree.map(lambda norm: norm, clip_norm)
-    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)), slack or 0)
+    addresses = tuple(leaf_addresses(clip_norm))
+    return CheckedClipNorm(copy, is_schedule, addresses, slack or 0, adaptive)
+
+
+def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
+    """Raise unless all clip norms are adaptive and add the same coordinates to their sums."""
+    kinds = {
+        (x.method, x.slack, x.indicator_weight) if isinstance(x, AdaptiveClip) else None
+        for x in norms
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            "`clip_norm` must have an AdaptiveClip with the same `method`, `slack` and "
+            f"`indicator_weight` in all groups, got {norms!r}; for a group whose clip norm stays, "
+            "set `least` and `most` to `initial`."
+        )
+    if slack is not None:
+        raise ValueError(
+            f"`slack` must be a setting of AdaptiveClip, got slack={slack} beside it; leave it out."
+        )
+
+
+def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
+    """Return a clipped sum in units of the clip norm of each leaf's group."""
+    leaves, structure = jax.tree.flatten(total)
+    pairs = zip(leaves, groups, strict=True)
+    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
+    return jax.tree.unflatten(structure, divided)
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
@@ -118,13 +267,16 @@ def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
 
     Args:
         clip_norm: a number, a prefix tree with one number C per group, or a schedule. A schedule
-            is returned unchanged.
+            is returned unchanged. With an `AdaptiveClip`, the result is in units of the clip norm.
 
     >>> sensitivity({"encoder": 3.0, "head": 4.0})
     5.0
     """
     checked = checked_clip_norm(clip_norm)
-    return clip_norm if checked.is_schedule else math.hypot(*jax.tree.leaves(clip_norm))
+    if checked.is_schedule:
+        return clip_norm
+    leaves = jax.tree.leaves(clip_norm)
+    return math.hypot(*(x.sensitivity if isinstance(x, AdaptiveClip) else x for x in leaves))
 
 
 def clip_factors(

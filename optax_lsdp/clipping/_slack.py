@@ -21,12 +21,20 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lsdp._checks import check_positive, check_whole, frozen_number
+from optax_lsdp._checks import check_positive, frozen_number
 from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.clipping._clip_norm import CheckedClipNorm, ExampleNorms, checked_clip_norm
+from optax_lsdp.clipping._clip_norm import (
+    AdaptiveClip,
+    CheckedClipNorm,
+    ExampleNorms,
+    checked_clip_norm,
+)
 
 _ROUNDED_DOWN = 1 - 2.0**-20  # of the value of a coordinate; see `count_slack`
+_UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this many C, with rounding
+_RECENT = 10  # steps
+_SLOW_FALL, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
 
 
 class WithSlack(NamedTuple):
@@ -42,13 +50,14 @@ class WithSlack(NamedTuple):
 
 
 def count_slack(
-    norms: ExampleNorms, groups: Sequence[ClipGroup], size: int
+    norms: ExampleNorms, groups: Sequence[ClipGroup], norm: CheckedClipNorm
 ) -> dict[str, jax.Array]:
     """Return how many examples set each slack coordinate, by the path of the group: (n,) → (K,).
 
-    K is `size`. The counts are whole numbers in float32, so adding up those of disjoint examples is
-    exact. An example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`.
-    It sets none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C.
+    The counts are whole numbers in float32, so adding up those of disjoint examples is exact. An
+    example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
+    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
+    `AdaptiveClip`, the one number is ½ for each example that is not clipped, and −½ for the others.
 
     Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
     more than 4u, so the computed x = r²/C² is not below the true one, unless squares underflow,
@@ -59,11 +68,14 @@ def count_slack(
 
     def count(bounds: jax.Array, clip_norm: ArrayLike) -> jax.Array:
         ratios = bounds / jnp.asarray(clip_norm, bounds.dtype)
-        room = size * (1 - ratios * ratios)
-        places = jnp.arange(1, size + 1, dtype=bounds.dtype)
+        if _is_quantile(norm):
+            halves = jnp.where(ratios < _UNCLIPPED, 0.5, -0.5)
+            return jnp.sum(jnp.where(jnp.isfinite(bounds), halves, 0.0), dtype=jnp.float32)[None]
+        room = norm.slack * (1 - ratios * ratios)
+        places = jnp.arange(1, norm.slack + 1, dtype=bounds.dtype)
         return jnp.sum(room[:, None] >= places, axis=0, dtype=jnp.int32).astype(jnp.float32)
 
-    pairs = dict(groups).items() if size else ()
+    pairs = dict(groups).items() if norm.slack else ()
     return {path: count(norms.bounds[path], clip_norm) for path, clip_norm in pairs}
 
 
@@ -72,43 +84,55 @@ def append_slack(
 ) -> optax.Updates:
     """Return a clipped sum with the slack of each group, or alone if there is no slack.
 
-    `now` are the clip norms of this step, with the structure of the clip norm.
+    `now` are the clip norms of this step. Sums of adaptive clip norms are in units of them.
     """
     if not counts:
         return total
-    values = dict(zip(norm.addresses, jax.tree.leaves(now), strict=True))
-    slack = {path: slack_value(values[path], norm.slack) * count for path, count in counts.items()}
+    norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
+    values = dict(zip(norm.addresses, norms, strict=True))
+    slack = {path: slack_value(values[path], norm) * count for path, count in counts.items()}
     return WithSlack(total, norm.in_tree(slack))
 
 
-def slack_value(clip_norm: ArrayLike, size: int) -> jax.Array:
-    """Return the value of a slack coordinate, C/√K rounded down: float32 without axes."""
-    return jnp.asarray(clip_norm, jnp.float32) * jnp.float32(_ROUNDED_DOWN / math.sqrt(size))
+def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
+    """Return the value of a coordinate, C/√K or w·C rounded down: float32 without axes."""
+    factor = 1 / math.sqrt(norm.slack)
+    if norm.adaptive is not None and _is_quantile(norm):
+        factor = norm.adaptive.indicator_weight
+    return jnp.asarray(clip_norm, jnp.float32) * jnp.float32(_ROUNDED_DOWN * factor)
 
 
-def slack_radii(size: int) -> jax.Array:
-    """Return √(1 − j/K) for j = 1, …, K: coordinate j counts the examples up to this many C."""
-    return jnp.sqrt(1 - jnp.arange(1, size + 1, dtype=jnp.float32) / size)
+def _is_quantile(norm: CheckedClipNorm) -> bool:
+    return norm.adaptive is not None and norm.adaptive.method == "quantile"
+
+
+class GroupEstimates(NamedTuple):
+    """What is known of the norms of one group; see `NormEstimates` and `AdaptiveClip`."""
+
+    shares: jax.Array  # (K,) means over all steps
+    variance: jax.Array  # of each of the shares
+    clipped: jax.Array  # the share that is clipped, in the last steps
+    clipped_variance: jax.Array
+    excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
+    waited: jax.Array  # how many steps are in this sum
+    settled: jax.Array  # whether the clip norm was once about right
+    useful: jax.Array  # whether the clip norm of the last step is known not to be far too large
 
 
 class EstimateNormsState(NamedTuple):
     """What `estimate_norms` has seen. All of it has noise, so it may be released.
 
-    The trees have the structure of the clip norm. Each estimate is the mean over all steps.
-
     Attributes:
         step: how many steps were taken.
-        clip_norm: tree of the clip norms of the next step.
+        clip_norm: the clip norms of the next step, with the structure of the clip norm.
         radii: (K,) norms in units of the clip norm.
-        shares: tree of (K,) estimates.
-        variances: tree of the variance of each estimate.
+        groups: the estimates of each group.
     """
 
     step: jax.Array
     clip_norm: PyTree
     radii: jax.Array
-    shares: PyTree
-    variances: PyTree
+    groups: tuple[GroupEstimates, ...]
 
 
 class NormEstimates(NamedTuple):
@@ -126,6 +150,10 @@ class NormEstimates(NamedTuple):
             rounded up; see `explain_clipping`. Examples that are not finite count nowhere.
         standard_errors: the standard deviation of the noise in each of the `shares`. It does not
             include the random choice of the batches.
+        clipped: an estimate of the share of examples that are clipped, more exactly of those longer
+            than `radii[0]` · C: the mean over the first ten steps, then an exponential mean over
+            about ten steps. Examples that are missing from a small batch count as clipped.
+        clipped_error: the standard deviation of the noise in `clipped`.
         clip_norm: C, of the next step.
         steps: how many steps the estimates cover.
     """
@@ -133,6 +161,8 @@ class NormEstimates(NamedTuple):
     radii: jax.Array
     shares: PyTree
     standard_errors: PyTree
+    clipped: PyTree
+    clipped_error: PyTree
     clip_norm: PyTree
     steps: jax.Array
 
@@ -140,7 +170,7 @@ class NormEstimates(NamedTuple):
 def estimate_norms(
     clip_norm: ClipNorm,
     *,
-    slack: int,
+    slack: int | None = None,
     stddev: optax.ScalarOrSchedule,
     expected_batch_size: float,
 ) -> optax.GradientTransformationExtraArgs:
@@ -152,11 +182,12 @@ def estimate_norms(
     no privacy.
 
     The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
-    the standard error of a share after T steps is z·√K/(b·√T).
+    the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
+    `AdaptiveClip`, this transform also moves it, and multiplies the sum by it.
 
     Args:
         clip_norm: C, as in `clip_per_example`.
-        slack: K, as in `clip_per_example`.
+        slack: K, as in `clip_per_example`. An `AdaptiveClip` has its own.
         stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
         expected_batch_size: b, by which counts are divided.
 
@@ -171,23 +202,28 @@ def estimate_norms(
     >>> print(norm_estimates(state).shares.round(3))  # norms up to √¾, √½, ½ and 0
     [0.5 0.5 0.5 0. ]
     """
-    check_whole("slack", slack)  # here None is refused
     norm = checked_clip_norm(clip_norm, slack)
+    if not norm.slack:
+        raise ValueError(
+            "`slack` must be a whole number, 1 or more, got None; pass the K of the sum."
+        )
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)
     stddev = frozen_number(stddev)
 
-    def in_tree(value: float) -> PyTree:
-        return norm.in_tree(dict.fromkeys(norm.addresses, jnp.float32(value)))
-
-    def clip_norms(step: jax.Array) -> PyTree:
-        return jax.tree.map(lambda now: jnp.asarray(now, jnp.float32), norm.at(step))
+    def fixed_norms(step: jax.Array) -> PyTree:
+        """Return the clip norms at a step, unless they adapt: then those of the first step."""
+        norms = jax.tree.map(lambda x: x.initial, norm.value) if norm.adaptive else norm.at(step)
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), norms)
 
     def init(params: optax.Params) -> EstimateNormsState:
         del params
-        step, zeros = jnp.zeros([], jnp.int32), jnp.zeros(slack, jnp.float32)
-        shares = jax.tree.map(lambda _: zeros, in_tree(0))
-        return EstimateNormsState(step, clip_norms(step), slack_radii(slack), shares, in_tree(0))
+        step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+        radii = jnp.sqrt(1 - jnp.arange(1, norm.slack + 1, dtype=jnp.float32) / norm.slack)
+        group = GroupEstimates(zero + radii * 0, zero, zero, zero, zero, step, step > 0, step > 0)
+        groups = (group,) * len(norm.addresses)
+        radii = jnp.ones(1) if _is_quantile(norm) else radii
+        return EstimateNormsState(step, fixed_norms(step), radii, groups)
 
     def update(
         updates: WithSlack,
@@ -201,33 +237,99 @@ def estimate_norms(
                 "`updates` must have slack, got a sum without slack; pass `slack` to "
                 "`clip_per_example` as well."
             )
-        scale = stddev(state.step) if callable(stddev) else stddev
+        scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
         step = optax.safe_increment(state.step)
-        gain = 1 / step.astype(jnp.float32)  # of the running mean over all steps
-
-        def add(mean: jax.Array, noisy: jax.Array, now: jax.Array) -> jax.Array:
-            counted = noisy / slack_value(now, slack)
-            return mean + gain * (counted / expected_batch_size - mean)
-
-        def add_variance(mean: jax.Array, now: jax.Array) -> jax.Array:
-            error = jnp.asarray(scale, jnp.float32) / slack_value(now, slack) / expected_batch_size
-            return jnp.square(1 - gain) * mean + jnp.square(gain * error)
-
-        now = clip_norms(state.step)
-        shares = jax.tree.map(add, state.shares, updates.slack, now)
-        variances = jax.tree.map(add_variance, state.variances, now)
-        after = EstimateNormsState(step, clip_norms(step), state.radii, shares, variances)
-        return updates.total, after
+        groups, moved, factors = [], [], []
+        settings = jax.tree.leaves(norm.value) if norm.adaptive else [None] * len(state.groups)
+        noisy, now = jax.tree.leaves(updates.slack), jax.tree.leaves(state.clip_norm)
+        for group, one, clip, setting in zip(state.groups, noisy, now, settings, strict=True):
+            unit = slack_value(1.0 if setting else clip, norm) * expected_batch_size
+            shares = one / unit + (0.5 if _is_quantile(norm) else 0.0)
+            group = _averaged(group, shares, scale / unit, step)
+            if setting is not None:
+                new, group = _moved(setting, group, clip, shares, scale / unit, expected_batch_size)
+                # If the clip norm falls, the update is mostly noise: the new one makes less of it.
+                factors.append(jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
+                moved.append(new)
+            groups.append(group)
+        structure = jax.tree.structure(state.clip_norm)
+        if not moved:
+            after = fixed_norms(step)
+            return updates.total, EstimateNormsState(step, after, state.radii, tuple(groups))
+        after = jax.tree.unflatten(structure, moved)
+        leaves, shape = jax.tree.flatten(updates.total)
+        by_leaf = norm.groups(updates.total, jax.tree.unflatten(structure, factors))
+        scaled = [
+            leaf * group.clip_norm.astype(leaf.dtype)
+            for leaf, group in zip(leaves, by_leaf, strict=True)
+        ]
+        total = jax.tree.unflatten(shape, scaled)
+        return total, EstimateNormsState(step, after, state.radii, tuple(groups))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averaged(
+    group: GroupEstimates, shares: jax.Array, error: jax.Array, step: jax.Array
+) -> GroupEstimates:
+    """Add the shares of a step, whose noise has the standard deviation `error`, to the means."""
+    gain = 1 / step.astype(jnp.float32)
+    recent = jnp.maximum(gain, 1 / _RECENT)
+    return group._replace(
+        shares=group.shares + gain * (shares - group.shares),
+        variance=jnp.square(1 - gain) * group.variance + jnp.square(gain * error),
+        clipped=group.clipped + recent * (1 - shares[0] - group.clipped),
+        clipped_variance=jnp.square(1 - recent) * group.clipped_variance
+        + jnp.square(recent * error),
+    )
+
+
+def _moved(
+    setting: AdaptiveClip,
+    group: GroupEstimates,
+    clip_norm: jax.Array,
+    shares: jax.Array,
+    error: jax.Array,
+    expected_batch_size: float,
+) -> tuple[jax.Array, GroupEstimates]:
+    """Return the next clip norm by the rule of `AdaptiveClip`, and the state of the rule."""
+    if setting.method == "fixed":
+        return clip_norm, group._replace(useful=jnp.ones_like(group.useful))
+    if setting.method == "quantile":
+        off = 1 - shares[0] - setting.target
+        new = clip_norm * jnp.exp(setting.rate * off)
+        useful = jnp.ones_like(group.useful)
+        return jnp.clip(new, setting.least, setting.most), group._replace(useful=useful)
+    # ⌊K(1 − t²)⌋/(K − 1) has the mean 1 − t² if t² is uniform.
+    excess = group.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
+    waited = group.waited + 1
+    count = waited.astype(jnp.float32)
+    variance = jnp.square(error) / setting.slack + 1 / expected_batch_size
+    is_due = count >= 16 * variance / setting.target**2
+    found = excess / count
+    least = jnp.maximum(0.5 / setting.slack, jnp.sqrt(variance / count))
+    ratio = jnp.clip(found, least, 1.0) / setting.target
+    is_high = found > (1 + setting.target) / 2
+    is_low = (found < setting.target / 2) & (clip_norm > setting.least)
+    slowed = jnp.where(ratio < 1, ratio**_SLOW_FALL, ratio)
+    started = jnp.where(is_high, _FAST_RISE**2, ratio)
+    ratio = jnp.where(group.settled, slowed, started) ** (setting.rate / 2)
+    new = jnp.clip(clip_norm * ratio, setting.least, setting.most)
+    group = group._replace(
+        excess=jnp.where(is_due, 0.0, excess),
+        waited=jnp.where(is_due, 0, waited),
+        settled=group.settled | (is_due & ~is_low & ~is_high),
+        useful=group.settled | jnp.where(is_due, ~is_low, group.useful),
+    )
+    return jnp.where(is_due, new, clip_norm), group
 
 
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
     Args:
-        state: the state of an optimizer of `privatize(..., slack=K)`, or of a chain with
-            `estimate_norms`.
+        state: the state of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a
+            chain with `estimate_norms`.
 
     >>> from optax_lsdp import privatize
     >>> private = dict(clip_norm=1.0, noise_multiplier=1e-6, expected_batch_size=2, slack=4)
@@ -238,15 +340,54 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
     >>> print(found.radii.round(3), found.shares.round(3))
     [0.866 0.707 0.5   0.   ] [0.5 0.5 0.5 0. ]
     """
+    found = _find_state(state)
+    structure = jax.tree.structure(found.clip_norm)
+    names = ("shares", "variance", "clipped", "clipped_variance")
+    shares, variance, clipped, clipped_variance = (
+        jax.tree.unflatten(structure, [getattr(group, name) for group in found.groups])
+        for name in names
+    )
+    return NormEstimates(
+        radii=found.radii,
+        shares=shares,
+        standard_errors=jax.tree.map(jnp.sqrt, variance),
+        clipped=clipped,
+        clipped_error=jax.tree.map(jnp.sqrt, clipped_variance),
+        clip_norm=found.clip_norm,
+        steps=found.step,
+    )
+
+
+def current_clip_norm(state: optax.OptState) -> PyTree:
+    """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
+
+    With groups of clip norms, return a tree of the same structure. The clip norm has noise already,
+    so it may be released.
+
+    >>> from optax_lsdp import privatize
+    >>> clip = AdaptiveClip(2.0)
+    >>> private = dict(clip_norm=clip, noise_multiplier=1.0, expected_batch_size=4)
+    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
+    >>> print(current_clip_norm(tx.init(jnp.zeros(3))))
+    2.0
+    """
+    return _find_state(state).clip_norm
+
+
+def has_estimates(state: optax.OptState) -> bool:
+    """Return whether an optimizer's state has estimates of norms."""
+    return any(map(_is_estimate, jax.tree.leaves(state, is_leaf=_is_estimate)))
+
+
+def _find_state(state: optax.OptState) -> EstimateNormsState:
     leaves = jax.tree.leaves(state, is_leaf=_is_estimate)
     found = next((leaf for leaf in leaves if _is_estimate(leaf)), None)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with slack, got a state without estimates; "
-            "pass `slack` to `privatize` and `clipped_grad`."
+            "pass `slack` or an `AdaptiveClip` to `privatize` and `clipped_grad`."
         )
-    errors = jax.tree.map(jnp.sqrt, found.variances)
-    return NormEstimates(found.radii, found.shares, errors, found.clip_norm, found.step)
+    return found
 
 
 def _is_estimate(node: object) -> bool:

@@ -25,7 +25,11 @@ from optax_lsdp._trees import (
     zip_leaves,
 )
 from optax_lsdp._types import ClipNorm
-from optax_lsdp.clipping._clip_norm import checked_clip_norm, clip_and_sum
+from optax_lsdp.clipping._clip_norm import (
+    checked_clip_norm,
+    clip_and_sum,
+    divide_by_clip_norm,
+)
 from optax_lsdp.clipping._slack import append_slack, count_slack
 
 
@@ -53,7 +57,9 @@ def clip_per_example(
 
     Args:
         clip_norm: C, which must be static: a number, a prefix of the parameters' tree with one
-            number per group, or a schedule, which is a function of the step. With
+            number per group, a schedule, which is a function of the step, or an `AdaptiveClip`.
+            With an `AdaptiveClip`, `update` returns the sum in units of the clip norm, and stacked
+            gradients need `update(..., clip_norm=current_clip_norm(state))`. With
             `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
         slack: K, the number of slack coordinates, from which `estimate_norms` estimates the
             distribution of norms at no cost in ε; see `clipped_grad`, which needs the same number.
@@ -88,11 +94,12 @@ def clip_per_example(
         params: optax.Params | None = None,
         *,
         mask: jax.Array | None = None,
+        clip_norm: ClipNorm = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, ClipPerExampleState]:
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total, counts = unmark(updates, norm.groups(updates), norm.slack)
-            now = norm.at(state.step)
+            now = None if norm.adaptive else norm.at(state.step)
             if extra_args:
                 check_not_per_example(extra_args, None)
             if mask is not None:
@@ -110,10 +117,12 @@ def clip_per_example(
             check_mask(mask, size)
             check_not_per_example(extra_args, size)
             _check_replicated(params, updates, named_axes)
-            now = norm.at(state.step)
+            now = norm.at(state.step, clip_norm)
             groups = norm.groups(updates, now)
             norms, total = clip_and_sum(updates, groups, mask=mask)
-            counts = count_slack(norms, groups, norm.slack)
+            counts = count_slack(norms, groups, norm)
+            if norm.adaptive:
+                total = divide_by_clip_norm(total, groups)
         total = append_slack(total, counts, norm, now)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 

@@ -31,7 +31,14 @@ from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import Source, choose_microbatch_size, describe_microbatch, open_data
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
-from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._progress import (
+    Callback,
+    FitResult,
+    Reporter,
+    Stopped,
+    check_callbacks,
+    released_norms,
+)
 from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 
 
@@ -212,7 +219,7 @@ def _train(
                     break
                 sums, batch = None, reader.next()
                 while not batch.is_last:
-                    sums = program.add(at.state.params, sums, batch.microbatch)
+                    sums = program.add(at.state, sums, batch.microbatch)
                     batch = reader.next()
                 if folder is not None:
                     if any_process(folder.journal.differs(at.step, batch.digest)):
@@ -239,7 +246,8 @@ def _train(
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
     if at.step < account.last_step:
         stopped = "callback" if any_process(wants_stop) else "signal"
-    return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
+    params, average, norms = at.state.params, at.state.average, released_norms(at.state)
+    return FitResult(params, average, at.step, at.ledger, stopped, norms)
 
 
 @contextmanager

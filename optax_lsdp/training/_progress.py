@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,12 +16,14 @@ from tqdm import tqdm
 from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.clipping import NormEstimates, has_estimates, norm_estimates
 from optax_lsdp.training._multihost import raise_everywhere
 from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
+_SECONDS = 1.0  # between two looks at the clip norm, for which the devices must finish a step
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -33,6 +37,9 @@ class StepReport(NamedTuple):
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
+        norms: the clip norm, the share of gradients that are clipped, and the distribution of
+            norms, if the plan's clip norm is an `AdaptiveClip`, else None. They have noise, so they
+            may be released. The next step reuses their memory.
     """
 
     step: int
@@ -40,6 +47,7 @@ class StepReport(NamedTuple):
     average: optax.Params
     epsilon: float
     private_loss: jax.Array
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -57,6 +65,8 @@ class FitResult(NamedTuple):
         ledger: the privacy spent.
         stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
             further step, "callback" or "signal".
+        norms: the estimated distribution of norms and the clip norm, if the plan's clip norm is an
+            `AdaptiveClip`, else None.
     """
 
     params: optax.Params
@@ -64,6 +74,7 @@ class FitResult(NamedTuple):
     steps: int
     ledger: Ledger
     stopped: Stopped
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -110,6 +121,7 @@ class Reporter:
     def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
         self._callbacks, self._has_warned = callbacks, False
+        self._norms, self._read_norms = "", -math.inf  # as the bar shows them, and since when
 
     def report(
         self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float]
@@ -119,14 +131,27 @@ class Reporter:
         with raise_everywhere():
             if not self.bar.disable:
                 # The bar does not show the loss: bars end up in logs, and the loss is private.
-                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}", refresh=False)
+                text = f"ε = {show_epsilon(epsilon(step))}{self._show_norms(step, state)}"
+                self.bar.set_postfix_str(text, refresh=False)
                 self.bar.update(step - self.bar.n)
             for callback in self._callbacks:
                 try:
-                    callback(StepReport(step, state.params, state.average, epsilon(step), loss))
+                    spent, norms = epsilon(step), released_norms(state)
+                    callback(StepReport(step, state.params, state.average, spent, loss, norms))
                 except StopTraining:
                     wants_stop = True
         return wants_stop
+
+    def _show_norms(self, step: int, state: State) -> str:
+        """Return the clip norm and the share of clipped gradients, which are private releases."""
+        is_due = step == self.bar.total or time.monotonic() - self._read_norms > _SECONDS
+        if is_due and (norms := released_norms(state)) is not None:
+            clip, share = jax.device_get((norms.clip_norm, norms.clipped))
+            clips = "/".join(f"{float(x):.3g}" for x in jax.tree.leaves(clip))
+            shares = "/".join(f"{float(x):.0%}" for x in jax.tree.leaves(share))
+            self._norms = f", released with noise: clip norm {clips}, {shares} clipped"
+            self._read_norms = time.monotonic()
+        return self._norms
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
         """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
@@ -139,6 +164,11 @@ class Reporter:
             "example whose gradient is not finite contributes nothing to the training. This "
             "warning depends on private data: release no log that contains it."
         )
+
+
+def released_norms(state: State) -> NormEstimates | None:
+    """Return the estimated norms in the optimizer's state, or None if there are none."""
+    return norm_estimates(state.optimizer) if has_estimates(state.optimizer) else None
 
 
 def _summary(tree: PyTree) -> str:
