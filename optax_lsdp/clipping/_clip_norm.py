@@ -165,8 +165,10 @@ class CheckedClipNorm:
 
     def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
         """Return the present values of adaptive clip norms. Raise unless there is one per group."""
-        is_alike = jax.tree.structure(clip_norm) == jax.tree.structure(self.value)
-        if not is_alike or any(jnp.shape(x) for x in jax.tree.leaves(clip_norm)):
+        wanted: object = jax.tree.structure(self.value)
+        if wanted != jax.tree.structure(clip_norm) or any(
+            jnp.shape(x) for x in jax.tree.leaves(clip_norm)
+        ):
             raise ValueError(
                 "`clip_norm` must be passed with an AdaptiveClip, one number per group, got "
                 f"{clip_norm!r}; pass clip_norm=current_clip_norm(state)."
@@ -215,7 +217,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     adaptive = next((norm for norm in norms if isinstance(norm, AdaptiveClip)), None)
     if adaptive is not None:
         _check_adaptive(norms, slack)
-        slack, norms = adaptive.coordinates, [norm.initial for norm in norms]
+        slack, norms = adaptive.coordinates, [norm.initial for norm in jax.tree.leaves(clip_norm)]
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:

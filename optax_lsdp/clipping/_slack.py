@@ -387,7 +387,8 @@ def _find_state(state: optax.OptState) -> EstimateNormsState:
             "`state` must be the state of an optimizer with slack, got a state without estimates; "
             "pass `slack` or an `AdaptiveClip` to `privatize` and `clipped_grad`."
         )
-    return found
+    # Flax NNX wraps the arrays of a state.
+    return jax.tree.map(jnp.asarray, found, is_leaf=lambda x: hasattr(x, "__jax_array__"))
 
 
 def _is_estimate(node: object) -> bool:

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Self
 
 import jax
@@ -18,6 +18,7 @@ from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import AdaptiveClip, sensitivity
 
 _VERSION = 1  # of the JSON format
+_ADAPTIVE = {field.name for field in fields(AdaptiveClip)}
 
 
 @dataclass(frozen=True)
@@ -162,13 +163,17 @@ def _to_json(name: str, value: object) -> object:
     )
 
 
+def _read_adaptive(options: dict[str, PyTree]) -> AdaptiveClip:
+    return AdaptiveClip(**options)
+
+
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Invert `_to_json`."""
     match value:
         case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
             return Piecewise(tuple(starts), tuple(values))
-        case {"$adaptive": {"initial": initial, **options}, **rest} if not rest:
-            return AdaptiveClip(initial, **options)
+        case {"$adaptive": dict(options), **rest} if not rest and set(options) == _ADAPTIVE:
+            return _read_adaptive(options)
         case {"$tuple": list(parts), **rest} if not rest:
             return tuple(_from_json(name, part) for part in parts)
         case {"$piecewise": _} | {"$tuple": _} | {"$adaptive": _}:
