@@ -143,6 +143,18 @@ def check_shard_specs(specs: PyTree) -> None:
             )
 
 
+def spread_specs(specs: PyTree, updates: PyTree) -> PyTree:
+    """Return a spec for each leaf of `updates`, if `specs` is a prefix of its tree."""
+    if specs is None or _is_spec(specs):
+        return specs
+    try:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: spec, part), specs, updates, is_leaf=_is_spec
+        )
+    except ValueError:  # `read_shards` counts the leaves
+        return specs
+
+
 def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
     """Return how `shard_map` splits each leaf; `specs` is the user's argument `shard_specs`."""
     if specs is None or _is_spec(specs):

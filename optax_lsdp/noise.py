@@ -35,6 +35,7 @@ from optax_lsdp._mesh import (
     explicit_spec,
     manual_axes,
     read_shards,
+    spread_specs,
     varying_axes,
     with_automatic_axes,
 )
@@ -124,7 +125,7 @@ def add_gaussian_noise(
         if not leaves:
             return updates, next_state
         wide, addresses = [widen(leaf) for _, leaf in leaves], leaf_addresses(updates)
-        shards = read_shards(shard_specs, wide)
+        shards = read_shards(spread_specs(shard_specs, updates), wide)
         _check_stddev(scale)
         if jax.tree.structure(params) == structure:
             check_shapes(updates, params, "put `clip_per_example` before `add_gaussian_noise`")

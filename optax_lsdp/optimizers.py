@@ -19,7 +19,14 @@ from optax_lsdp._checks import (
     is_number,
 )
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.clipping import clip_per_example, sensitivity
+from optax_lsdp.clipping import (
+    AdaptiveClip,
+    WithSlack,
+    clip_per_example,
+    current_clip_norm,
+    estimate_norms,
+    sensitivity,
+)
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
 from optax_lsdp.watching import watch
@@ -37,6 +44,7 @@ def privatize(
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
+    slack: int | None = None,
     watch_steps: int = 0,
     sampling_rate: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
@@ -69,6 +77,8 @@ def privatize(
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
             `smoothing` is a transform, set the transform's own `shard_specs`.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
+        slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
+            estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
             but a copy of the parameters; see `watch`. The default records nothing.
         sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
@@ -103,12 +113,28 @@ def privatize(
     check_whole("watch_steps", watch_steps, least=0)
     check_fraction("sampling_rate", sampling_rate)
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
+    adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
+    clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
+    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    if adapts or slack is not None:
+        # All shards have the same slack, so they must draw the same noise for it.
+        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P())
+        noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
+        options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
+        release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
+    if adapts:
+        release = [_with_clip_norm(optax.chain(*release))]
     after_noise: list[optax.GradientTransformation] = [
         _smoothing_transform(smoothing, shard_specs),
         optax.stateless(_cast_like),
         _with_clear_errors(optimizer),
     ]
     if watch_steps:
+        if adapts:
+            raise ValueError(
+                "`watch_steps` must be 0 with an AdaptiveClip, whose noise changes from step to "
+                f"step, got {watch_steps}; watch with a fixed clip norm."
+            )
         spread = math.sqrt((1 - sampling_rate) / expected_batch_size)
         watched = watch(
             optax.chain(*after_noise),
@@ -118,12 +144,7 @@ def privatize(
             shard_specs=shard_specs,
         )
         after_noise = [watched]
-    return optax.chain(
-        clip_per_example(clip_norm, replicated_axes=replicated_axes),
-        add_gaussian_noise(stddev, key=key, shard_specs=shard_specs),
-        optax.scale(1 / expected_batch_size),
-        *after_noise,
-    )
+    return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
 
 
 def dp_sgd(
@@ -253,6 +274,23 @@ def _product(
         return value * (other(step) if callable(other) else other)
 
     return product
+
+
+def _with_clip_norm(
+    release: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Pass the adaptive clip norm in the state on to `clip_per_example`, for stacked gradients."""
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        now = current_clip_norm(state)
+        return release.update(updates, state, params, clip_norm=now, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(release.init, update)
 
 
 def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:

@@ -80,6 +80,18 @@ def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
     return clipped
 
 
+def slack_rows(rows: np.ndarray, clip_norm: float, size: int) -> np.ndarray:
+    """Return the slack of clipped rows, (n, K): ⌊K(1 − r²/C²)⌋ times C/√K, then zeros.
+
+    Here r is the norm of a row, and K is `size`. A row that is longer than C has no slack.
+    """
+    slack = np.zeros((len(rows), size))
+    for row, coordinates in zip(rows, slack, strict=True):
+        room = math.floor(size * (1 - float(row @ row) / clip_norm**2))
+        coordinates[: max(room, 0)] = clip_norm / math.sqrt(size)
+    return slack
+
+
 def walk_like_pytorch(kernel: np.ndarray) -> np.ndarray:
     """Flatten a Flax kernel in the order of `weight.view(-1)` of the same layer in PyTorch."""
     if kernel.ndim == 2:  # Linear stores (out, in)

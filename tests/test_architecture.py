@@ -155,6 +155,7 @@ FOLDERS = ("accounting", "auditing", "clipping", "discrete", "model_check", "pla
 FOLDERS += ("smoothing", "training")
 RESULTS = {  # returned by functions, and not made by users
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "FitResult", "ModelReport"),
+    *("NormEstimates",),
     *("PaperNoise", "PerExample", "QuantizedSum", "Sampler", "SensitivityReport"),
     *("StatisticsReport", "StepReport", "UserBatch"),
 }

@@ -18,6 +18,7 @@ import optax
 
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
+from optax_lsdp._clipped import is_marked
 from optax_lsdp._isolation import trace_loss
 from optax_lsdp._keys import check_threefry_key, fold_in_text, fold_in_texts
 from optax_lsdp._layers import warn_of_batch_norms
@@ -237,6 +238,7 @@ def add_discrete_gaussian_noise(
         del params
         trees.check_not_per_example(extra_args, None)  # this transform would ignore a mask
         _check_outside_shard_map("add_discrete_gaussian_noise")
+        _check_no_slack(updates)
         paths, structure = jax.tree.flatten_with_path(updates, is_leaf=_is_quantized)
         trees.check_not_empty("updates", updates)
         _check_quantized(paths)
@@ -263,6 +265,15 @@ def add_discrete_gaussian_noise(
 
 def _is_quantized(node: object) -> bool:
     return isinstance(node, QuantizedSum)
+
+
+def _check_no_slack(updates: optax.Updates) -> None:
+    for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
+        if is_marked(leaf) and leaf.slack is not None:
+            raise ValueError(
+                f"`slack` must be None with discrete noise, got {len(leaf.slack)}; compute the "
+                "gradient with `quantized_grad`, which has no slack."
+            )
 
 
 def _check_quantized(

@@ -56,7 +56,7 @@ class PrivacyPlan:
         noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
             sum's sensitivity.
         noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
-        clip_norm: C, as a number, a prefix tree of numbers, or a `Piecewise`; see
+        clip_norm: C, as a number, an `AdaptiveClip`, a prefix tree of either, or a `Piecewise`; see
             `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Self
 
 import jax
@@ -15,10 +15,11 @@ import optax_lsdp._checks as checks
 from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.accounting import steps_of_epochs
-from optax_lsdp.clipping import sensitivity
+from optax_lsdp.clipping import AdaptiveClip, sensitivity
 
 _VERSION = 1  # of the JSON format
 _OMITTED = {"unit": "example"}  # values that JSON omits, so that older texts keep their meaning
+_ADAPTIVE = {field.name for field in fields(AdaptiveClip)}
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,8 @@ def _to_json(name: str, value: object) -> object:
     """Return a value for JSON. Types that JSON lacks get a tag, such as {"$tuple": [...]}."""
     if isinstance(value, Piecewise):
         return {"$piecewise": [list(value.starts), list(value.values)]}
+    if isinstance(value, AdaptiveClip):
+        return {"$adaptive": asdict(value)}
     if isinstance(value, tuple):
         return {"$tuple": [_to_json(name, part) for part in value]}
     if isinstance(value, list):
@@ -175,14 +178,20 @@ def _to_json(name: str, value: object) -> object:
     )
 
 
+def _read_adaptive(options: dict[str, PyTree]) -> AdaptiveClip:
+    return AdaptiveClip(**options)
+
+
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Invert `_to_json`."""
     match value:
         case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
             return Piecewise(tuple(starts), tuple(values))
+        case {"$adaptive": dict(options), **rest} if not rest and set(options) == _ADAPTIVE:
+            return _read_adaptive(options)
         case {"$tuple": list(parts), **rest} if not rest:
             return tuple(_from_json(name, part) for part in parts)
-        case {"$piecewise": _} | {"$tuple": _}:
+        case {"$piecewise": _} | {"$tuple": _} | {"$adaptive": _}:
             raise ValueError(f"`{name}` must be what to_json returned, got {str(value)[:200]}.")
         case dict():
             return {key: _from_json(name, part) for key, part in value.items()}

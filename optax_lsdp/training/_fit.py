@@ -38,7 +38,14 @@ from optax_lsdp.training._data import (
 )
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
-from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._progress import (
+    Callback,
+    FitResult,
+    Reporter,
+    Stopped,
+    check_callbacks,
+    released_norms,
+)
 from optax_lsdp.training._users import UserData
 from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
 from optax_lsdp.watching import find_watch_state, training_curve
@@ -227,7 +234,7 @@ def _train(
                     break
                 sums, batch = None, reader.next()
                 while not batch.is_last:
-                    sums = program.add(at.state.params, sums, batch.microbatch)
+                    sums = program.add(at.state, sums, batch.microbatch)
                     batch = reader.next()
                 if folder is not None:
                     if any_process(folder.journal.differs(at.step, batch.digest)):
@@ -254,9 +261,10 @@ def _train(
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
     if at.step < account.last_step:
         stopped = "callback" if any_process(wants_stop) else "signal"
-    watched = find_watch_state(at.state.optimizer)
+    watched, norms = find_watch_state(at.state.optimizer), released_norms(at.state)
     curve = None if watched is None else training_curve(watched)
-    return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped, curve)
+    params, average = at.state.params, at.state.average
+    return FitResult(params, average, at.step, at.ledger, stopped, curve, norms)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.clipping import NormEstimates, has_estimates, norm_estimates
 from optax_lsdp.training._multihost import raise_everywhere
 from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
@@ -23,6 +24,7 @@ from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
+_SECONDS = 0.5  # between two looks at the estimates, for which the devices must finish a step
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -38,6 +40,9 @@ class StepReport(NamedTuple):
             noise, so use it only if you may see the data. Release nothing that depends on it.
         work: the estimated change of the clipped loss before the last step, and its standard error:
             (2,), or None if the run is not watched. It is public. The next step reuses its memory.
+        norms: the clip norm, the share of gradients that are clipped, and the distribution of
+            norms, if the plan's clip norm is an `AdaptiveClip`, else None. They have noise, so they
+            may be released. The next step reuses their memory.
     """
 
     step: int
@@ -46,6 +51,7 @@ class StepReport(NamedTuple):
     epsilon: float
     private_loss: jax.Array
     work: jax.Array | None
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -64,6 +70,8 @@ class FitResult(NamedTuple):
         stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
             further step, "callback" or "signal".
         curve: how far the clipped loss has come down, or None if the run was not watched.
+        norms: the estimated distribution of norms and the clip norm, if the plan's clip norm is an
+            `AdaptiveClip`, else None.
     """
 
     params: optax.Params
@@ -72,6 +80,7 @@ class FitResult(NamedTuple):
     ledger: Ledger
     stopped: Stopped
     curve: TrainingCurve | None
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -119,7 +128,7 @@ class Reporter:
     def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
         self._callbacks, self._has_warned = callbacks, False
-        self._work, self._read_at = "", -math.inf
+        self._text, self._read_at = "", -math.inf  # what the bar shows besides ε, and since when
 
     def report(
         self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float]
@@ -131,25 +140,32 @@ class Reporter:
         with raise_everywhere():
             if not self.bar.disable:
                 # The bar does not show the loss: bars end up in logs, and the loss is private.
-                text = f"ε = {show_epsilon(epsilon(step))}{self._describe_work(step, work)}"
+                text = f"ε = {show_epsilon(epsilon(step))}{self._released(step, state, work)}"
                 self.bar.set_postfix_str(text, refresh=False)
                 self.bar.update(step - self.bar.n)
             for callback in self._callbacks:
-                report = StepReport(step, state.params, state.average, epsilon(step), loss, work)
+                norms = released_norms(state)
+                report = StepReport(
+                    step, state.params, state.average, epsilon(step), loss, work, norms
+                )
                 try:
                     callback(report)
                 except StopTraining:
                     wants_stop = True
         return wants_stop
 
-    def _describe_work(self, step: int, work: jax.Array | None) -> str:
-        """Return the estimated work for the bar, at most twice per second: reading it waits."""
-        is_due = time.monotonic() >= self._read_at + 0.5 or step == self.bar.total
-        if work is not None and is_due:
-            estimate, stderr = np.asarray(work).tolist()
-            self._work = f", {describe_work(estimate, stderr)}"
-            self._read_at = time.monotonic()
-        return self._work
+    def _released(self, step: int, state: State, work: jax.Array | None) -> str:
+        """Return the released estimates for the bar, and read them only now and then."""
+        if time.monotonic() >= self._read_at + _SECONDS or step == self.bar.total:
+            self._text, self._read_at = "", time.monotonic()
+            if work is not None:
+                self._text += f", {describe_work(*np.asarray(work).tolist())}"
+            if (norms := released_norms(state)) is not None:
+                clip, share = jax.device_get((norms.clip_norm, norms.clipped))
+                clips = "/".join(f"{float(x):.3g}" for x in jax.tree.leaves(clip))
+                shares = "/".join(f"{float(x):.0%}" for x in jax.tree.leaves(share))
+                self._text += f", released with noise: clip norm {clips}, {shares} clipped"
+        return self._text
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
         """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
@@ -162,6 +178,11 @@ class Reporter:
             "example whose gradient is not finite contributes nothing to the training. This "
             "warning depends on private data: release no log that contains it."
         )
+
+
+def released_norms(state: State) -> NormEstimates | None:
+    """Return the estimated norms in the optimizer's state, or None if there are none."""
+    return norm_estimates(state.optimizer) if has_estimates(state.optimizer) else None
 
 
 def _summary(tree: PyTree) -> str:

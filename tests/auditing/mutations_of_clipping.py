@@ -288,6 +288,15 @@ MUTATIONS_OF_CLIPPING = {
         ),
         ("concatenated",),
     ),
+    "one slack coordinate too many": Mutation(
+        "clipping by search, engine 'vmap'",
+        rewrite(
+            f"{CLIPPING}._slack:count_slack",
+            "room[:, None] >= places",
+            "room[:, None] + 1 >= places",
+            f"{CLIPPING}._grad",
+        ),
+    ),
     "a sum in units of the clip norm": Mutation(
         BY_BOOKKEEPING,
         rewrite(

@@ -19,7 +19,7 @@ from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._isolation import ValueAndAux
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping._clip_norm import ClipStyle, clip_factors
+from optax_lsdp.clipping._clip_norm import ClipStyle, ExampleNorms, bound_norms, clip_factors
 from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
 from optax_lsdp.clipping.bookkeeping._leaves import (
     LossAnalysis,
@@ -40,7 +40,7 @@ def clip_by_bookkeeping(
     *,
     groups: list[ClipGroup],
     style: ClipStyle,
-) -> tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]:
+) -> tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     The backward pass is the same on all platforms. How norms and sums are computed depends on the
@@ -64,7 +64,7 @@ def clip_recorded(
     platform: Platform,
     recorded: Recorded,
     counted: jax.Array,
-) -> tuple[dict[str, jax.Array], list[jax.Array]]:
+) -> tuple[ExampleNorms, list[jax.Array]]:
     """Return the norms of each group, and the clipped sum of each leaf.
 
     Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
@@ -75,7 +75,7 @@ def clip_recorded(
     units = [
         (leaf, choose(leaf, platform).kind) for leaf in _units(analysis.leaves, groups, platform)
     ]
-    norms, weighted, alive = {}, [], counted
+    norms, bounds_after, weighted, alive = {}, {}, [], counted
     for path, clip_norm in dict(groups).items():
         members = [(leaf, kind) for leaf, kind in units if groups[leaf.index].path == path]
         gradients = leaf_gradients(members, rounded)
@@ -83,6 +83,7 @@ def clip_recorded(
         bound = group_bound(bounds, zero, rounded.scales[members[0][0].index], platform)
         norms[path], upper = bound.norm, bound.upper + bound.rounding
         factors = clip_factors(upper, clip_norm, style=style, rounding=rounding)
+        bounds_after[path] = bound_norms(upper, factors, rounding)
         weighted.append((gradients, factors))
         alive &= jnp.isfinite(upper)
     sums: dict[int, jax.Array] = {}
@@ -90,7 +91,9 @@ def clip_recorded(
         for gradient in gradients:
             sums |= gradient.weighted_sums(jnp.where(alive, factors, zero))
     scaled = zip(rounded.scales, (sums[index] for index in range(len(leaves))), strict=True)
-    return norms, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
+    bounds_after = {path: jnp.where(alive, x, jnp.inf) for path, x in bounds_after.items()}
+    both = ExampleNorms(norms, bounds_after)
+    return both, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
 
 
 def _units(
