@@ -21,7 +21,6 @@ import jax.numpy as jnp
 from jax.lax import GatherScatterMode
 
 from optax_lsdp._jaxpr import Equation, shape_of
-from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
 
 
 class Matrix(NamedTuple):
@@ -48,15 +47,6 @@ class Matrix(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         """Return (blocks, inputs, outputs)."""
         return tuple(math.prod(self.split[axis] for axis in axes) for axes in self.axes)
-
-    def views(self, weight: View) -> list[View] | None:
-        """Return three views: of the blocks, of the inputs and of the outputs.
-
-        `weight` says which entries of the parameter make up the weight. Return None if strides
-        cannot describe one of the views.
-        """
-        parts = reshaped(weight, self.split)
-        return None if parts is None else [transposed(parts, axes) for axes in self.axes]
 
 
 class Rule(NamedTuple):

@@ -57,9 +57,8 @@ def piece_factors(use: Use, piece: Piece, a: jax.Array, g: jax.Array) -> Factors
         for _ in range(len(use.loops) + 1):
             cut = jax.vmap(cut)
         a, g = cut(a, g)
-    depths = {depth for depth, _ in piece.weight.sliced}
-    sliced = [1 + i for i, loop in enumerate(use.loops) if loop.depth in depths]
-    shared = [1 + i for i, loop in enumerate(use.loops) if loop.depth not in depths]
+    sliced = [1 + i for i, loop in enumerate(use.loops) if loop in piece.weight.sliced]
+    shared = [1 + i for i, loop in enumerate(use.loops) if loop not in piece.weight.sliced]
     block, split = 1 + len(use.loops), 2 + len(sliced)
 
     def merge(x: jax.Array) -> jax.Array:
@@ -197,7 +196,7 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
     """Convert (blocks, inputs, outputs) to the shape of the weight, with an axis per scan first."""
     weight, matrix = term.piece.weight, term.piece.matrix
-    stack = [size for _, (size, _) in weight.sliced]
+    stack = [loop.length for loop in weight.sliced]
     sizes = [matrix.split[axis] for axis in matrix.order]
     back = [len(stack) + matrix.order.index(axis) for axis in range(len(matrix.split))]
     return gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
@@ -207,15 +206,13 @@ def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> ja
     """Convert the gradient of a weight to the gradient of the leaf `index`, times its scale."""
     leaves, scale = rounded.leaves, rounded.scales[index]
     weight, leaf = term.piece.weight, leaves[index]
-    stack = [size for _, (size, _) in weight.sliced]
     gradient = gradient.astype(wide_dtype(leaf))
-    if weight.view is not None:
-        shape = (*stack, *(size for size, _ in weight.view.axes))
-        (result,) = jax.linear_transpose(weight.show, widen(leaf))(gradient.reshape(shape))
-        return result
+    if weight.entries is not None:
+        back = jax.linear_transpose(weight.show, widen(leaf))
+        return back(gradient.reshape(weight.entries.shape))[0]
 
     def build(leaf: jax.Array) -> jax.Array:
-        return weight.value([*leaves[:index], leaf, *leaves[index + 1 :]])
+        return weight.build([*leaves[:index], leaf, *leaves[index + 1 :]], {})
 
     value, pull = jax.vjp(build, leaf)  # in its own units, which may be those of float16
     unscaled = (gradient / jnp.asarray(scale, gradient.dtype)).reshape(value.shape)

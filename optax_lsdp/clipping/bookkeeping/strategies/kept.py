@@ -48,7 +48,7 @@ def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> jax.Array:
         arrays = rounded.of(term, leaf.index)
         few = rounded.platform is CPU and term.use.rule.expands and not is_multi_device_mesh()
         part = _in_chunks(form, term, arrays) if few else form(*arrays)
-        is_view = term.piece.weight.view is not None and len(leaf.terms) == 1
+        is_view = term.piece.weight.entries is not None and len(leaf.terms) == 1
         if is_view and _is_formed_by_xla(term, rounded.platform):
             part = part.astype(jnp.result_type(*arrays))
         parts.append(part)
