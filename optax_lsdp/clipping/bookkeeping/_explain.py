@@ -23,7 +23,7 @@ from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._backward import run_backward
-from optax_lsdp.clipping.bookkeeping._engine import group_bound
+from optax_lsdp.clipping.bookkeeping._engine import group_bound, leaf_gradients
 from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
 from optax_lsdp.clipping.bookkeeping._platforms import (
     CPU,
@@ -32,9 +32,9 @@ from optax_lsdp.clipping.bookkeeping._platforms import (
     Platform,
     emulate_platform,
 )
-from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import Kind, choose
-from optax_lsdp.clipping.bookkeeping.strategies import NormBound, leaf_gradients
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound
+from optax_lsdp.clipping.bookkeeping.strategies.terms import round_recorded
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
 _WORDS = 4  # columns of words; the columns after them hold numbers
@@ -277,13 +277,12 @@ def _shares(
         _, recorded, analysis = run_backward(loss_fn, params, batch)
         leaves = jax.tree.leaves(params)
         rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
-        each = [
-            gradient.bound()
-            for leaf in analysis.leaves
-            for gradient in leaf_gradients([(leaf, choose(leaf, device).kind)], rounded)
-        ]
+        units = [(leaf, choose(leaf, device).kind) for leaf in analysis.leaves]
+        found = [leaf_gradients([unit], rounded) for unit in units]  # an unused leaf has none
+        each = [gradients[0].bound if gradients else None for gradients in found]
         zero = jnp.zeros(1, wide_dtype(*leaves, *jax.tree.leaves(recorded)))
-        return group_bound(each, zero, rounded.scales[0], platform), each
+        used = [bound for bound in each if bound is not None]
+        return group_bound(used, zero, rounded.scales[0], platform), each
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
     with emulate_platform(device.name):

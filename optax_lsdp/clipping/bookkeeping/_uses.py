@@ -51,6 +51,11 @@ class Piece(NamedTuple):
     start: int | None = None
     axis: int = 0
 
+    @property
+    def length(self) -> int:
+        """Return how long the weight is along `axis`."""
+        return self.matrix.split[self.axis]
+
 
 class Use(NamedTuple):
     """An equation in which a weight meets an example, and whose primitive has a rule.

@@ -24,15 +24,16 @@ from jax import lax
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import compute_once, wide_dtype
-from optax_lsdp.clipping.bookkeeping._leaves import Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
+    Gram,
     NormBound,
+    bound_by_grams,
     root,
     spectral_square,
 )
-from optax_lsdp.clipping.bookkeeping.strategies._terms import weigh
-from optax_lsdp.clipping.bookkeeping.strategies.gram import Gram, bound_by_grams
+from optax_lsdp.clipping.bookkeeping.strategies.terms import Rounded, to_leaf, weigh
 
 _AXES = "bxyzuvw"  # of an image, before those of examples and channels
 
@@ -303,6 +304,15 @@ def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> N
     weighting = 0.0, platform.weighting_error(seen[0], g)
     gram = Gram(sum(grams[1:], grams[0])[:, None], inner(g)[:, None], *rounded, weighting)
     return bound_by_grams([gram], platform)
+
+
+def convolution_sums(
+    leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
+) -> dict[int, jax.Array]:
+    """Return Σᵢ cᵢGᵢ of the leaf that is the kernel of a single convolution, by its index."""
+    (term,) = leaf.terms
+    weighted = convolution_sum(term, *rounded.of(term, leaf.index), factors, rounded.platform)
+    return {leaf.index: to_leaf(term, leaf.index, rounded, weighted)}
 
 
 def convolution_sum(
