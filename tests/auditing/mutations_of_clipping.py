@@ -47,8 +47,8 @@ def _each_use_apart(disjoint_parts, pieces):
     return None if parts is None else tuple((use,) for part in parts for use in part)
 
 
-def _all_but_first(seen):
-    return lambda moved: list(seen(moved))[1:]
+def _all_but_first(seen, *args):
+    return list(seen(*args))[1:]
 
 
 def _other_side(padded):
@@ -199,7 +199,10 @@ MUTATIONS_OF_CLIPPING = {
     "padding of a convolution on the wrong side, without patches": Mutation(
         ON_TPU,
         rewrite(
-            f"{STRATEGIES}.convolution:_movements", "[low for low, _ in", "[high for _, high in"
+            f"{BOOKKEEPING}._rules:movements",
+            "[low for low, _ in",
+            "[high for _, high in",
+            f"{STRATEGIES}.convolution",
         ),
         ("many positions",),
     ),
@@ -214,17 +217,17 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "padding of Gram matrices of patches on the wrong side": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Movement.padded", _other_side),),
+        (Patch(f"{BOOKKEEPING}._rules:Movement.padded", _other_side),),
         ("few positions of many channels",),
     ),
     "the first offset of a window left out": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
+        (wrap(f"{STRATEGIES}.convolution:_seen", _all_but_first),),
         ("many positions",),
     ),
     "the first offset of a window left out of Gram matrices": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
+        (wrap(f"{STRATEGIES}.convolution:_seen", _all_but_first),),
         ("few positions of many channels",),
     ),
     "a norm with the products of neighbouring examples": Mutation(

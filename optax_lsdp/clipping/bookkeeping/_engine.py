@@ -103,7 +103,7 @@ def clip_recorded(
     rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
     zero, rounding = jnp.zeros(counted.shape, dtype), 3 * platform.unit(dtype)
-    units = _units(analysis.leaves, groups, platform)
+    units = _units(analysis, groups, platform)
     norms, weighted, alive = {}, [], counted
     for path, clip_norm in dict(groups).items():
         members = [(leaf, kind) for leaf, kind in units if groups[leaf.index].path == path]
@@ -124,13 +124,13 @@ def clip_recorded(
 
 
 def _units(
-    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup], platform: Platform
+    analysis: LossAnalysis, groups: Sequence[ClipGroup], platform: Platform
 ) -> list[tuple[ParameterLeaf, Kind]]:
     """Return leaves and their strategies; one product serves joined leaves if it forms nothing."""
     units = []
-    for leaf in join_concatenated(leaves, groups):
+    for leaf in join_concatenated(analysis, groups):
         kind = choose(leaf, platform).kind
-        parts = [leaves[index] for index, _ in leaf.pieces if kind == "materialised"]
+        parts = [analysis.leaves[index] for index, _ in leaf.pieces if kind == "materialised"]
         units += [(part, choose(part, platform).kind) for part in parts] or [(leaf, kind)]
     return units
 

@@ -93,48 +93,40 @@ class ParameterLeaf:
     pieces: tuple[tuple[int, Term], ...] = ()
 
 
-def join_concatenated(
-    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup]
-) -> list[ParameterLeaf]:
+class LossAnalysis(NamedTuple):
+    """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
+
+    uses: dict[Path, Use]
+    leaves: list[ParameterLeaf]
+
+
+def join_concatenated(analysis: LossAnalysis, groups: Sequence[ClipGroup]) -> list[ParameterLeaf]:
     """Join leaves that the loss concatenates, so that one product serves all of them.
 
     Leaves are joined if one use is the only use of each of them, the same scans slice them, and one
     clip norm bounds them all. The joined leaf has the index of its first member, and one term: the
     whole operand of the use.
     """
-    alone = {leaf.terms[0].path for leaf in leaves if len(leaf.terms) == 1 and leaf.parts}
-    members: dict[Path, list[ParameterLeaf]] = {path: [] for path in alone}
-    for leaf in leaves:
-        for path in {term.path for term in leaf.terms} & alone:
-            members[path].append(leaf)
-    joined = {}
-    for path, found in members.items():
-        use = found[0].terms[0].use
+    joined, gone = dict[int, ParameterLeaf](), set[int]()
+    for path, use in analysis.uses.items():
+        found = [analysis.leaves[index] for index in sorted(use.leaves)]
+        if len(found) != len(use.pieces) or len(found) == 1:
+            continue
         are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
         is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
         entries = sum(math.prod(piece.matrix.split) for piece in use.pieces)
         is_whole = entries == math.prod(use.matrix.split)  # constants have no gradient
-        is_several = len(found) == len(use.pieces) > 1
         # A matrix that a scan slices has one block per iteration; other matrices share their rows.
-        sliced = {piece.weight.sliced for piece in use.pieces}
-        are_alike = are_single and is_one_group and len(sliced) == 1
-        if is_several and is_whole and are_alike:
-            every = frozenset(leaf.index for leaf in found)
-            weight = use.pieces[0].weight._replace(leaves=every, entries=None)
+        are_alike = len({piece.weight.sliced for piece in use.pieces}) == 1
+        if are_single and is_one_group and is_whole and are_alike:
+            weight = use.pieces[0].weight._replace(leaves=use.leaves, entries=None)
             term = Term(path, use, Piece(weight, use.matrix))
             pieces = tuple((leaf.index, leaf.terms[0]) for leaf in found)
             joined[found[0].index] = replace(
                 found[0], shape=use.matrix.split, terms=(term,), parts=((term,),), pieces=pieces
             )
-    gone = {index for leaf in joined.values() for index, _ in leaf.pieces[1:]}
-    return [joined.get(leaf.index, leaf) for leaf in leaves if leaf.index not in gone]
-
-
-class LossAnalysis(NamedTuple):
-    """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
-
-    uses: dict[Path, Use]
-    leaves: list[ParameterLeaf]
+            gone |= {leaf.index for leaf in found[1:]}
+    return [joined.get(leaf.index, leaf) for leaf in analysis.leaves if leaf.index not in gone]
 
 
 def analyse_loss(

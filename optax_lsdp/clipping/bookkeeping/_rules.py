@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import GatherScatterMode
 
 from optax_lsdp._jaxpr import Equation, shape_of
@@ -106,6 +107,47 @@ def _matmul_operand_key(equation: Equation, place: int) -> Hashable:
     return tuple(batch), tuple(contracting)
 
 
+class Movement(NamedTuple):
+    """How the window of a convolution moves along one axis of an image."""
+
+    window: int
+    stride: int
+    padding: int
+    image_dilation: int
+    window_dilation: int
+
+    @property
+    def offsets(self) -> int:
+        """Return how many offsets the window has after a stride that divides it is folded."""
+        is_plain = self.image_dilation == self.window_dilation == 1
+        is_folded = is_plain and self.window % self.stride == 0
+        return self.window // self.stride if is_folded else self.window
+
+    def most_meetings(self, size: int, positions: int) -> int:
+        """Return how often the window meets a pixel at most."""
+        offsets = np.arange(self.window) * self.window_dilation - self.padding
+        places = np.add.outer(offsets, np.arange(positions) * self.stride)
+        pixels, gaps = np.divmod(places, self.image_dilation)
+        seen = pixels[(gaps == 0) & (pixels >= 0) & (pixels < size)]
+        return int(np.bincount(seen).max(initial=0))
+
+    def padded(self, size: int, positions: int) -> tuple[int, int, int]:
+        """Return how to pad the image, so that the window never leaves it."""
+        reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
+        length = (size - 1) * self.image_dilation + 1
+        return self.padding, reach - self.padding - length, self.image_dilation - 1
+
+
+def movements(equation: Equation) -> list[Movement]:
+    """Return how the window of a convolution moves along each axis of space."""
+    params, kernel = equation.params, shape_of(equation.invars[1])
+    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
+    padding = [low for low, _ in params["padding"]]
+    dilations = params["lhs_dilation"], params["rhs_dilation"]
+    items = zip(window, params["window_strides"], padding, *dilations, strict=True)
+    return [Movement(*item) for item in items]
+
+
 def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
     """Lay a kernel out as (feature groups, window × inputs, outputs)."""
     params = equation.params
@@ -150,20 +192,15 @@ def patches(equation: Equation, image: jax.Array) -> jax.Array:
     edges = zip(params["padding"], params["lhs_dilation"], strict=True)
     padding = [(0, 0, 0), *((low, high, d - 1) for (low, high), d in edges), (0, 0, 0)]
     image = jax.lax.pad(image, jnp.zeros([], image.dtype), padding)
-    kernel = shape_of(equation.invars[1])
-    out = shape_of(equation.outvars[0])
-    rank = len(space)
-    for i in range(rank):
-        size = kernel[params["dimension_numbers"].rhs_spec[2 + i]]
-        positions = out[params["dimension_numbers"].out_spec[2 + i]]
-        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
-        reach = stride * (positions - 1) + 1
-        axis = 1 + i
+    positions = [shape_of(equation.outvars[0])[i] for i in params["dimension_numbers"].out_spec[2:]]
+    for i, move in enumerate(movements(equation)):
+        reach = move.stride * (positions[i] - 1) + 1
+        firsts = [k * move.window_dilation for k in range(move.window)]
         slices = [
-            jax.lax.slice_in_dim(image, k * dilation, k * dilation + reach, stride, axis)
-            for k in range(size)
+            jax.lax.slice_in_dim(image, first, first + reach, move.stride, 1 + i)
+            for first in firsts
         ]
-        image = jnp.stack(slices, axis=1 + rank + i)
+        image = jnp.stack(slices, axis=1 + len(space) + i)
     return image
 
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
-from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
+from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
 
 # In multiplications of a TPU's matrix unit, read off its compiler's prices:
 _ADDING = 100  # to add an entry to a Gram matrix
@@ -139,8 +139,10 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
     abreast = max(platform.lanes // max(channels, outputs), 1)  # examples share a product
     tile = _padded(abreast * channels, platform) * _padded(abreast * outputs, platform) / abreast
     pixels = math.prod(shape_of(term.use.equation.invars[0]))
-    moved, features = pixels + rows * outputs, _features(term)
-    if channels == features and math.prod(term.use.equation.params["window_strides"]) > 1:
+    moves = movements(term.use.equation)
+    features = inputs // math.prod(move.window for move in moves)
+    moved = pixels + rows * outputs
+    if channels == features and any(move.stride > 1 for move in moves):
         moved += 2 * pixels  # strides that cannot be folded
     gram = 2 * rows * _padded(rows, platform) * (inputs + outputs + _ADDING * offsets)
     by_offset = offsets * tile * (rows + _SQUARING) + _MOVING * moved
@@ -153,22 +155,9 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
     ]
 
 
-def _features(term: Term) -> int:
-    """Return how many input channels a kernel has."""
-    equation = term.use.equation
-    return shape_of(equation.invars[1])[equation.params["dimension_numbers"].rhs_spec[1]]
-
-
 def _offsets(term: Term) -> int:
     """Return how many offsets a window has after strides that divide it are folded."""
-    equation = term.use.equation
-    params, kernel = equation.params, shape_of(equation.invars[1])
-    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
-    dilated = zip(params["lhs_dilation"], params["rhs_dilation"], strict=True)
-    return math.prod(
-        size // stride if size % stride == 0 and dilation == (1, 1) else size
-        for size, stride, dilation in zip(window, params["window_strides"], dilated, strict=True)
-    )
+    return math.prod(move.offsets for move in movements(term.use.equation))
 
 
 def _padded(size: int, platform: Platform) -> int:
