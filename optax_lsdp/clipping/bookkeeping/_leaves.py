@@ -92,6 +92,11 @@ class ParameterLeaf:
     has_rule: bool
     pieces: tuple[tuple[int, Term], ...] = ()
 
+    @property
+    def held(self) -> int:
+        """Return how many floats the factors of all terms have for one example."""
+        return sum(b * t * (p + q) for b, t, p, q in (term.size for term in self.terms))
+
 
 class LossAnalysis(NamedTuple):
     """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
@@ -156,7 +161,9 @@ def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> ParameterLeaf:
         if index in piece.weight.leaves
     ]
     without_rule = uses.without_rule.get(index, set())
-    names = tuple(dict.fromkeys([term.use.name for term in terms] + sorted(without_rule)))
+    names = tuple(
+        dict.fromkeys([term.use.equation.primitive.name for term in terms] + sorted(without_rule))
+    )
     parts = None if without_rule else _disjoint_parts(terms)
     is_entrywise = without_rule <= _ENTRYWISE and not terms
     has_rule = not without_rule or is_entrywise or index in uses.by_choice
@@ -170,9 +177,8 @@ def _is_in_long_loop(leaf: ParameterLeaf) -> bool:
     adds up the leaf's gradient during the backward pass instead. If the loop is rematerialised,
     only this gradient stays in memory.
     """
-    held = sum(b * t * (p + q) for b, t, p, q in (term.size for term in leaf.terms))
     are_in_loops = all(term.use.loops for term in leaf.terms)
-    return are_in_loops and held > _LONG_LOOP * math.prod(leaf.shape)
+    return are_in_loops and leaf.held > _LONG_LOOP * math.prod(leaf.shape)
 
 
 def _is_formed_anyway(leaf: ParameterLeaf) -> bool:
@@ -198,7 +204,7 @@ def _without(uses: Uses, chosen: set[int]) -> Uses:
     by_rule = dict(uses.by_rule)
     for path, found in leaves_at.items():
         if found <= chosen:
-            name = by_rule.pop(path).name
+            name = by_rule.pop(path).equation.primitive.name
             for leaf in found:
                 without_rule.setdefault(leaf, set()).add(name)
     return Uses(by_rule, without_rule, uses.by_choice | (chosen - set(uses.without_rule)))
@@ -218,7 +224,7 @@ def _disjoint_parts(terms: Sequence[Term]) -> tuple[tuple[Term, ...], ...] | Non
         if whole is None or split is None:
             return None
         sizes = list(zip(split.shape, split.strides, strict=True))
-        blocks, inputs, outputs = ([sizes[len(stack) + i] for i in axes] for axes in matrix.axes)
+        blocks, inputs, outputs = ([sizes[len(stack) + i] for i in axes] for axes in matrix[1:])
         # The order of blocks matters: a block of one term is paired with the block of equal index.
         frame = [merged([*sizes[: len(stack)], *blocks]), merged(inputs), merged(outputs)]
         for other, other_frame, members in parts:

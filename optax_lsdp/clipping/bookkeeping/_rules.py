@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -29,25 +28,20 @@ class Matrix(NamedTuple):
 
     Attributes:
         split: the shape after the reshape.
-        order: the axes of `split` in their new order: blocks first, then inputs, then outputs.
-        counts: how many axes of `order` are blocks, inputs and outputs.
+        blocks: the axes of `split` that become blocks.
+        inputs: the axes that become inputs.
+        outputs: the axes that become outputs.
     """
 
     split: tuple[int, ...]
-    order: tuple[int, ...]
-    counts: tuple[int, int, int]
-
-    @property
-    def axes(self) -> list[tuple[int, ...]]:
-        """Return the axes of `split` that become blocks, inputs and outputs."""
-        blocks, inputs, _ = self.counts
-        cuts = (0, blocks, blocks + inputs, len(self.order))
-        return [self.order[start:stop] for start, stop in pairwise(cuts)]
+    blocks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return (blocks, inputs, outputs)."""
-        return tuple(math.prod(self.split[axis] for axis in axes) for axes in self.axes)
+        return tuple(math.prod(self.split[axis] for axis in axes) for axes in self[1:])
 
 
 class Rule(NamedTuple):
@@ -73,19 +67,16 @@ class Rule(NamedTuple):
     expands: bool = False
 
 
-def _matmul_axes(equation: Equation, place: int) -> tuple[list[int], list[int], list[int]]:
+def _matmul_axes(equation: Equation, place: int) -> tuple[tuple[int, ...], ...]:
     """Return the batch, contracting and free axes of one operand of a matrix product."""
     contracting, batch = equation.params["dimension_numbers"]
     used = (*batch[place], *contracting[place])
-    free = [i for i in range(len(shape_of(equation.invars[place]))) if i not in used]
-    return list(batch[place]), list(contracting[place]), free
+    free = (i for i in range(len(shape_of(equation.invars[place]))) if i not in used)
+    return tuple(batch[place]), tuple(contracting[place]), tuple(free)
 
 
 def _matmul_matrix(equation: Equation, place: int) -> Matrix:
-    batch, contracting, free = _matmul_axes(equation, place)
-    shape = shape_of(equation.invars[place])
-    order = (*batch, *contracting, *free)
-    return Matrix(shape, order, (len(batch), len(contracting), len(free)))
+    return Matrix(shape_of(equation.invars[place]), *_matmul_axes(equation, place))
 
 
 def _matmul_factors(
@@ -103,8 +94,7 @@ def _matmul_factors(
 
 
 def _matmul_operand_key(equation: Equation, place: int) -> Hashable:
-    batch, contracting, _ = _matmul_axes(equation, 1 - place)
-    return tuple(batch), tuple(contracting)
+    return _matmul_axes(equation, 1 - place)[:2]
 
 
 class Movement(NamedTuple):
@@ -156,12 +146,9 @@ def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
     shape, groups = shape_of(equation.invars[1]), params["feature_group_count"]
     outputs, inputs, *window = params["dimension_numbers"].rhs_spec
 
-    def after_split(axis: int) -> int:
-        return axis + (axis > outputs)
-
     split = (*shape[:outputs], groups, shape[outputs] // groups, *shape[outputs + 1 :])
-    order = (outputs, *map(after_split, (*window, inputs)), outputs + 1)
-    return Matrix(split, order, (1, len(window) + 1, 1))
+    after_split = tuple(axis + (axis > outputs) for axis in (*window, inputs))
+    return Matrix(split, (outputs,), after_split, (outputs + 1,))
 
 
 def _conv_factors(
@@ -225,8 +212,7 @@ def _gather_matrix(equation: Equation, place: int) -> Matrix | None:
     if axis is None:
         return None
     shape = shape_of(equation.invars[0])
-    rest = [i for i in range(len(shape)) if i != axis]
-    return Matrix(shape, (axis, *rest), (0, 1, len(rest)))
+    return Matrix(shape, (), (axis,), tuple(i for i in range(len(shape)) if i != axis))
 
 
 def _gather_factors(

@@ -85,11 +85,6 @@ class Use(NamedTuple):
         """Return the indices of all leaves that the weights depend on."""
         return frozenset[int]().union(*(piece.weight.leaves for piece in self.pieces))
 
-    @property
-    def name(self) -> str:
-        """Return the name of the primitive."""
-        return self.equation.primitive.name
-
 
 class Uses(NamedTuple):
     """All uses of all parameters.
@@ -227,9 +222,8 @@ def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
     pieces, start = [], 0
     for part in weight.pieces:
         shape = part.entries.shape[len(part.sliced) :]  # type: ignore[union-attr]  # all are views
-        cut = Matrix(shape, matrix.order, matrix.counts)
         if part.leaves:
-            pieces.append(Piece(part, cut, start, weight.axis))
+            pieces.append(Piece(part, matrix._replace(split=shape), start, weight.axis))
         start += shape[weight.axis]
     return tuple(pieces)
 

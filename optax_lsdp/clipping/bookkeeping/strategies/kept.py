@@ -20,7 +20,7 @@ from optax_lsdp._trees import compute_once, widen
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
 from optax_lsdp.clipping.bookkeeping._strategy import is_plain_convolution
-from optax_lsdp.clipping.bookkeeping.strategies.bounds import Factors, is_one_hot
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import is_one_hot
 from optax_lsdp.clipping.bookkeeping.strategies.terms import (
     Rounded,
     examples_in_cache,
@@ -80,13 +80,18 @@ def _form_term(
     term: Term, index: int, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> jax.Array:
     """Return one term of every example's gradient of leaf `index`."""
-    if _is_formed_by_xla(term, rounded.platform):
+    platform, inputs = rounded.platform, term.size.inputs
+    if _is_formed_by_xla(term, platform):
         formed = _transposed_convolutions(term, operand, cotangent)
     else:
-        factors = term_factors(term, operand, cotangent)
-        formed = jax.vmap(partial(to_weight, term))(
-            _products(factors, term.size.inputs, rounded.platform)
-        )
+        a, g = term_factors(term, operand, cotangent)
+        if is_one_hot(a):
+            products = jax.vmap(partial(scatter, inputs=inputs))(a, widen(g))
+        elif platform is CPU and inputs > g.shape[-1]:  # fastest with the longer side last
+            products = platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
+        else:
+            products = platform.product("nbtp,nbtq->nbpq", a, g)
+        formed = jax.vmap(partial(to_weight, term))(products)
     return jax.vmap(partial(to_leaf, term, index, rounded))(formed)
 
 
@@ -108,16 +113,6 @@ def _transposed_convolutions(term: Term, image: jax.Array, cotangent: jax.Array)
         return widen(gradient)
 
     return jax.vmap(form)(image, cotangent)
-
-
-def _products(term: Factors, inputs: int, platform: Platform) -> jax.Array:
-    """Return every example's Σ_t a_t ⊗ g_t: (n, blocks, inputs, outputs)."""
-    a, g = term
-    if is_one_hot(a):
-        return jax.vmap(lambda a, g: scatter(a, widen(g), inputs))(a, g)
-    if platform is CPU and inputs > g.shape[-1]:  # XLA on CPUs is fastest with the longer side last
-        return platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
-    return platform.product("nbtp,nbtq->nbpq", a, g)
 
 
 def _in_chunks(

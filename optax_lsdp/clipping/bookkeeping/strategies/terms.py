@@ -133,7 +133,7 @@ def term_factors(term: Term, a: jax.Array, g: jax.Array) -> Factors:
     if use.rule.expands:
         a, g = _factors(use)(a, g)
     if piece.start is not None:
-        blocks, inputs, outputs = use.matrix.axes
+        _, blocks, inputs, outputs = use.matrix
         a = _cut(_cut(a, term, -3, blocks), term, -1, inputs)
         g = _cut(_cut(g, term, -3, blocks), term, -1, outputs)
     sliced = [1 + i for i, loop in enumerate(use.loops) if loop in piece.weight.sliced]
@@ -156,7 +156,7 @@ def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
     return parts
 
 
-def _cut(x: jax.Array, term: Term, axis: int, merged: Sequence[int]) -> jax.Array:
+def _cut(x: jax.Array, term: Term, axis: int, merged: tuple[int, ...]) -> jax.Array:
     """Return what belongs to one of several concatenated weights, whose axes were `merged`."""
     piece, whole = term.piece, term.use.matrix.split
     if piece.start is None or piece.axis not in merged:
@@ -264,8 +264,9 @@ def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
     """Convert (blocks, inputs, outputs) to the shape of the weight, with an axis per scan first."""
     matrix = term.piece.matrix
     stack = [loop.length for loop in term.piece.weight.sliced]
-    sizes = [matrix.split[axis] for axis in matrix.order]
-    back = [len(stack) + matrix.order.index(axis) for axis in range(len(matrix.split))]
+    order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
+    sizes = [matrix.split[axis] for axis in order]
+    back = [len(stack) + order.index(axis) for axis in range(len(order))]
     return gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
 
 
