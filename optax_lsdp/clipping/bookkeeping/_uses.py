@@ -26,7 +26,7 @@ from optax_lsdp._jaxpr import (
     shape_of,
 )
 from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
-from optax_lsdp.clipping.bookkeeping._weights import Loop, Weight, constant, derived, parameter
+from optax_lsdp.clipping.bookkeeping._weights import Loop, Weight, derived, parameter
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATERIALISED = ("checkpoint", "remat", "remat2")
@@ -126,13 +126,13 @@ def _walk(
     """Record the uses in a jaxpr. Return its outputs, with None for outputs that depend on data."""
     jaxpr = closed.jaxpr
     known: dict[object, Weight] = {
-        variable: constant(value)
+        variable: Weight(frozenset(), value)
         for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
     }
     known |= {v: w for v, w in zip(jaxpr.invars, inputs, strict=True) if w is not None}
 
     def read(atom: Any) -> Weight | None:
-        return constant(atom.val) if is_literal(atom) else known.get(atom)
+        return Weight(frozenset(), atom.val) if is_literal(atom) else known.get(atom)
 
     for number, equation in enumerate(jaxpr.eqns):
         weights = [read(atom) for atom in equation.invars]

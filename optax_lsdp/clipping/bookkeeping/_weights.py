@@ -8,18 +8,17 @@ writes. NumPy knows whether two views share memory, and so whether two uses shar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp._jaxpr import Equation, evaluate, shape_of
-from optax_lsdp._types import PyTree
+from optax_lsdp._jaxpr import Equation, dtype_of, evaluate, shape_of
 
-Builder = Callable[[Sequence[jax.Array], dict[int, list[jax.Array]]], PyTree]
+Key = tuple[int, ...]  # the ids of an equation and of its operands
 
 # Primitives that keep all entries in their places.
 _KEEP_ENTRIES = {
@@ -41,54 +40,75 @@ class Weight(NamedTuple):
 
     Attributes:
         leaves: the indices of the leaves that the value depends on; empty for a constant.
-        build: (leaves, cache of values) → the value.
+        constant: the value of a constant.
+        equation: the equation that has the weight as an output; None for constants and leaves.
+        inputs: the operands of the equation.
+        place: which output of the equation the weight is.
         sliced: the scans that slice the weight, the outermost first. Each of them adds a leading
-            axis to `entries`, and to the values of `build` and `show`.
+            axis to `entries`, and to the value.
         entries: a view of the entries of the leaf that the value consists of, or None.
-        show: leaf → the value, in the dtype of the leaf; meaningless if `entries` is None.
         pieces: if the value is a concatenation of views along `axis`, their weights; else empty.
         axis: see `pieces`.
     """
 
     leaves: frozenset[int]
-    build: Builder
+    constant: jax.Array | None = None
+    equation: Equation | None = None
+    inputs: tuple[Weight, ...] = ()
+    place: int = 0
     sliced: tuple[Loop, ...] = ()
     entries: np.ndarray | None = None
-    show: Callable[[jax.Array], jax.Array] = lambda leaf: leaf
     pieces: tuple[Weight, ...] = ()
     axis: int = 0
 
+    def value(self, leaves: Sequence[jax.Array], known: dict[Key, list[jax.Array]]) -> jax.Array:
+        """Return the value for these leaves of the parameters; `known` collects all outputs."""
+        if self.constant is not None:
+            return self.constant
+        if self.equation is None:
+            (index,) = self.leaves
+            return leaves[index]
+        key = id(self.equation), *map(id, self.inputs)
+        if key not in known:
+            operands = [weight.value(leaves, known) for weight in self.inputs]
+            known[key] = self._run(self.equation, *operands)
+        return known[key][self.place]
 
-def constant(value: jax.Array) -> Weight:
-    """Return a weight that depends on no parameter."""
-    return Weight(frozenset(), lambda leaves, cache: value)
+    def show(self, leaf: jax.Array) -> jax.Array:
+        """Return the value of a view of this leaf, in the dtype of the leaf."""
+        if self.equation is None:
+            return leaf
+        before = self.inputs[0].show(leaf)
+        is_cast = self.equation.primitive.name == "convert_element_type"
+        return before if is_cast else self._run(self.equation, before)[0]
+
+    def _run(self, equation: Equation, *operands: jax.Array) -> list[jax.Array]:
+        """Return the outputs of the equation, for all iterations of scans that slice operands."""
+        run = partial(_evaluate, equation)
+        for loop in reversed(_loops(self.inputs)):
+            axes = tuple(0 if loop in weight.sliced else None for weight in self.inputs)
+            run = jax.vmap(run, in_axes=axes)
+        return run(*operands)
+
+
+def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
+    return evaluate(equation, values)
+
+
+def _loops(inputs: Sequence[Weight]) -> tuple[Loop, ...]:
+    """Return the scans that slice one of these weights, the outermost first."""
+    return tuple(sorted({loop for weight in inputs for loop in weight.sliced}))
 
 
 def parameter(index: int, shape: Sequence[int]) -> Weight:
     """Return the weight that is a whole leaf of the parameters."""
     entries = np.empty(shape, np.bool_)  # not written, so it takes no memory
-    return Weight(frozenset([index]), lambda leaves, cache: leaves[index], entries=entries)
+    return Weight(frozenset([index]), entries=entries)
 
 
 def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
     """Return the outputs of an equation whose inputs are all weights."""
-    name = equation.primitive.name
-    loops = sorted({loop for weight in inputs for loop in weight.sliced})
-
-    run = partial(_evaluate, equation)
-    for loop in reversed(loops):
-        run = jax.vmap(run, in_axes=tuple(0 if loop in w.sliced else None for w in inputs))
-
-    def build(leaves: Sequence[jax.Array], cache: dict[int, list[jax.Array]]) -> list[jax.Array]:
-        if id(build) not in cache:
-            cache[id(build)] = run(*(weight.build(leaves, cache) for weight in inputs))
-        return cache[id(build)]
-
-    def show(leaf: jax.Array) -> jax.Array:
-        before = inputs[0].show(leaf)
-        return before if name == "convert_element_type" else run(before)[0]
-
-    leaves = frozenset[int]().union(*(weight.leaves for weight in inputs))
+    name, loops = equation.primitive.name, _loops(inputs)
     entries, pieces, axis = None, tuple[Weight, ...](), 0
     if len(inputs) == 1 and inputs[0].entries is not None:
         entries = _entries_after(equation, inputs[0].entries, len(loops))
@@ -96,26 +116,15 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
         pieces, axis = tuple(inputs), equation.params["dimension"]
     elif name in _KEEP_ENTRIES and len(inputs) == 1:  # such as the cast of concatenated weights
         pieces, axis = inputs[0].pieces, inputs[0].axis
-
-    def output(place: int, shaped: jax.ShapeDtypeStruct) -> Weight:
-        is_real = jnp.issubdtype(shaped.dtype, jnp.inexact)  # integers have no gradient
+    weights = []
+    for place, variable in enumerate(equation.outvars):
+        is_real = jnp.issubdtype(dtype_of(variable), jnp.inexact)  # integers have no gradient
         has_gradient = is_real and name != "stop_gradient"
-        return Weight(
-            leaves if has_gradient else frozenset(),
-            lambda leaves, cache: build(leaves, cache)[place],
-            tuple(loops),
-            entries,
-            show,
-            pieces,
-            axis,
+        leaves = frozenset(i for weight in inputs for i in weight.leaves if has_gradient)
+        weights.append(
+            Weight(leaves, None, equation, tuple(inputs), place, loops, entries, pieces, axis)
         )
-
-    avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.outvars]
-    return [output(place, aval) for place, aval in enumerate(avals)]
-
-
-def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
-    return evaluate(equation, values)
+    return weights
 
 
 def _entries_after(equation: Equation, entries: np.ndarray, scans: int) -> np.ndarray | None:

@@ -280,7 +280,7 @@ def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> ja
         return back(gradient.reshape(weight.entries.shape))[0]
 
     def build(leaf: jax.Array) -> jax.Array:
-        return weight.build([*leaves[:index], leaf, *leaves[index + 1 :]], {})
+        return weight.value([*leaves[:index], leaf, *leaves[index + 1 :]], {})
 
     value, pull = jax.vjp(build, leaf)  # in its own units, which may be those of float16
     unscaled = (gradient / jnp.asarray(scale, gradient.dtype)).reshape(value.shape)
