@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -270,10 +269,10 @@ def _shares(
     if not all(map(_is_known, [*values, *jax.tree.leaves(example)])):
         return unknown
     groups = [ClipGroup("", 1.0)] * len(values)
+    with emulate_platform(device.name):
+        platform = (EMULATED.get() or PLATFORMS)[CPU.name]
 
-    def bounds(
-        params: optax.Params, batch: PyTree, platform: Platform
-    ) -> tuple[NormBound, list[NormBound | None]]:
+    def bounds(params: optax.Params, batch: PyTree) -> tuple[NormBound, list[NormBound | None]]:
         _, recorded, analysis = run_backward(loss_fn, params, batch)
         leaves = jax.tree.leaves(params)
         rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
@@ -285,10 +284,7 @@ def _shares(
         return group_bound(used, zero, rounded.scales[0], platform), each
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
-    with emulate_platform(device.name):
-        platform = (EMULATED.get() or PLATFORMS)[CPU.name]
-        run = jax.jit(with_automatic_axes(partial(bounds, platform=platform), jax.P()))
-        joint, each = run(params, batch)
+    joint, each = jax.jit(with_automatic_axes(bounds, jax.P()))(params, batch)
     if isinstance(joint.norm, jax.core.Tracer):  # the loss may close over traced arrays
         return unknown
     return _share(joint), [_share(bound) for bound in each]
