@@ -28,8 +28,8 @@ class Clipped:
     `Clipped` is a pytree node: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
     The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
-    Do without `optax.apply_if_finite`, which cannot carry the mark: an example whose gradient is
-    not finite contributes zero.
+    Do not use `optax.apply_if_finite`: it cannot carry the mark, and nothing needs it, because an
+    example whose gradient is not finite contributes zero.
 
     Attributes:
         value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,

@@ -370,7 +370,8 @@ def clip_and_sum(
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, and the bound of `norm_rounding`.
 
-    `members` has leaves of shape (n, …), by the mesh axes that split them. The norms are (n,).
+    `members` maps mesh axes to the leaves that they split, of shape (n, …). The norms have shape
+    (n,).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

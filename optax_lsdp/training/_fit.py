@@ -115,7 +115,7 @@ def fit(
     If a run was killed, call `fit` again with the same folder. The run continues from its last
     checkpoint, and ends with exactly the same parameters as without the interruption. If data,
     code, package versions or devices have changed, the run draws new noise. Steps after the
-    checkpoint whose results may have been seen then count twice.
+    checkpoint then count twice if their results may have been seen.
 
     On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
     then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.

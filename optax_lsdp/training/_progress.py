@@ -168,7 +168,7 @@ class Reporter:
         return self._text
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
+        """Warn once per run if the loss of a step is not finite, as after a wrong label."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True
