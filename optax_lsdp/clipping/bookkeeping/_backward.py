@@ -104,11 +104,11 @@ def _run(
 
     for number, equation in enumerate(jaxpr.eqns):
         place, arguments = (*path, number), [read(atom) for atom in equation.invars]
-        inside = {use: tap for use, tap in taps.items() if use[: len(place)] == place}
+        run = _RUN.get(equation.primitive.name)
+        inside = {p: tap for p, tap in taps.items() if run and p[: len(place)] == place}
         if place in uses:
             outputs, more = _run_use(uses[place], arguments, taps[place])
-        elif inside:
-            run = _RUN[equation.primitive.name]
+        elif run and inside:
             outputs, more = run(equation, arguments, uses, inside, place)
         else:
             outputs, more = evaluate(equation, arguments), {}

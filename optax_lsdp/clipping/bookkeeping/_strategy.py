@@ -79,25 +79,21 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 
     Forming them takes no extra multiplications, because it replaces the product of the sum.
     """
-    floats = math.prod(leaf.shape)
-    multiplications = sum(
-        b * t * q * (1 if term.use.rule.is_one_hot else p)
-        for term in leaf.terms
-        for b, t, p, q in [term.size]
-    )
+    floats, multiplications, idle = math.prod(leaf.shape), 0, 0
+    for term in leaf.terms:
+        blocks, rows, inputs, outputs = term.size
+        if term.use.rule.is_one_hot:
+            multiplications += blocks * rows * outputs
+        else:
+            multiplications += blocks * rows * inputs * outputs
+            # A product with few rows leaves most of the matrix unit idle.
+            idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
     stored = 8 * floats * platform.per_byte
     if platform.keeps and any(term.use.rule.expands for term in leaf.terms):
         stored /= 5  # other strategies make patches twice
     if not platform.keeps and leaf.terms and is_plain_convolution(leaf.terms[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
-    # A product with few rows leaves most of the matrix unit idle.
-    idle = sum(
-        b * (_padded(t, platform) - t) * p * q
-        for term in leaf.terms
-        if not term.use.rule.is_one_hot
-        for b, t, p, q in [term.size]
-    )
     kind: Kind = "materialised" if leaf.has_rule else "materialised, no rule"
     return Strategy(kind, multiplications or floats, floats, stored + idle)
 
