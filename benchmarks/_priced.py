@@ -186,8 +186,7 @@ def batches() -> str:
     """Return the largest batch that one chip accepts."""
     rows = []
     for name, ways in _record("tpu").get("largest_batch", {}).items():
-        sizes = [ways.get(way, {}).get("largest") for way in (ORDINARY, OURS)]
-        share = f"{sizes[1] / sizes[0]:.2f}" if all(sizes) else "–"
+        share = _share(*(ways.get(way, {}) for way in (ORDINARY, OURS)))
         rows.append([name, *(_batch(ways.get(way, {})) for way in _SEARCHED), share])
     head = ["largest batch on one v5e chip", *_SEARCHED, "bookkeeping / non-private"]
     return f"{markdown(head, rows)}\n\nWithout microbatches: priced by the compiler, not measured."
@@ -204,6 +203,17 @@ def _batch(row: dict[str, Any]) -> str:
     if is_found(low, high):
         return f"{low:,}"
     return f"at least {low:,}" if high is None else f"{low:,} to {high - 1:,}"
+
+
+def _share(ordinary: dict[str, Any], ours: dict[str, Any]) -> str:
+    """Return the ratio of two largest batches, or its bounds while a search is not over."""
+    limits = [(row.get("largest"), row.get("refused")) for row in (ordinary, ours)]
+    if not all(low and high for low, high in limits):
+        return "–"
+    (low, high), (our_low, our_high) = limits
+    if is_found(low, high) and is_found(our_low, our_high):
+        return f"{our_low / low:.2f}"
+    return f"{our_low / (high - 1):.2f} to {(our_high - 1) / low:.2f}"
 
 
 def tpu_smoothing() -> str:

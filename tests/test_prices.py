@@ -160,3 +160,11 @@ def test_the_recorded_steps_exchange_what_the_manual_promises():
 )
 def test_a_search_that_is_not_over_shows_its_bounds(row, text):
     assert _priced._batch(row) == text
+
+
+def test_the_ratio_of_two_batches_is_as_certain_as_their_searches():
+    found, ours = {"largest": 200, "refused": 201}, {"largest": 150, "refused": 151}
+    assert _priced._share(found, ours) == "0.75"
+    assert _priced._share(found, {"largest": 150, "refused": 181}) == "0.75 to 0.90"
+    assert _priced._share({"largest": 200, "refused": None}, ours) == "–"
+    assert _priced._share(found, {}) == "–"
