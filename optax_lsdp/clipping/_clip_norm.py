@@ -98,7 +98,7 @@ class AdaptiveClip:
 
     initial: float
     _: KW_ONLY
-    target: float = 0.5
+    target: float = 0.7
     rate: float = None  # type: ignore[assignment]  # __post_init__ replaces None
     method: Literal["slack", "quantile", "fixed"] = "slack"
     least: float = None  # type: ignore[assignment]  # __post_init__ replaces None

@@ -102,7 +102,7 @@ def test_slack_finds_the_scale_of_the_gradients_from_any_start(initial):
     norms, updates = path_of("slack", initial, slack=256)
     lengths = np.linspace(0.5, 1.5, 64)
     share = np.minimum(1, (lengths / norms[-1]) ** 2).mean()
-    assert share == pytest.approx(0.5, abs=0.03)  # of the rounding to 256 coordinates
+    assert share == pytest.approx(0.7, abs=0.03)  # of the rounding to 256 coordinates
     far = norms[:-1] > 5
     assert (updates[far] == 0).all()  # mostly noise
     assert (updates[-20:] < -0.5).all()
@@ -116,7 +116,7 @@ def test_quantiles_find_the_share_of_clipped_gradients(initial):
 
 
 def test_noise_that_drowns_the_counts_moves_nothing():
-    norms, updates = path_of("slack", 1.0, noise=100.0, steps=20)  # z/b = 1.6: 650 steps to wait
+    norms, updates = path_of("slack", 1.0, noise=100.0, steps=20)  # z/b = 1.6: 84 steps to wait
     assert (norms == 1.0).all() and (updates == 0).all()
 
 
