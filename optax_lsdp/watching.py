@@ -107,10 +107,6 @@ class TrainingCurve(NamedTuple):
         signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
             d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
             The sampling of batches counts as signal.
-
-    >>> steps, stderr = np.arange(3), np.full(3, 0.031)
-    >>> TrainingCurve(steps, np.array([0.0, -0.1, -0.213]), stderr, signal_to_noise=0.5)
-    TrainingCurve(3 points, clipped loss −0.213 ± 0.031)
     """
 
     steps: np.ndarray
@@ -280,12 +276,6 @@ def training_curve(state: PyTree) -> TrainingCurve:
     Args:
         state: the state of `watch`, or a tree that contains it, such as the state of `privatize`,
             a `TrainState` or an `nnx.Optimizer`'s state.
-
-    >>> tx = watch(optax.sgd(0.5), steps=2, stddev=1e-6)
-    >>> state = tx.init(jnp.array(4.0))
-    >>> _, state = tx.update(jnp.array(4.0), state, jnp.array(4.0))
-    >>> training_curve(state).steps
-    array([0])
     """
     watched = find_watch_state(state)
     if watched is None:
