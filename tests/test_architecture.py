@@ -156,7 +156,7 @@ FOLDERS += ("smoothing", "training")
 RESULTS = {  # returned by functions, and not made by users
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "FitResult", "ModelReport"),
     *("PaperNoise", "PerExample", "QuantizedSum", "Sampler", "SensitivityReport"),
-    *("StatisticsReport", "StepReport"),
+    *("StatisticsReport", "StepReport", "TrainingCurve"),
 }
 
 
