@@ -45,8 +45,8 @@ def privatize(
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
     slack: int | None = None,
-    watch_steps: int = 0,
-    sampling_rate: float = 0.0,
+    watch_steps: int | None = None,
+    sampling_rate: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
@@ -85,8 +85,9 @@ def privatize(
             batches. Without it, the error is that of batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
-    which keeps the key out of the hyperparameters that people log. If parameters are in half
-    precision, also pass `hyperparam_dtype=jnp.float32`, which keeps the noise multiplier precise.
+    which keeps the key out of the hyperparameters that people log; add `watch_steps` and
+    `sampling_rate` if you set them. If parameters are in half precision, also pass
+    `hyperparam_dtype=jnp.float32`, which keeps the noise multiplier precise.
 
     >>> import numpy as np
     >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])
@@ -110,8 +111,6 @@ def privatize(
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
-    check_whole("watch_steps", watch_steps, least=0)
-    check_fraction("sampling_rate", sampling_rate)
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
@@ -129,13 +128,16 @@ def privatize(
         optax.stateless(_cast_like),
         _with_clear_errors(optimizer),
     ]
-    if watch_steps:
+    if watch_steps is not None:
         if adapts:
             raise ValueError(
-                "`watch_steps` must be 0 with an AdaptiveClip, whose noise changes from step to "
+                "`watch_steps` must be None with an AdaptiveClip, whose noise changes from step to "
                 f"step, got {watch_steps}; watch with a fixed clip norm."
             )
-        spread = math.sqrt((1 - sampling_rate) / expected_batch_size)
+        rate = 0.0 if sampling_rate is None else sampling_rate
+        check_whole("watch_steps", watch_steps)
+        check_fraction("sampling_rate", rate)
+        spread = math.sqrt((1 - rate) / expected_batch_size)
         watched = watch(
             optax.chain(*after_noise),
             steps=watch_steps,

@@ -115,8 +115,8 @@ class TrainingCurve(NamedTuple):
     signal_to_noise: PyTree
 
     def __repr__(self) -> str:
-        text = f"{len(self.steps)} points, " + describe_work(self.work[-1], self.stderr[-1])
-        return f"TrainingCurve({text if len(self.steps) else 'no points'})"
+        last = map(describe_work, self.work[-1:], self.stderr[-1:])
+        return f"TrainingCurve({', '.join([f'{len(self.steps)} points', *last])})"
 
     def plot(self, ax: Axes | None = None) -> Axes:
         """Draw the curve with a band of two standard errors. The default is a new figure."""
@@ -130,11 +130,9 @@ class TrainingCurve(NamedTuple):
                 ) from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
-        ax.fill_between(
-            self.steps, self.work - 2 * self.stderr, self.work + 2 * self.stderr, alpha=0.3
-        )
-        ax.set_xlabel("steps")
-        ax.set_ylabel("change of the clipped loss")
+        band = 2 * self.stderr
+        ax.fill_between(self.steps, self.work - band, self.work + band, alpha=0.3)
+        ax.set(xlabel="steps", ylabel="change of the clipped loss")
         return ax
 
 
@@ -276,6 +274,9 @@ def training_curve(state: PyTree) -> TrainingCurve:
     Args:
         state: the state of `watch`, or a tree that contains it, such as the state of `privatize`,
             a `TrainState` or an `nnx.Optimizer`'s state.
+
+    >>> training_curve(watch(optax.sgd(0.1), steps=9, stddev=1.0).init(jnp.zeros(3)))
+    TrainingCurve(0 points)
     """
     watched = find_watch_state(state)
     if watched is None:
@@ -347,8 +348,7 @@ def _signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
 def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
     """Return how updates change the parameters, in float32 or wider.
 
-    Parameters in half precision change by less or more than their updates, because they are
-    rounded.
+    Parameters in half precision are rounded, so they change by less or more than their updates.
     """
     if params is None:
         return jax.tree.map(widen, updates)

@@ -157,7 +157,7 @@ RESULTS = {  # returned by functions, and not made by users
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "FitResult", "ModelReport"),
     *("NormEstimates",),
     *("PaperNoise", "PerExample", "QuantizedSum", "Sampler", "SensitivityReport"),
-    *("StatisticsReport", "StepReport", "UserBatch"),
+    *("StatisticsReport", "StepReport", "TrainingCurve", "UserBatch"),
 }
 
 

@@ -175,7 +175,7 @@ def test_watching_changes_no_update(optimizer):
     private = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4.0}
     params, rows = jnp.ones(50), jnp.ones((4, 50))
     paths = []
-    for steps in (0, 3):
+    for steps in (None, 3):
         key = jax.random.key(0)
         tx = lsdp.privatize(optimizer, smoothing=1.0, key=key, watch_steps=steps, **private)
         state, here = tx.init(params), params
@@ -302,6 +302,12 @@ def test_bad_input_is_refused_in_one_sentence():
         lsdp.watch(optax.sgd(0.1), steps=1, stddev=0)
     with pytest.raises(ValueError, match="`steps` must be a whole number, 1 or more, got 0"):
         lsdp.watch(optax.sgd(0.1), steps=0, stddev=1.0)
+    private = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4.0}
+    private["key"] = jax.random.key(0)
+    with pytest.raises(ValueError, match="`watch_steps` must be a whole number, 1 or more, got 0"):
+        lsdp.privatize(optax.sgd(0.1), watch_steps=0, **private)
+    with pytest.raises(ValueError, match="`sampling_rate` must be from 0 to 1, got 2"):
+        lsdp.privatize(optax.sgd(0.1), watch_steps=1, sampling_rate=2, **private)
     plan = lsdp.PrivacyPlan(
         dataset_size=10,
         expected_batch_size=5,

@@ -237,7 +237,7 @@ class PrivacyPlan:
             key=self.derive_key(key, "noise"),
             shard_specs=shard_specs,
             replicated_axes=replicated_axes,
-            watch_steps=self.steps if watch else 0,
+            watch_steps=self.steps if watch else None,
             sampling_rate=self._watched_rate,
         )
         return limit_steps(private, self.steps)
