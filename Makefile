@@ -71,9 +71,11 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.effective_clip_norm
 	$(BIN)/python -m benchmarks.smoothing
 	$(BIN)/python -m benchmarks.accounting
+	$(BIN)/python -m benchmarks.choosing
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.auditing
 	$(BIN)/python -m benchmarks.users --speed $(if $(DATA),--data-dir $(DATA))
+	$(BIN)/python -m benchmarks.watching $(if $(DATA),--data-dir $(DATA))
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report
 

@@ -1,6 +1,7 @@
 """Generate the tables, figure and text on audits, clip norms, fuzzing and the long run."""
 
 import math
+from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
@@ -144,6 +145,39 @@ def least_effective_clip_norms() -> str:
         f"The smallest medians of\ntwo transformers, of width 256 and 768 with texts of up to 512 "
         f"tokens, are\n{', '.join(found)}."
     )
+
+
+def watched_mnist() -> str:
+    """Return the true work and the curves of full batches of MNIST, for each ε."""
+    if not is_run("watching"):
+        return NOT_RUN
+    rows = []
+    for name, row in load("watching")["full batches of MNIST"].items():
+        truths, curves, errors = zip(*row["ends"], strict=True)
+        rows.append([name, _numbers(truths), _numbers(curves), f"{errors[0]:.2g}"])
+    head = ["", "true change of the clipped loss", "end of the curve", "standard error"]
+    return (
+        f"{markdown(head, rows)}\n\nSoftmax regression on MNIST, 60 full batches, SGD with step "
+        "size 1 and clip norm 1, δ = 1e-5, three seeds."
+    )
+
+
+def watching() -> str:
+    """Return how often the true work lies within two standard errors of the curve."""
+    if not is_run("watching"):
+        return NOT_RUN
+    rows = []
+    for name, row in load("watching")["coverage"].items():
+        ends = list(zip(*row["ends"], strict=True))
+        truth, curve, error = (sum(values) / len(values) for values in ends)
+        means = (f"{truth:.3f}", f"{curve:.3f}", f"{error:.3f}")
+        rows.append([name, f"{row['covered']:.1%}", *(text.replace("-", "−") for text in means)])
+    head = ["data, optimizer, batches", "covered", "true change", "curve", "standard error"]
+    return markdown(head, rows)
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values).replace("-", "−")
 
 
 def _share(number: float) -> str:

@@ -13,8 +13,8 @@ kernels, and memory.
 
 import argparse
 import json
+import re
 import sys
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import _compilers, _hlo, _timing
+from benchmarks._batches import Trial, bounds, next_size
 from benchmarks._compilers import MODELS, TARGETS, Target
 from benchmarks._peers import WAYS
 from benchmarks._processes import in_process
@@ -29,7 +30,7 @@ from benchmarks._results import RESULTS
 
 PARTS = ("models", "largest_batch")
 SEARCHED = ("GPT-2, bfloat16", "BERT, bfloat16", "ViT, bfloat16", "WRN-16-4, bfloat16")
-SEARCHED_WAYS = ("non-private", "bookkeeping")
+SEARCHED_WAYS = ("non-private", "bookkeeping", "vmap", "JAX Privacy")
 CHIP_BYTES = int(15.75 * 2**30)  # what a program may use of a v5e chip's memory
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "flax", "optax", "jax-privacy")
 
@@ -60,46 +61,6 @@ def print_detail(target: Target, model: str, way: str) -> None:
             f"{price.cycles:>12,} {share:6.1%} ×{price.times:<5} {price.name:<40} "
             f"{price.shape[:60]:<60} {price.op_name}\n"
         )
-
-
-def largest_batch(used: Callable[[int], int | None], start: int, capacity: int) -> dict[str, int]:
-    """Return the largest batch that fits and the smallest that was refused, within 1/32.
-
-    `used(n)` returns the bytes that a batch of n takes, or None if it is refused. The next batch
-    is where a line through two known batches reaches the capacity, if that is between the bounds.
-    """
-    fits: dict[int, int] = {}
-    refused: int | None = None
-    trial = start
-    while True:
-        bytes_used = used(trial)
-        if bytes_used is None:
-            refused = trial
-        else:
-            fits[trial] = bytes_used
-        low = max(fits, default=0)
-        if refused is not None and refused - low <= max(1, low // 32):
-            return {"largest": low, "refused": refused}
-        trial = _next_trial(fits, refused, low or start, capacity)
-
-
-def _next_trial(fits: dict[int, int], refused: int | None, low: int, capacity: int) -> int:
-    """Return a batch size between the bounds, by a line through the two largest that fit."""
-    if not fits:
-        return max(1, (refused or low) // 2)
-    middle = 2 * low if refused is None else (low + refused) // 2
-    if len(fits) < 2:
-        return middle
-    below = sorted(fits)[-2]
-    slope = (fits[low] - fits[below]) / (low - below)
-    if slope <= 0:
-        return middle
-    reached = low + int((capacity - fits[low]) / slope)
-    top = 4 * low if refused is None else refused - 1
-    margin = max(1, low // 64)
-    if refused is not None and not low + margin <= reached <= refused - margin:
-        return middle
-    return min(max(reached, low + margin), top)
 
 
 class Record:
@@ -140,33 +101,55 @@ def run(
     record: Record, models: list[str], ways: list[str], *, parts: list[str], only_missing: bool
 ) -> None:
     """Price the models in these ways, and search the largest batches that one TPU chip accepts."""
-    todo: list[tuple[str, str, str, Callable[[str, str, str], dict[str, Any]]]] = []
+    todo: list[tuple[str, str, str]] = []
     if "models" in parts:
-        todo += [("models", model, way, price) for way in ways for model in models]
+        todo += [("models", model, way) for way in ways for model in models]
     if "largest_batch" in parts and record.name == "tpu":
         pairs = [(m, w) for m in SEARCHED for w in SEARCHED_WAYS if m in models and w in ways]
-        todo += [("largest_batch", model, way, search_batch) for model, way in pairs]
-    for part, model, way, work in tqdm(todo, desc=record.name):
-        if not (only_missing and way in record.read()[part].get(model, {})):
-            record.write(part, model, way, work(record.name, model, way))
+        todo += [("largest_batch", model, way) for model, way in pairs]
+    for part, model, way in tqdm(todo, desc=record.name):
+        if part == "largest_batch":
+            search_batch(record, model, way, anew=not only_missing)
+        elif not (only_missing and way in record.read()[part].get(model, {})):
+            record.write(part, model, way, price(record.name, model, way))
 
 
-def search_batch(target_name: str, model: str, way: str) -> dict[str, Any]:
-    """Return the largest batch of a model that one chip accepts, or what else went wrong."""
+def search_batch(record: Record, model: str, way: str, *, anew: bool) -> None:
+    """Search the largest batch of a model that one chip accepts; write every trial at once.
 
-    def used(size: int) -> int | None:
-        row = price(target_name, model, way, size)
-        if "RESOURCE_EXHAUSTED" in row.get("error", ""):
-            return None
-        if "error" in row:  # a timeout says nothing about memory
-            raise RuntimeError(f"batch of {size}: {row['error']}")
-        return sum(row[kind] for kind in ("temp_bytes", "argument_bytes", "output_bytes"))
+    The search starts from the price of the usual batch, and goes on from the trials in the record
+    unless `anew` is true.
+    """
+    known = record.read()
+    found = {} if anew else known["largest_batch"].get(model, {}).get(way, {})
+    trials = {int(size): Trial(*trial) for size, trial in found.get("trials", {}).items()}
+    usual = known["models"].get(model, {}).get(way)
+    if usual and not trials and (trial := read_trial(usual)):
+        trials[_compilers.batch_size_of(model)] = trial
+    while size := next_size(trials, _compilers.batch_size_of(model), CHIP_BYTES):
+        row = price(record.name, model, way, size)
+        trial = read_trial(row)
+        outcome: dict[str, Any] = {"how": _compilers.PRICED}
+        if trial is None:  # such as a timeout, which says nothing about memory
+            outcome["error"] = f"batch of {size}: {row['error']}"
+        else:
+            trials[size] = trial
+        low, high = bounds(trials)
+        outcome |= {"largest": low, "refused": high, "trials": dict(sorted(trials.items()))}
+        record.write("largest_batch", model, way, outcome)
+        if trial is None:
+            return
 
-    try:
-        found = largest_batch(used, _compilers.batch_size_of(model), CHIP_BYTES)
-    except RuntimeError as error:
-        return {"error": str(error)}
-    return {"how": _compilers.PRICED, **found}
+
+def read_trial(row: dict[str, Any]) -> Trial | None:
+    """Return what a row says about memory, or None if something else went wrong."""
+    if "error" not in row:
+        needed = sum(row[kind] for kind in ("temp_bytes", "argument_bytes", "output_bytes"))
+        return Trial(needed <= CHIP_BYTES, needed)  # the compiler accepts some that need more
+    if "RESOURCE_EXHAUSTED" not in row["error"]:
+        return None
+    told = re.search(r"(?:temporaries \(|Used )([\d.]+)G", row["error"])
+    return Trial(False, int(float(told[1]) * 2**30) if told else None)
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """What many TPU chips exchange in one step: read from compiled programs, which nobody ran.
 
-The step is that of `training.fit`: clip, add noise, update. It is compiled for the GPT-2-like model
-and 1, 4, 16 and 64 chips of TPU v5e. All chips together take the same batch. There are three
-layouts. "Data-parallel" replicates the parameters and splits the batch. "Fully sharded" splits both
-and gathers the parameters before they are used. In "fully sharded by XLA" nothing is gathered
-explicitly: XLA chooses, as it does in `fit` if parameters are split and the model has no sharding
-constraints. The record has every kind of collective with its bytes, and the memory of each chip:
-priced by the compiler, not measured.
+The step is that of `training.fit`: clip, add noise, smooth, update. It is compiled for the
+GPT-2-like model and 1, 4, 16 and 64 chips of TPU v5e. All chips together take the same batch. There
+are three layouts. "Data-parallel" replicates the parameters and splits the batch. "Fully sharded"
+splits both and gathers the parameters before they are used. In "fully sharded by XLA" nothing is
+gathered explicitly: XLA chooses, as it does in `fit` if parameters are split and the model has no
+sharding constraints. The record has every kind of collective with its bytes, and the memory of each
+chip: priced by the compiler, not measured.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 import optax_lsdp as lsdp
-from benchmarks import _compilers, _hlo, _peers, _timing
+from benchmarks import _compilers, _hlo, _timing
 from benchmarks._processes import in_process
 from benchmarks._results import RESULTS
 from benchmarks.larger import LARGER, LargerModel
@@ -39,26 +39,37 @@ def make_step(
 ) -> tuple[Any, optax.GradientTransformation]:
     """Return `step(params, state, batch, mask)` and its optimizer.
 
+    The step returns the new parameters, the new state and the mean loss, as that of `fit` does.
     `used` is the sharding of parameters where the model uses them, or None if XLA chooses.
     """
     loss = model.with_frozen(model.frozen).loss
     if way == "non-private":
         tx = optax.sgd(0.1)
-        mean = _peers.mean_gradient(model.with_frozen(model.frozen))
 
         def gradient(params: Any, batch: Any, mask: jax.Array) -> Any:
-            return mean(params, batch)
+            del mask
+            return jax.value_and_grad(lambda p: jax.vmap(loss, (None, 0))(p, batch).mean())(params)
     else:
         plan = lsdp.PrivacyPlan(
-            dataset_size=10**6, expected_batch_size=EXAMPLES, steps=1_000, epsilon=8.0, delta=1e-7
+            dataset_size=10**6,
+            expected_batch_size=EXAMPLES,
+            steps=1_000,
+            epsilon=8.0,
+            delta=1e-7,
+            smoothing=1.0,
         )
         tx = plan.optimizer(optax.sgd(0.1), key=jax.random.key(0))
-        gradient = plan.clipped_grad(loss)
+        clipped = plan.value_and_clipped_grad(loss)
+
+        def gradient(params: Any, batch: Any, mask: jax.Array) -> Any:
+            per_example, total = clipped(params, batch, mask)
+            return per_example.values.sum() / EXAMPLES, total
 
     def step(params: Any, state: Any, batch: Any, mask: jax.Array) -> Any:
         gathered = jax.lax.with_sharding_constraint(params, used) if used else params
-        updates, state = tx.update(gradient(gathered, batch, mask), state, params)
-        return optax.apply_updates(params, updates), state
+        value, total = gradient(gathered, batch, mask)
+        updates, state = tx.update(total, state, params)
+        return optax.apply_updates(params, updates), state, value
 
     return step, tx
 
@@ -77,11 +88,17 @@ def split(shape: tuple[int, ...], chips: int) -> PartitionSpec:
 
 
 def row(chips: int, layout: str, way: str) -> dict[str, Any]:
-    """Return the collectives and the memory of one compiled step."""
+    """Return the collectives and the memory of one compiled step.
+
+    The process has as many devices as the mesh, and `fit` sets the mesh: both decide what the
+    library does.
+    """
+    jax.config.update("jax_num_cpu_devices", chips)
     devices = _compilers.tpu_topology(GRIDS[chips]).devices[:chips]
     mesh = Mesh(np.array(devices), ("chips",))
     model = LARGER[MODEL](EXAMPLES)
-    used = None if layout == "fully sharded by XLA" else NamedSharding(mesh, PartitionSpec())
+    replicated = NamedSharding(mesh, PartitionSpec())
+    used = None if layout == "fully sharded by XLA" else replicated
     step, tx = make_step(model, way, used)
 
     def place(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -96,9 +113,10 @@ def row(chips: int, layout: str, way: str) -> dict[str, Any]:
     state = jax.tree.map(lambda x: place(x, PartitionSpec()), state)
     mask = jax.ShapeDtypeStruct((EXAMPLES,), bool)
     batch, mask = jax.tree.map(lambda x: place(x, PartitionSpec("chips")), (model.batch, mask))
-    outputs = jax.tree.map(lambda x: x.sharding, (params, state))
+    outputs = *jax.tree.map(lambda x: x.sharding, (params, state)), replicated
     jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=outputs)
-    compiled = jitted.lower(params, state, batch, mask).compile()
+    with jax.set_mesh(mesh):
+        compiled = jitted.lower(params, state, batch, mask).compile()
     text, memory = compiled.as_text(), compiled.memory_analysis()
     found = {kind: part._asdict() for kind, part in _hlo.collectives(text).items()}
     return {
@@ -108,6 +126,7 @@ def row(chips: int, layout: str, way: str) -> dict[str, Any]:
         "parameter_bytes": 4 * sum(math.prod(x.shape) for x in jax.tree.leaves(model.params)),
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
+        "cycles": _hlo.cycles(text),
     }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _figures, _front, _priced, _trust
+from benchmarks import _advice, _exchanged, _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -273,6 +273,7 @@ MEASURED: Tables = {
     "microbatches": microbatches,
     "effective clip norms": _trust.effective_clip_norms,
     "longer texts": _trust.longer_texts,
+    "watching": _trust.watching,
     "scaling": scaling,
     **_priced.TABLES,
     "audits": _trust.audits,
@@ -285,6 +286,8 @@ def texts() -> dict[Path, Tables]:
     """Return which text holds which tables."""
     return {
         ROOT / "README.md": _front.README,
+        ROOT / "docs" / "choosing.md": _advice.TABLES,
+        ROOT / "docs" / "devices.md": {"chips": _exchanged.in_short},
         ROOT / "docs" / "smoothing.md": {
             "paper": _front.paper,
             "tpu smoothing": _priced.smoothing_in_short,
@@ -295,6 +298,7 @@ def texts() -> dict[Path, Tables]:
             "rounding": _trust.rounding,
             "trust": _trust.in_short,
         },
+        ROOT / "docs" / "watching.md": {"watched mnist": _trust.watched_mnist},
         ROOT / "benchmarks" / "README.md": MEASURED,
         ROOT / "benchmarks" / "paper" / "README.md": _report.parts(),
     }
@@ -314,6 +318,7 @@ def main() -> None:
     """Draw all figures, fill in all tables, and write the summary."""
     for draw in (
         *_figures.FIGURES,
+        _advice.draw,
         _front.draw,
         _priced.draw,
         _trust.draw_auditing,

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 _HOME = {
+    "AdaptiveClip": "clipping",
     "Clipped": "clipping",
     "FixedSizeSampler": "sampling",
     "FullBatchSampler": "sampling",
     "Grid": "smoothing",
+    "NormEstimates": "clipping",
     "PerExample": "clipping",
     "Piecewise": "planning",
     "PoissonSampler": "sampling",
@@ -21,23 +23,29 @@ _HOME = {
     "ShuffledSampler": "sampling",
     "accounting": "accounting",
     "auditing": "auditing",
+    "TrainingCurve": "watching",
     "add_gaussian_noise": "noise",
     "check_model": "model_check",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",
+    "current_clip_norm": "clipping",
     "discrete": "discrete",
     "dp_adam": "optimizers",
     "dp_lsadam": "optimizers",
     "dp_lssgd": "optimizers",
     "dp_sgd": "optimizers",
+    "estimate_norms": "clipping",
     "explain_clipping": "clipping",
     "fresh_key": "noise",
     "laplacian_smooth": "smoothing",
+    "norm_estimates": "clipping",
     "privatize": "optimizers",
     "sensitivity": "clipping",
     "training": "training",
+    "training_curve": "watching",
     "value_and_clipped_grad": "clipping",
     "vouch_for_callbacks": "clipping",
+    "watch": "watching",
 }
 __all__ = sorted(_HOME)
 

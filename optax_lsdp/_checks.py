@@ -62,6 +62,12 @@ def check_rate(name: str, value: object) -> None:
         raise refusal(name, "above 0 and at most 1", value)
 
 
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless `value` is a number in [0, 1]."""
+    if not (is_number(value) and 0 <= value <= 1):
+        raise refusal(name, "from 0 to 1", value)
+
+
 def check_delta(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1)."""
     if not (is_number(value) and 0 < value < 1):
@@ -81,7 +87,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Return the value, or the number in a NumPy array of shape (), which could change later."""
+    """Return a number in place of a NumPy array of shape (), whose value could change later."""
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 

@@ -18,18 +18,18 @@ from optax_lsdp._types import ClipNorm
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["value"],
+    data_fields=["value", "slack"],
     meta_fields=["clip_norm", "group", "leaves_in_group", "masked"],
 )
 @dataclass(frozen=True)
 class Clipped:
     """One leaf of a clipped sum, with the clip norm that bounds each example's part in it.
 
-    `Clipped` is a pytree node with one child: `jax.tree.leaves` returns the arrays, and
+    `Clipped` is a pytree node: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
     The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
-    Do without `optax.apply_if_finite`, which cannot carry the mark: an example whose gradient is
-    not finite contributes zero.
+    Do not use `optax.apply_if_finite`: it cannot carry the mark, and nothing needs it, because an
+    example whose gradient is not finite contributes zero.
 
     Attributes:
         value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,
@@ -40,6 +40,8 @@ class Clipped:
             clipped separately, each to C, their joint sensitivity is √k·C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
             with padded batches refuse sums without a mask.
+        slack: on the first leaf of each group, if `clipped_grad` was asked for slack: how many
+            examples leave room for each coordinate, (K,), in whole numbers. None on other leaves.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -52,6 +54,7 @@ class Clipped:
     group: str = ""
     leaves_in_group: int = 1
     masked: bool = False
+    slack: jax.Array | None = None
 
     def __radd__(self, *other: object) -> NoReturn:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
@@ -75,21 +78,39 @@ def is_marked(leaf: object) -> TypeGuard[Clipped]:
     return isinstance(leaf, Clipped)
 
 
-def mark(sums: optax.Updates, groups: list[ClipGroup], masked: bool) -> optax.Updates:
-    """Wrap each leaf of a clipped sum in `Clipped`; `groups` has one entry per leaf."""
+def mark(
+    sums: optax.Updates, groups: list[ClipGroup], masked: bool, slack: dict[str, jax.Array]
+) -> optax.Updates:
+    """Wrap each leaf of a clipped sum in `Clipped`; `groups` has one entry per leaf.
+
+    The first leaf of a group carries the group's `slack`, if there is one.
+    """
     leaves, structure = jax.tree.flatten(sums)
-    counts = Counter(group.path for group in groups)
+    counts, left = Counter(group.path for group in groups), dict(slack)
     marked = [
-        Clipped(leaf, group.clip_norm, group.path, counts[group.path], masked)
+        Clipped(
+            leaf,
+            group.clip_norm,
+            group.path,
+            counts[group.path],
+            masked,
+            left.pop(group.path, None),
+        )
         for leaf, group in zip(leaves, groups, strict=True)
     ]
     return jax.tree.unflatten(structure, marked)
 
 
-def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
-    """Unwrap each leaf. Raise if a leaf has no mark, or if its mark does not match `groups`."""
+def unmark(
+    updates: optax.Updates, groups: list[ClipGroup], coordinates: int
+) -> tuple[optax.Updates, dict[str, jax.Array]]:
+    """Unwrap each leaf. Return the sum, and the slack of each group, if `coordinates` is not 0.
+
+    Raise if a leaf has no mark, or if its mark does not match `groups` and `coordinates`.
+    """
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
+    slack: dict[str, jax.Array] = {}
     for (path, leaf), group in zip(leaves, groups, strict=True):
         if not is_marked(leaf):
             raise ValueError(
@@ -110,7 +131,17 @@ def unmark(updates: optax.Updates, groups: list[ClipGroup]) -> optax.Updates:
                 f"{path_name(path)!r}; clip all leaves in one call, or give the leaves of each "
                 "call their own group in `clip_norm`."
             )
-    return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves])
+        found = 0 if leaf.slack is None else len(leaf.slack)
+        wanted = 0 if group.path in slack else coordinates
+        if found != wanted:
+            raise ValueError(
+                "`slack` must be the same in `clipped_grad` and in the optimizer, got "
+                f"{found} coordinates in the sum and {wanted} in the optimizer at "
+                f"{path_name(path)!r}; pass the same number to both, and all leaves of the sum."
+            )
+        if leaf.slack is not None:
+            slack[group.path] = leaf.slack
+    return jax.tree.unflatten(structure, [leaf.value for _, leaf in leaves]), slack
 
 
 def _describe(path: str, clip_norm: ClipNorm) -> str:

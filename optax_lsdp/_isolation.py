@@ -147,7 +147,7 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
 
 
 def _is_loop_control(equation: Equation) -> bool:
-    """Return whether a known library calls `unvmap_*` to end a loop or to raise an error."""
+    """Return whether Equinox's `unvmap_*` is called to end a loop or to raise an error."""
     dtypes = [dtype_of(atom) for atom in equation.invars]
     callers = [frame.file_name.split(os.sep) for frame in call_stack(equation)]
     callers = [file for file in callers if "jax" not in file and file[-1] != "_unvmap.py"]
@@ -158,8 +158,8 @@ def _is_loop_control(equation: Equation) -> bool:
 def _check_no_collective(equation: Equation, mapped: MappedAxes) -> None:
     """Raise if an equation is a collective over an axis along which examples differ.
 
-    Along a `mapped` axis, examples are equal: either the loss itself maps over the axis, or all
-    shards along the axis hold the same example.
+    The axes in `mapped` are allowed: either the loss itself maps over the axis, or all shards along
+    the axis hold the same example.
     """
     name = equation.primitive.name
     outside = _axis_names(equation) - mapped

@@ -6,8 +6,7 @@ returns both words. It writes all rounds as one expression, which XLA fuses with
 follows, so it takes a third of the time and no memory. The bits of an entry depend only on the key
 and on the index of the entry, so they are the same on any mesh.
 
-References:
-    Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
+See Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """
 
 import hashlib
@@ -68,13 +67,23 @@ def check_key(name: str, key: object) -> None:
         )
 
 
+def check_threefry_key(name: str, key: jax.Array) -> None:
+    """Raise unless `key` is one typed key of JAX's default generator, Threefry."""
+    check_key(name, key)
+    if not is_threefry(key):
+        raise ValueError(
+            f"`{name}` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may "
+            "differ between devices; call `fresh_key()` under JAX's default generator."
+        )
+
+
 def fold_in_text(key: jax.Array, text: str) -> jax.Array:
     """Return a key for `text`: `key` with a 64-bit hash of `text` folded in."""
     return fold_in_texts(key, [text])[0]
 
 
 def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
-    """Return a key for each text: (len(texts),). Raise if two texts have the same hash."""
+    """Return one key for each text. Raise if two texts have the same hash."""
     encoded = [text.encode(errors="surrogatepass") for text in texts]
     digests = [hashlib.blake2b(text, digest_size=8).digest() for text in encoded]
     if len(set(digests)) < len(digests):
@@ -85,7 +94,7 @@ def fold_in_texts(key: jax.Array, texts: Sequence[str]) -> jax.Array:
 
 
 def standard_normal(keys: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
-    """Return ±Φ⁻¹(p) with p = (k + ½)·2⁻⁶⁴, for a random sign and a random 63-bit integer k."""
+    """Return Gaussian numbers ±Φ⁻¹((k + ½)·2⁻⁶⁴), with a random sign and 63 random bits for k."""
     high, low = random_words(keys, shape)
     unit, half = jnp.asarray(2.0**-32, dtype), jnp.asarray(0.5, dtype)
     p = ((high >> 1).astype(dtype) + (low.astype(dtype) + half) * unit) * unit

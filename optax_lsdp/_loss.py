@@ -55,7 +55,7 @@ def check_loss_signature(loss_fn: LossFn) -> None:
 
 
 def needs_key(loss_fn: LossFn) -> bool:
-    """Return whether a loss cannot be called without a key."""
+    """Return whether a loss requires a key."""
     keys = [p for p in _parameters(loss_fn) if p.name == "key" and p.default is p.empty]
     return len(_required(loss_fn)) == 3 or any(p.kind == p.KEYWORD_ONLY for p in keys)
 
@@ -139,7 +139,7 @@ def keep_batch_axis(loss_fn: LossFn) -> LossFn:
 
 
 def _with_arguments_of(loss_fn: LossFn, loss: LossFn) -> LossFn:
-    """Return `loss` as a function with a key if `loss_fn` takes a key, and otherwise without."""
+    """Give `loss` the signature of `loss_fn`: with or without a key."""
     if takes_key(loss_fn):
         return lambda params, example, key: loss(params, example, key)
     return lambda params, example: loss(params, example)
@@ -305,6 +305,10 @@ def _likely_calls(
     If such a call works, its advice ends the error message. `one` has the shapes of one example,
     and `rows` the shapes of a batch.
     """
+
+    def scalar(x: jax.Array) -> jax.Array:  # for examples of an array of shape (n, 1)
+        return x[0] if x.shape == (1,) else x
+
     call_with_key = partial(call_with_any_key, loss_fn)
     calls_with_parts: dict[str, _Call] = {
         "*example": lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
@@ -339,7 +343,7 @@ def _likely_calls(
         "`lambda params, example, key: loss_fn(params, key, example)`.",
     )
     yield (
-        lambda params, example: call_with_key(params, _squeeze(example)),
+        lambda params, example: call_with_key(params, jax.tree.map(scalar, example)),
         one,
         ", got arrays of shape (1,) in the example, and a loss that works with scalars; remove the "
         "last axis of such arrays from the data, as in labels[:, 0].",
@@ -350,11 +354,6 @@ def _likely_calls(
         ", got a function that takes its parameters in a dict; write "
         '`lambda params, example: loss_fn({"params": params}, example)`.',
     )
-
-
-def _squeeze(example: PyTree) -> PyTree:
-    """Replace arrays of shape (1,) by scalars. They are examples of an array of shape (n, 1)."""
-    return jax.tree.map(lambda x: x[0] if x.shape == (1,) else x, example)
 
 
 def _parts(example: PyTree, kind: PyTree) -> PyTree:

@@ -24,12 +24,12 @@ def manual_axes() -> tuple[str, ...]:
 
 
 def are_shards_tracked() -> bool:
-    """Return whether JAX tracks which values vary over the manual axes."""
+    """Return whether JAX tracks which values may differ between shards (`check_vma=True`)."""
     return all(varying_axes([jax.lax.axis_index(axis)]) for axis in manual_axes())
 
 
 def varying_axes(tree: PyTree) -> set[str]:
-    """Return the manual axes over which a leaf varies: an array, or a result of `eval_shape`."""
+    """Return the manual mesh axes over which any leaf varies. Results of `eval_shape` work too."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
@@ -73,14 +73,15 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)  # these split only one
+        # Axes over which only one of the two varies split that one.
+        unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)
     if unknown:
         raise ValueError(
             "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
-            f"are replicated, got none for {', '.join(sorted(unknown))}: over such an axis, "
-            "parameters and batch both vary, or neither varies, or JAX does not track them "
-            "(check_vma=False, pmap); name the axis if all parameters are replicated over it, and "
-            "if it splits them, fold the shard's index into keys inside the loss, not in the batch."
+            f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
+            "whether this axis splits the parameters or the batch; name the axis if all parameters "
+            "are replicated over it; if it splits parameters, use check_vma=True, give all its "
+            "shards the same batch, and make keys that differ between shards inside the loss."
         )
 
 
@@ -126,6 +127,11 @@ class Shard(NamedTuple):
     varying: frozenset[str] | None  # the manual axes over which the leaf varies; None if untracked
     is_split: bool  # whether several devices may hold parts of the leaf, in `shard_map` or `jit`
 
+    @property
+    def split_axes(self) -> tuple[str, ...]:
+        """Return the mesh axes along which the shards of the leaf hold different entries."""
+        return tuple(x for x in self.named if self.varying is None or x in self.varying)
+
 
 def check_shard_specs(specs: PyTree) -> None:
     """Raise unless `specs` is None, a PartitionSpec or a tree of PartitionSpecs."""
@@ -135,6 +141,18 @@ def check_shard_specs(specs: PyTree) -> None:
                 "`shard_specs` must be None, a PartitionSpec or a tree of PartitionSpecs, got "
                 f"{spec!r}; write jax.P('data') for leaves that the axis 'data' splits."
             )
+
+
+def spread_specs(specs: PyTree, updates: PyTree) -> PyTree:
+    """Return a spec for each leaf of `updates`, if `specs` is a prefix of its tree."""
+    if specs is None or _is_spec(specs):
+        return specs
+    try:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: spec, part), specs, updates, is_leaf=_is_spec
+        )
+    except ValueError:  # `read_shards` counts the leaves
+        return specs
 
 
 def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:

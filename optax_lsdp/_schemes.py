@@ -1,8 +1,9 @@
 """The table of sampling schemes, and the table of neighbouring relations.
 
-A sampling scheme says how batches are drawn. A neighbouring relation says how neighbouring datasets
-differ, which an attacker must not be able to distinguish. To add a scheme, add its name to
-`Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to `accounting`.
+A sampling scheme says how batches are drawn. An attacker must not be able to distinguish two
+neighbouring datasets. A neighbouring relation says how these datasets differ. To add a scheme, add
+its name to `Sampling`, a row to `SCHEMES`, its sampler to `sampling`, and its analysis to
+`accounting`.
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,7 @@ class Scheme:
 
     @property
     def default_neighbouring(self) -> Neighbouring | None:
-        """Return "add_remove", or None if it has no analysis, so that users must choose."""
+        """Return "add_remove", or None if the scheme has no analysis for it."""
         return "add_remove" if "add_remove" in self.neighbouring else None
 
     def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋", unit: str = "example") -> str:

@@ -48,7 +48,7 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 
 
 def _is_plain(entry: object) -> bool:
-    """Return whether no other key, and no sequence of keys, has the same `keystr`."""
+    """Return whether the `keystr` of a path's entry is unique, alone and within a path."""
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)
     if isinstance(entry, jax.tree_util.GetAttrKey):
@@ -57,7 +57,7 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at its place."""
+    """Yield the name of each leaf, and the leaves of `tree` and `other` with this name."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
@@ -175,11 +175,12 @@ def compute_once(tree: PyTree) -> PyTree:
 
 
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Return ‖row i of all leaves‖₂ for leaves of shape (n, …): (n,), in float32 or float64.
+    """Return the ℓ₂ norm of each row, taken over all leaves together, in float32 or float64.
 
-    Each row is first divided by its largest entry, so that squares neither overflow nor underflow.
-    The true norm is at most 1 + `norm_rounding(leaves)` times the result. Subnormal entries may
-    count as zero because XLA flushes them; their joint norm is far below any clip norm.
+    The leaves have shape (n, …), and the result has shape (n,). Each row is first divided by its
+    largest entry, so that squares neither overflow nor underflow. The true norm is at most 1 +
+    `norm_rounding(leaves)` times the result. Subnormal entries may count as zero because XLA
+    flushes them; their joint norm is far below any clip norm.
     """
     dtype = wide_dtype(*leaves)
     rows = [leaf.astype(dtype).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
@@ -235,7 +236,7 @@ def _roundings(size: int) -> int:
 def _sum_in_blocks(
     rows: jax.Array, term: Callable[[jax.Array], jax.Array] = lambda x: x
 ) -> jax.Array:
-    """Return Σⱼ term(rowsᵢⱼ) for rows: (n, d), added in blocks; `term` must map 0 to 0."""
+    """Return the sum of term(x) over each row, added in blocks; `term` must map 0 to 0."""
     n, size = rows.shape
     if size == 0:
         return jnp.zeros(n, rows.dtype)

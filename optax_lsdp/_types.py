@@ -8,4 +8,4 @@ PyTree: TypeAlias = Any
 """Nested containers with arrays as leaves. JAX has no narrower type for them."""
 
 ClipNorm: TypeAlias = PyTree
-"""A positive number, a prefix tree of positive numbers, or a schedule: a function of the step."""
+"""A positive number or `AdaptiveClip`, a prefix tree of them, or a function of the step."""

@@ -35,6 +35,7 @@ from optax_lsdp._mesh import (
     explicit_spec,
     manual_axes,
     read_shards,
+    spread_specs,
     varying_axes,
     with_automatic_axes,
 )
@@ -124,7 +125,7 @@ def add_gaussian_noise(
         if not leaves:
             return updates, next_state
         wide, addresses = [widen(leaf) for _, leaf in leaves], leaf_addresses(updates)
-        shards = read_shards(shard_specs, wide)
+        shards = read_shards(spread_specs(shard_specs, updates), wide)
         _check_stddev(scale)
         if jax.tree.structure(params) == structure:
             check_shapes(updates, params, "put `clip_per_example` before `add_gaussian_noise`")
@@ -135,7 +136,7 @@ def add_gaussian_noise(
             is_good = (stddev >= jnp.finfo(stddev.dtype).tiny) & (state.step < _LAST_STEP)
             return leaf + jnp.where(is_good, stddev * noise, jnp.nan)
 
-        noises = _draw(state, addresses, wide, [_split_axes(shard) for shard in shards])
+        noises = _draw(state, addresses, wide, shards)
         noisy = [
             add_noise(leaf, noise).astype(narrow.dtype)
             for leaf, noise, (_, narrow) in zip(wide, noises, leaves, strict=True)
@@ -154,14 +155,15 @@ def _draw(
     state: AddGaussianNoiseState,
     addresses: Sequence[str],
     leaves: Sequence[jax.Array],
-    axes: Sequence[tuple[str, ...]],
+    shards: Sequence[Shard],
 ) -> list[jax.Array]:
     """Return standard Gaussian noise for each leaf; leaves are float32 or float64.
 
     The key of a leaf is the state's key, into which are folded: the step, the leaf's address, and
-    the index of this shard along the leaf's mesh `axes`. Small leaves of similar size share one
-    draw, which compiles to fewer kernels.
+    the index of this shard along the mesh axes that split the leaf. Small leaves of similar size
+    share one draw, which compiles to fewer kernels.
     """
+    axes = [shard.split_axes for shard in shards]
     step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
     keys = fold_in_texts(step_key, addresses)
     draws_together = is_threefry(keys)
@@ -213,15 +215,10 @@ def _check_stddev(stddev: ArrayLike) -> None:
         )
 
 
-def _split_axes(shard: Shard) -> tuple[str, ...]:
-    """Return the mesh axes along which the shards of a leaf draw different noise."""
-    return tuple(axis for axis in shard.named if shard.varying is None or axis in shard.varying)
-
-
 def _check_shards(
     leaves: Sequence[tuple[str, jax.Array]], shards: Sequence[Shard], state: AddGaussianNoiseState
 ) -> None:
-    """Raise if a leaf may vary over a mesh axis over which its noise does not vary."""
+    """Raise if shards of a leaf that may differ would get the same noise."""
     for (name, _), shard in zip(leaves, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -9,11 +10,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import check_non_negative, check_positive, frozen_number, is_number
+from optax_lsdp._checks import (
+    check_fraction,
+    check_non_negative,
+    check_positive,
+    check_whole,
+    frozen_number,
+    is_number,
+)
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.clipping import clip_per_example, sensitivity
+from optax_lsdp.clipping import (
+    AdaptiveClip,
+    WithSlack,
+    clip_per_example,
+    current_clip_norm,
+    estimate_norms,
+    sensitivity,
+)
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
+from optax_lsdp.watching import watch
 
 Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
 
@@ -28,6 +44,9 @@ def privatize(
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
+    slack: int | None = None,
+    watch_steps: int = 0,
+    sampling_rate: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Make any Optax optimizer differentially private: it sees only a noisy, smoothed mean.
 
@@ -58,6 +77,12 @@ def privatize(
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
             `smoothing` is a transform, set the transform's own `shard_specs`.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
+        slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
+            estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
+        watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
+            but a copy of the parameters; see `watch`. The default records nothing.
+        sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
+            batches. Without it, the error is that of batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log. If parameters are in half
@@ -85,14 +110,41 @@ def privatize(
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
-    return optax.chain(
-        clip_per_example(clip_norm, replicated_axes=replicated_axes),
-        add_gaussian_noise(_stddev(noise_multiplier, clip_norm), key=key, shard_specs=shard_specs),
-        optax.scale(1 / expected_batch_size),
+    check_whole("watch_steps", watch_steps, least=0)
+    check_fraction("sampling_rate", sampling_rate)
+    stddev = _product(noise_multiplier, sensitivity(clip_norm))
+    adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
+    clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
+    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    if adapts or slack is not None:
+        # All shards have the same slack, so they must draw the same noise for it.
+        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P())
+        noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
+        options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
+        release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
+    if adapts:
+        release = [_with_clip_norm(optax.chain(*release))]
+    after_noise: list[optax.GradientTransformation] = [
         _smoothing_transform(smoothing, shard_specs),
         optax.stateless(_cast_like),
         _with_clear_errors(optimizer),
-    )
+    ]
+    if watch_steps:
+        if adapts:
+            raise ValueError(
+                "`watch_steps` must be 0 with an AdaptiveClip, whose noise changes from step to "
+                f"step, got {watch_steps}; watch with a fixed clip norm."
+            )
+        spread = math.sqrt((1 - sampling_rate) / expected_batch_size)
+        watched = watch(
+            optax.chain(*after_noise),
+            steps=watch_steps,
+            stddev=_product(1 / expected_batch_size, stddev),
+            sampling_stddev=_product(spread, sensitivity(clip_norm)),
+            shard_specs=shard_specs,
+        )
+        after_noise = [watched]
+    return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
 
 
 def dp_sgd(
@@ -210,19 +262,35 @@ def steps_taken(state: optax.OptState) -> jax.Array:
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
 
 
-def _stddev(
-    noise_multiplier: optax.ScalarOrSchedule, clip_norm: ClipNorm
+def _product(
+    factor: optax.ScalarOrSchedule, other: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule:
-    """Return z times the sensitivity. If either factor is a schedule, return a schedule."""
-    total = sensitivity(clip_norm)
-    if not (callable(noise_multiplier) or callable(total)):
-        return noise_multiplier * total
+    """Return the product of two numbers or schedules."""
+    if not (callable(factor) or callable(other)):
+        return factor * other
 
-    def stddev(step: jax.Array) -> jax.Array | float:
-        multiplier = noise_multiplier(step) if callable(noise_multiplier) else noise_multiplier
-        return multiplier * (total(step) if callable(total) else total)
+    def product(step: jax.Array) -> jax.Array | float:
+        value = factor(step) if callable(factor) else factor
+        return value * (other(step) if callable(other) else other)
 
-    return stddev
+    return product
+
+
+def _with_clip_norm(
+    release: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """Pass the adaptive clip norm in the state on to `clip_per_example`, for stacked gradients."""
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        now = current_clip_norm(state)
+        return release.update(updates, state, params, clip_norm=now, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(release.init, update)
 
 
 def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:

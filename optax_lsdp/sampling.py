@@ -21,7 +21,7 @@ import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_at_most, check_rate, check_whole
-from optax_lsdp._keys import check_key, is_threefry, threefry
+from optax_lsdp._keys import check_threefry_key, threefry
 
 __all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
 __all__ += ["ShuffledSampler", "room_for_batch"]
@@ -30,7 +30,7 @@ Array: TypeAlias = np.ndarray | jax.Array
 Step: TypeAlias = int | np.integer | jax.Array
 
 _MOST = 2**31 - 1  # examples, since indices are int32
-_RARE = 1e-15  # the probability that a batch exceeds the default room, about b + 8√b
+_RARE = 1e-15  # a batch exceeds the default `max_batch_size`, about b + 8√b, with this probability
 _DENSE = 4  # if a batch may have more than n/4 examples, a permutation of all examples is drawn
 
 
@@ -119,7 +119,7 @@ class PoissonSampler:
 
     @cached_property
     def _cumulative(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for batch size K and all k < room, as high and low 32-bit words."""
+        """Return ⌈2⁶⁴ P[K ≤ k]⌉ for the batch size K and each k, as high and low 32-bit words."""
         k = np.arange(self.max_batch_size)
         below = binom.cdf(k, self.dataset_size, self.sampling_rate)
         # `above` is precise where `below` is near 1.
@@ -192,7 +192,7 @@ class ShuffledSampler:
         return Batch(indices, within < self.batch_size)
 
     def _order(self, epoch: Step) -> Array:
-        """Return the order of all examples in an epoch. Keep a NumPy order for later steps."""
+        """Return the order of all examples in an epoch. In NumPy, keep it for later steps."""
         bits = RandomBits(self.key, epoch)
         if isinstance(epoch, jax.Array):
             return bits.permutation(self.dataset_size)
@@ -242,9 +242,9 @@ def room_for_batch(
 
 
 def _set_size(sampler: Any, name: str) -> None:
-    """Check a sampler, and set `size`. `name` is the field with the largest size of a batch."""
+    """Check a sampler's fields, and set `size`. The field `name` has the largest batch size."""
     if hasattr(sampler, "key"):
-        _check_threefry(sampler.key)
+        check_threefry_key("key", sampler.key)
     room, dataset_size = getattr(sampler, name), sampler.dataset_size
     check_whole("dataset_size", dataset_size)
     check_at_most("dataset_size", dataset_size, _MOST)
@@ -252,15 +252,6 @@ def _set_size(sampler: Any, name: str) -> None:
     check_whole(name, room)
     check_at_most(name, room, dataset_size, "the dataset's size")
     object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
-
-
-def _check_threefry(key: jax.Array) -> None:
-    check_key("key", key)
-    if not is_threefry(key):
-        raise ValueError(
-            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}, whose bits may differ "
-            "between devices; make a key with fresh_key()."
-        )
 
 
 def _namespace(step: Step) -> ModuleType:
@@ -289,7 +280,7 @@ class RandomBits:
         return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
 
     def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
-        """Draw a random 64-bit number. Return how many numbers in a table do not exceed it."""
+        """Draw a random 64-bit number x. Return how many numbers in a table are at most x."""
         high, low = self.draw(0, 1)
         return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
 
@@ -300,8 +291,9 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different random indices below `bound`.
 
-        `size` must be at most bound/4. Too few of the drawn indices would be different only if
-        their number were twenty standard deviations below its mean.
+        `size` must be at most bound/4. More indices are drawn than needed, and repeated ones are
+        moved to the end. Too few would remain only if their number were twenty standard deviations
+        below its mean.
         """
         return _repeats_last(self.indices(bound, size + size // 2 + 64), self.xp)
 
@@ -356,7 +348,7 @@ def choose_within(
         Places of shape (n, room), each below the user's count, and a mask of the same shape that is
         False for padding. Padding comes last.
     """
-    _check_threefry(key)
+    check_threefry_key("key", key)
     bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)
     keys = threefry(bits.key, (users.astype(np.uint32)[:, None], zero))
     high, low = threefry(keys, (np.arange(room, dtype=np.uint32)[None], zero))

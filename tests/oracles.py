@@ -80,6 +80,18 @@ def clip_rows(rows: np.ndarray, clip_norm: float) -> np.ndarray:
     return clipped
 
 
+def slack_rows(rows: np.ndarray, clip_norm: float, size: int) -> np.ndarray:
+    """Return the slack of clipped rows, (n, K): ⌊K(1 − r²/C²)⌋ times C/√K, then zeros.
+
+    Here r is the norm of a row, and K is `size`. A row that is longer than C has no slack.
+    """
+    slack = np.zeros((len(rows), size))
+    for row, coordinates in zip(rows, slack, strict=True):
+        room = math.floor(size * (1 - float(row @ row) / clip_norm**2))
+        coordinates[: max(room, 0)] = clip_norm / math.sqrt(size)
+    return slack
+
+
 def walk_like_pytorch(kernel: np.ndarray) -> np.ndarray:
     """Flatten a Flax kernel in the order of `weight.view(-1)` of the same layer in PyTorch."""
     if kernel.ndim == 2:  # Linear stores (out, in)
@@ -249,3 +261,11 @@ def sum_of_users(
         mean = sum(np.asarray(row, np.float64) for row in own) / len(own)
         total += clip_rows(mean[None], clip_norm)[0]
     return total
+
+
+def work_along(path: np.ndarray, gradients: np.ndarray) -> np.ndarray:
+    """Return Σ ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩ over the first 0, 1, 2, … steps of a path: (..., steps + 1, d)."""
+    path, gradients = np.asarray(path, np.float64), np.asarray(gradients, np.float64)
+    moves = np.diff(path, axis=-2)
+    works = 0.5 * (moves * (gradients[..., :-1, :] + gradients[..., 1:, :])).sum(-1)
+    return np.concatenate([np.zeros_like(works[..., :1]), works.cumsum(-1)], axis=-1)

@@ -25,7 +25,7 @@ def own(*names):
 
 FREE = own("_checks", "_schemes", "_types")  # without JAX: every file may import them
 SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_layers", "_loss", "_mesh", "_trees")
-STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing")
+STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing", "watching")
 # What a file may import besides the standard library, FREE and its own folder; the longest match
 # rules. A name stands for the public names of that module or folder.
 MAY_IMPORT = {
@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "noise": JAX | SHARED,
     "smoothing": JAX | SHARED,
     "smoothing._spectrum": {"numpy"},
-    "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing"),
+    "watching": JAX | SHARED | {"matplotlib"},
+    "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing", "watching"),
     "model_check": JAX | SHARED | own("clipping"),
     "planning": JAX | SHARED | STAGES | own("accounting"),
     "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
@@ -154,6 +155,7 @@ FOLDERS = ("accounting", "auditing", "clipping", "discrete", "model_check", "pla
 FOLDERS += ("smoothing", "training")
 RESULTS = {  # returned by functions, and not made by users
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "FitResult", "ModelReport"),
+    *("NormEstimates",),
     *("PaperNoise", "PerExample", "QuantizedSum", "Sampler", "SensitivityReport"),
     *("StatisticsReport", "StepReport", "UserBatch"),
 }

@@ -89,6 +89,24 @@ CASES = {
     "microbatch zero": (lambda: grad(microbatch_size=0), "`microbatch_size` .* got 0"),
     "microbatch float": (lambda: grad(microbatch_size=4.0), "`microbatch_size` .* got 4.0"),
     "microbatch fraction": (lambda: grad(microbatch_size=1.5), "`microbatch_size` .* got 1.5"),
+    "slack zero": (lambda: grad(slack=0), "`slack` .* 1 or more, got 0"),
+    "slack negative": (lambda: grad(slack=-1), "`slack` .* got -1"),
+    "slack fraction": (lambda: privatize(slack=1.5), "`slack` .* whole number.* got 1.5"),
+    "slack beyond its limit": (lambda: grad(slack=1025), "`slack` .* at most 1024, got 1025"),
+    "estimates without slack": (
+        lambda: lsdp.estimate_norms(1.0, slack=0, stddev=1.0, expected_batch_size=1),
+        "`slack` .* got 0",
+    ),
+    "estimates of a state without slack": (
+        lambda: lsdp.norm_estimates(privatize().init(PARAMS)),
+        "`state` must be the state of an optimizer with slack",
+    ),
+    "slack with discrete noise": (
+        lambda: lsdp.discrete.add_discrete_gaussian_noise(1.0, key=KEY).update(
+            grad(slack=2), None, PARAMS
+        ),
+        "`slack` must be None with discrete noise",
+    ),
     # names
     "style": (lambda: grad(clip_style="soft"), "`clip_style` .*'automatic'.* got 'soft'"),
     "engine": (lambda: grad(engine="fast"), "`engine` .* got 'fast'"),

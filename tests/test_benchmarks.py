@@ -125,6 +125,12 @@ def test_examples_of_the_zoo_get_nearly_the_clip_norm_on_record():
             assert promised <= row["smallest"] <= row["median"] <= 1, f"{name} on {platform}"
 
 
+def test_training_curves_cover_the_truth_on_record():
+    rows = _timing.load_record(RESULTS / "watching.json")["coverage"]
+    assert len(rows) == 2 * 3 * 2  # data, optimizers, sampling schemes
+    assert np.mean([row["covered"] for row in rows.values()]) >= 0.9
+
+
 def write_idx(path, array):
     sizes = np.array(array.shape, ">u4").tobytes()
     path.write_bytes(gzip.compress(bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()))

@@ -1,13 +1,10 @@
 """Cycles, bytes and collectives are read from compiled programs as they run."""
 
-import functools
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import _compilers, _hlo, _priced, _processes, accelerators, chips
+from benchmarks import _hlo, _processes
 from benchmarks.larger import LARGER
 
 PRICED = """\
@@ -255,96 +252,6 @@ def test_a_real_program_is_read():
     assert moved.kernels >= 1 and moved.bytes >= 2 * 4 * 64
 
 
-@pytest.mark.parametrize("limit", [1, 7, 8, 9, 100, 1000])
-def test_the_largest_batch_is_found_within_a_part_of_it(limit):
-    tried = []
-
-    def used(size):
-        tried.append(size)
-        return 1000 + 10 * size if size <= limit else None
-
-    found = accelerators.largest_batch(used, 8, 1000 + 10 * limit)
-    assert found["largest"] <= limit < found["refused"]
-    assert found["refused"] - found["largest"] <= max(1, limit // 32)
-    assert len(tried) == len(set(tried)) <= 12
-
-
-def test_not_even_one_example_may_fit():
-    assert accelerators.largest_batch(lambda size: None, 8, 100) == {"largest": 0, "refused": 1}
-
-
-@jax.numpy_dtype_promotion("standard")  # which Flax needs
-def test_only_want_of_memory_refuses_a_batch(monkeypatch):
-    def price(target, model, way, size):
-        if size <= 100:
-            return {"temp_bytes": size, "argument_bytes": 0, "output_bytes": 0}
-        return {"error": error}
-
-    monkeypatch.setattr(accelerators, "price", price)
-    error = "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"
-    found = accelerators.search_batch("tpu", "GPT-2, bfloat16", "non-private")
-    assert found["largest"] <= 100 < found["refused"] and found["how"] == _compilers.PRICED
-    error = "did not compile in 600 seconds"
-    found = accelerators.search_batch("tpu", "GPT-2, bfloat16", "non-private")
-    assert "did not compile" in found["error"]
-
-
-def test_a_record_keeps_what_another_target_wrote(tmp_path):
-    path = tmp_path / "accelerators.json"
-    for target in ("tpu", "gpu"):
-        record = accelerators.Record(path, target)
-        record.write("models", "MLP", "vmap", {"cycles": 1})
-        record.write("models", "softmax regression", "vmap", {"cycles": 2})
-        record.write("models", "MLP", "Optax", {"error": "does not fit"})
-    found = json.loads(path.read_text())
-    assert list(found["tpu"]["models"]) == ["softmax regression", "MLP"]
-    assert found["tpu"]["models"] == found["gpu"]["models"]
-    assert set(found["gpu"]["models"]["MLP"]) == {"vmap", "Optax"}
-
-
-def test_only_what_is_missing_is_priced(tmp_path, monkeypatch):
-    priced = []
-
-    def price(target, model, way, batch_size=None):
-        priced.append((model, way))
-        return {"cycles": 1}
-
-    monkeypatch.setattr(accelerators, "price", price)
-    record = accelerators.Record(tmp_path / "accelerators.json", "gpu")
-    run = functools.partial(accelerators.run, record, parts=["models"])
-    run(["MLP"], ["vmap"], only_missing=True)
-    run(["MLP", "LSTM"], ["vmap"], only_missing=True)
-    assert priced == [("MLP", "vmap"), ("LSTM", "vmap")]
-    run(["MLP"], ["vmap"], only_missing=False)
-    assert len(priced) == 3
-
-
-@jax.numpy_dtype_promotion("standard")  # which Optax needs
-def test_where_there_is_a_device_the_row_is_measured():
-    cpu = _compilers.Target("CPU", ("null",), {}, lambda: None, lambda text: {})
-    assert cpu.is_here  # /dev/null
-    row = _compilers.row(cpu, "softmax regression", "bookkeeping", 4)
-    assert row["how"] == _compilers.MEASURED and row["milliseconds"] > 0
-    absent = cpu._replace(files=("no such device",))
-    assert not absent.is_here
-
-
-@pytest.mark.parametrize(
-    ("row", "text"),
-    [
-        ({"cycles": 30}, "3"),
-        ({"cycles": 30, "unknown_loops": 1}, "unknown"),
-        ({"milliseconds": 30}, "–"),  # a measurement and a price do not compare
-        ({"error": "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory"}, "too large"),
-        ({"error": "did not compile in 600 seconds"}, "too slow"),
-        ({"error": "TypeError: no"}, "fails"),
-        ({}, "–"),
-    ],
-)
-def test_a_table_says_why_a_price_is_missing(row, text):
-    assert _priced._cell({"non-private": {"cycles": 10}, "vmap": row}, "vmap") == text
-
-
 def test_a_process_that_crashes_or_hangs_is_a_result(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (tmp_path / "crash.py").write_text("import os; os._exit(3)")
@@ -367,9 +274,3 @@ def test_larger_models_have_shapes_alone_and_a_scalar_loss(name):
     value = jax.eval_shape(model.loss, model.params, model.frozen, example)
     assert value.shape == () and value.dtype == jnp.float32
     assert bool(jax.tree.leaves(model.frozen)) == ("LoRA" in name)
-
-
-def test_parameters_are_split_by_an_axis_that_all_chips_divide():
-    assert chips.split((50_257, 768), 4) == jax.P(None, "chips")
-    assert chips.split((768, 3072), 64) == jax.P(None, "chips")
-    assert chips.split((3,), 4) == jax.P()

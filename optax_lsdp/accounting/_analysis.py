@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class PhaseAnalysis(NamedTuple):
-    """Bounds on what one phase reveals in each case, such as one example added or removed."""
+    """Bounds on what one phase reveals in each case, such as one example added, or one removed."""
 
     mu: float | None  # μ if the whole phase is one Gaussian mechanism, which counts as one step
     upper: tuple[Step, ...]  # for each case, a step that dominates one step of the phase
@@ -70,13 +70,13 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
 
 
 def is_gaussian(phase: "SampledGaussian") -> bool:
-    """Return whether the phase is one Gaussian mechanism at every noise multiplier."""
+    """Return whether the phase counts as one Gaussian mechanism, whatever its noise multiplier."""
     always_drawn = phase.sampling_rate == 1 and phase.max_batch_size is None
     return always_drawn or not SCHEMES[phase.sampling].amplified
 
 
 def has_group_analysis(phase: "SampledGaussian") -> bool:
-    """Return whether `analyse` covers groups. If not, `PrivacyProfile` uses a generic bound."""
+    """Return whether `analyse` covers groups of examples. If not, a generic bound is used."""
     if phase.sampling == "poisson" and phase.max_batch_size is None:
         return phase.neighbouring != "replace_one" or phase.sampling_rate == 1
     return is_gaussian(phase)
@@ -85,7 +85,8 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 def unamplified_mu(phase: "SampledGaussian") -> float:
     """Return μ as if the attacker knew every batch. It bounds what the phase reveals.
 
-    Each example is used in every step, or once per epoch. A part of an epoch counts as an epoch.
+    The bound assumes that every step uses every example or, with shuffled batches, that every epoch
+    does. A part of an epoch counts as a whole epoch.
     """
     once_per_epoch = SCHEMES[phase.sampling].once_per_epoch
     uses = math.ceil(phase.steps / (steps_per_epoch(phase) if once_per_epoch else 1))
@@ -93,7 +94,7 @@ def unamplified_mu(phase: "SampledGaussian") -> float:
 
 
 def steps_per_epoch(phase: "SampledGaussian") -> int:
-    """Return ⌊1/q⌋. If q is the float nearest to 1/235, return 235 despite rounding."""
+    """Return ⌊1/q⌋ for the sampling rate q. For the float nearest to 1/235, return 235."""
     return math.floor(1 / phase.sampling_rate * (1 + 1e-12))
 
 
@@ -105,7 +106,7 @@ def _shift(phase: "SampledGaussian") -> float:
 
 
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether steps reveal too much or are too many for the lattice, or q is almost 1."""
+    """Return whether to ignore sampling: q is almost 1, or the lattice cannot compose the steps."""
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True
@@ -307,12 +308,12 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return the parts of all phases for each case. A phase with fewer cases repeats its cases."""
+    """Return, for each case, the parts of all phases. Phases with fewer cases repeat theirs."""
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 
 
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
-    """Return a pair with μ/√count, which the lattice can compose, and the count."""
+    """Split a Gaussian mechanism into equal steps for the lattice; return one, and their number."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
     return dominating.removal_pair(1.0, mu / math.sqrt(count)), count

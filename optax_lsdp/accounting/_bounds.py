@@ -1,9 +1,9 @@
 """Certified bounds on ε and δ: in closed form for a Gaussian mechanism, on a lattice otherwise.
 
-μ of a Gaussian mechanism is its sensitivity divided by the standard deviation of its noise. T
-Gaussian mechanisms with μ compose to one Gaussian mechanism with √T·μ. `_lattice` composes all
-other steps, with settings from `_quadrature`. An upper bound is never below the true value, and a
-lower bound is never above it.
+The parameter μ of a Gaussian mechanism is its sensitivity, divided by the standard deviation of its
+noise. T mechanisms with equal μ compose to one Gaussian mechanism with √T·μ. `_lattice` composes
+all other steps, with settings from `_quadrature`. An upper bound is never below the true value, and
+a lower bound is never above it.
 """
 
 import itertools
@@ -84,7 +84,7 @@ def gaussian_mu(epsilon: float, delta: float) -> float:
 
 
 def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
-    """Return the smallest x ≥ `low` for which `holds(x)` is true, rounded up; `high` may be ∞."""
+    """Return the smallest x in [low, high] for which `holds(x)` is true, rounded up."""
     if holds(low):
         return low
     if high == math.inf:
@@ -107,7 +107,7 @@ def narrow(low: float, high: float, holds: Callable[[float], bool], precision: f
 def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
     """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if this ε reaches `limit`.
 
-    `upper_epsilons` proposes an ε. It is raised until `upper_delta` certifies it, too.
+    `upper_epsilons` proposes an ε, which is raised until `upper_delta` certifies it as well.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
@@ -146,9 +146,10 @@ def _union_bound(steps: Steps) -> float:
 def upper_epsilons(
     steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
 ) -> np.ndarray:
-    """Return an upper bound on ε for each row of `counts`, which says how often steps are taken.
+    """Return an upper bound on ε for each row of `counts`.
 
-    All rows share the lattice settings of the last row.
+    A row says how often each of the `steps` is taken. All rows share the lattice settings of the
+    last row.
     """
     limit = min(limit, _LARGEST_EPSILON)
     last = [(step, int(count)) for step, count in zip(steps, counts[-1], strict=True)]
@@ -200,8 +201,9 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. Optimistic lattices never have a larger δ(ε) than their
-    pairs, alone or composed. The mesh is refined until a finer mesh gains nothing.
+    `upper` must be an upper bound on ε. An optimistic lattice never has a larger δ(ε) than its
+    pair, and the same holds after composition. The mesh is refined until a finer mesh gains
+    nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)
@@ -263,8 +265,8 @@ def _solve(
     For an upper bound on δ(ε), return the bracket's upper end, for a lower bound its lower end.
 
     Return ∞ if ε is far above `limit`. Return 0 if an upper bound is at most δ at ε = 0, or if the
-    search finds no ε at which a lower bound exceeds δ. A lower bound at ε = 0 shows nothing,
-    because lower bounds drop to 0 far below the ε of their settings.
+    search finds no ε at which a lower bound exceeds δ. The value of a lower bound at ε = 0 is not
+    used, because lower bounds drop to 0 far below the ε for which their settings were chosen.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:

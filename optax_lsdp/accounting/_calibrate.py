@@ -78,7 +78,7 @@ def calibrate_noise_multiplier(
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
     guess = min(max(guess, math.log(_LEAST_NOISE)), math.log(_MOST_NOISE))
 
-    worst_case: list[int] = []  # set by the first call of `spent`; later calls compute no other
+    worst_case: list[int] = []  # the case of the largest δ, found by the first call of `spent`
 
     def family(noise: float) -> SampledGaussian:
         return replace(unit, noise_multiplier=noise)
@@ -156,7 +156,7 @@ def calibrate_steps(
     sampling_rate: float,
     **options: Unpack[_StepsOptions],
 ) -> int:
-    """Return the largest number of steps that is (ε, δ)-differentially private.
+    """Return the largest number of steps within the privacy budget (ε, δ).
 
     `options` are further arguments of `SampledGaussian`. Raise a ValueError if one step exceeds the
     budget, or if the budget allows 10⁹ steps or more.
@@ -188,7 +188,7 @@ def calibrate_batch_size(
     steps: int,
     **options: Unpack[_Options],
 ) -> int:
-    """Return the largest expected batch size that is (ε, δ)-differentially private.
+    """Return the largest expected batch size within the privacy budget (ε, δ).
 
     `options` are further arguments of `SampledGaussian`. Raise a ValueError if batches of one
     example exceed the budget.

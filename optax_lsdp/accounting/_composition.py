@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
     from optax_lsdp.accounting._mechanisms import SampledGaussian
 
-_MOST_KINDS = 64  # most different sampled steps; beyond it, similar steps are made equal
+_MOST_KINDS = 64  # if more sampled steps are different, similar steps are made equal
 
 
 class Mechanism:
     """Training steps, each of which may depend on the results of earlier steps.
 
-    `a + b` is a's steps, followed by b's on the same data. Every answer errs towards less privacy.
+    `a + b` is a's steps, followed by b's on the same data. Every answer errs towards a larger ε.
     """
 
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
@@ -81,8 +81,8 @@ class Mechanism:
 
         The lower bound is the ε of two particular neighbouring datasets. It is 0 for shuffled
         batches. For groups with the generic bound (see `group`), it is the lower bound for one
-        example. It may be far below the true ε, or 0, if large privacy losses are rare: at noise
-        multipliers below 1 with sampling rates near 1/steps.
+        example. If large privacy losses are rare, the lower bound may be far below the true ε, or
+        0. This happens at noise multipliers below 1 with sampling rates near 1/steps.
         """
         check_delta("delta", delta)
         found = profile(self.parts)
@@ -177,7 +177,7 @@ def profile(phases: "tuple[SampledGaussian, ...]") -> analysis.PrivacyProfile:
 def simplify(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Round noise down and rates up, or with `more_private` vice versa, to few different phases."""
+    """Make similar phases equal. Round noise down and rates up; vice versa if `more_private`."""
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
         ratio *= 1.5

@@ -117,9 +117,10 @@ def replacement_pair(rate: float, shift: float) -> Pair:
 def fixed_size_pair(rate: float, shift: float) -> Pair:
     """Return the folded `removal_pair`, for replacing one example of a fixed-size batch.
 
-    Here μ is the largest distance between the old and the new contribution (Zhu, Dong and Wang
-    2022, Optimal Accounting of Differential Privacy via Characteristic Function; Lebeda et al.
-    2024, Avoiding Pitfalls for Privacy Accounting of Subsampled Mechanisms).
+    The pair dominates at ε ≥ 0, and with P and Q exchanged at ε < 0. Here μ is the largest distance
+    between the old and the new contribution (Zhu, Dong and Wang 2022, Optimal Accounting of
+    Differential Privacy via Characteristic Function; Lebeda et al. 2024, Avoiding Pitfalls for
+    Privacy Accounting of Subsampled Mechanisms).
     """
     return removal_pair(rate, shift)._replace(folded=True)
 
@@ -141,10 +142,10 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
 def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return P = Σ Binomial(j; k, q)·N(jμ) and Q = N(0), for removing k = `size` examples.
 
-    Batches with more than `group_members` count as an infinite loss, and weights are rounded up. An
-    optimistic pair, for lower bounds on ε, counts such batches as no loss and rounds weights down.
-    See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of
-    Gaussians Mechanisms.
+    Batches with more members of the group than `group_members` allows count as an infinite loss,
+    and weights are rounded up. An optimistic pair, for lower bounds on ε, counts such batches as no
+    loss and rounds weights down. See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with
+    Sampling via Mixture of Gaussians Mechanisms.
     """
     return _group_pair(rate, shift, size, 1 - 1e-9 if optimistic else 1 + 1e-9, optimistic)
 
@@ -152,8 +153,9 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks batches with more than `group_members`. Both
-    raise the divergence of P from Q. An optimistic pair gives the mass of such batches to N(0).
+    The weights of Q are rounded down, and Q lacks batches with more members of the group than
+    `group_members` allows. Both raise the divergence of P from Q. An optimistic pair gives the mass
+    of such batches to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 

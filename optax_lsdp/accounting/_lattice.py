@@ -25,7 +25,7 @@ _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summ
 
 
 class Lattice(NamedTuple):
-    """The distribution of the privacy loss under P, on whole multiples of the mesh h."""
+    """The distribution of a privacy loss log P/Q under P, on whole multiples of the mesh h."""
 
     positions: np.ndarray  # losses, as whole multiples of h
     masses: np.ndarray  # the mass of P at each position
@@ -80,7 +80,7 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Return the positive losses, and their mirror image for (Q, P). Move all other mass to 0."""
+    """Keep positive losses, add their mirror image for (Q, P), and move all other mass to 0."""
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -130,7 +130,7 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence at α = e^loss, minus 1 − α in cells left of 0, and its slope in α."""
+    """Return the divergence and its slope in α at α = e^loss; left of 0, minus those of 1 − α."""
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base
@@ -166,10 +166,10 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class TiltedSum(NamedTuple):
     """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
 
-    Arrays have one row for each row of `counts` in `convolve`; `gaps` and `ends` have one column
-    for each frequency j. φⱼ is the j-th Fourier coefficient of the tilted masses of a step that is
-    taken T times. Π and Σ run over the different steps. h, θ and t are the mesh, the tilt and the
-    extra tilt of the settings, r = e^(−θh + 2πij/N) and r′ = r·e^(−h).
+    Arrays have one row for each row of `counts` in `convolve`. The columns of `gaps` and `ends` are
+    the frequencies j. In the comments, h, θ and t are the mesh, the tilt and the extra tilt of the
+    settings, r = e^(−θh + 2πij/N), and r′ = r·e^(−h). A step that is taken T times has tilted
+    masses with the Fourier coefficients φⱼ. Π and Σ run over the different steps.
     """
 
     settings: LatticeSettings
@@ -288,7 +288,7 @@ def convolve(
 
 
 def _tilted_masses(lattice: Lattice, mesh: float, tilt: float) -> tuple[np.ndarray, float]:
-    """Return the tilted masses p·e^(θℓ − K) of one step, and K."""
+    """Return p·e^(θℓ − K) for the masses p at losses ℓ, and K, with which they sum to 1."""
     with np.errstate(divide="ignore"):
         logs = np.log(lattice.masses)
     logs += tilt * mesh * lattice.positions

@@ -26,7 +26,7 @@ class Ledger(Mechanism):
     """A record of the steps that a run has taken. Steps are appended and never changed.
 
     A ledger has the methods of a `SampledGaussian`, such as `epsilon`. It merges a step with the
-    last phase if they are equal, so 10⁵ equal steps take no more room than one. Append shuffled
+    last phase if they are equal, so 10⁵ equal steps take no more memory than one. Append shuffled
     batches with `continues=True`; otherwise each part of an epoch counts as a whole epoch.
 
     >>> ledger = Ledger()
@@ -88,7 +88,7 @@ class Ledger(Mechanism):
         return _epsilon_curve(self.phases, delta)
 
     def remaining_steps(self, epsilon: float, delta: float) -> int:
-        """Return how many more steps that equal the last step the budget (ε, δ) allows."""
+        """Return how many more steps the budget (ε, δ) allows, if each is like the last step."""
         check_positive("epsilon", epsilon)
         check_delta("delta", delta)
         if not self._kinds:
@@ -195,7 +195,7 @@ def _knots(total: int) -> np.ndarray:
 def _counts(
     phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
 ) -> np.ndarray:
-    """Return how many steps of each kind, or shuffled epochs, were taken up to each knot."""
+    """Return how many steps (or shuffled epochs) of each kind were taken up to each knot."""
     counts = np.zeros((len(knots), len(kinds)))
     before = 0
     for phase in phases:

@@ -109,7 +109,7 @@ class SampledGaussian(Mechanism):
 
     @property
     def mu(self) -> float | None:
-        """μ if the analysis of this phase is that of one Gaussian mechanism, otherwise None."""
+        """μ if the accountant treats this phase as one Gaussian mechanism, otherwise None."""
         return analyse(self).mu if self.steps else 0.0
 
     def group(self, size: int) -> Self:
@@ -129,7 +129,8 @@ class DiscreteGaussian:
     ε is somewhat smaller.
 
     Args:
-        noise_multiplier: z, the scale of the noise over the norm that one example can contribute.
+        noise_multiplier: z, the scale of the noise, divided by the largest norm that one example
+            can contribute.
         steps: T, the number of noisy sums that are released.
         sampling: must be "full", because sampled batches with discrete noise have no analysis.
         neighbouring: the relation; see `SampledGaussian`. The dataset's size is public.
@@ -205,7 +206,7 @@ def steps_of_epochs(
     checks.check_choice("sampling", sampling, SCHEMES)
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > checks.MOST_STEPS:
-        demand = f"at most {checks.MOST_STEPS:.0e} steps long"
+        demand = f"few enough for {checks.MOST_STEPS:.0e} steps at most"
         remedy = "lower `epochs` or raise `batch_size`"
         raise checks.refusal("epochs", demand, epochs, remedy)
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11

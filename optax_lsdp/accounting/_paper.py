@@ -28,7 +28,8 @@ class PaperNoise(NamedTuple):
         noise_stddev: ν, the standard deviation of the noise on each entry of the *mean* gradient.
         noise_multiplier: z = νb/G, the same noise on the sum, in units of G.
         alpha: α, the order of the Rényi divergence.
-        mu: μ in (0, 1), which splits the budget.
+        mu: μ in (0, 1). Rényi divergence takes the share μ of ε, and its conversion to (ε, δ) takes
+            the rest.
         largest_alpha: log(n/(b(1 + S))). The first condition is α ≤ largest_alpha.
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
@@ -60,9 +61,10 @@ def paper_noise(
 ) -> PaperNoise:
     """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
-    `lipschitz` is G, the clip norm. By default, `mu` is the μ that needs the least noise among all
-    μ that satisfy the conditions. With `number_alone`, return the noise even if the conditions
-    fail. The theorem then guarantees nothing, but the result still contains the true ε.
+    `lipschitz` is G, a bound on the norm of each example's gradient, such as the clip norm. By
+    default, `mu` is the μ that needs the least noise among all μ that satisfy the conditions. With
+    `number_alone`, return the noise even if the conditions fail. The theorem then guarantees
+    nothing, but the result still contains the true ε.
 
     >>> noise = paper_noise(
     ...     epsilon=0.1,
@@ -122,7 +124,7 @@ def _terms(
 
 
 def _refusal(terms_at: Callable[[float], _Terms], epsilon: float) -> str:
-    """Return a message: by how much the conditions fail, and the smallest ε at which they hold."""
+    """Return a message that says how far the conditions fail, and at which ε they first hold."""
 
     def holds(epsilon: float) -> bool:
         return bool(terms_at(epsilon)[1]["holds"].any())

@@ -26,7 +26,7 @@ _BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral, computed in bloc
 
 
 class Quadrature(NamedTuple):
-    """Losses at quadrature nodes, and the mass of P at each. All other mass has loss zero."""
+    """Privacy losses at quadrature nodes, and their masses under P. All other mass has loss 0."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -96,7 +96,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). `log_delta`, a guess of log δ(ε), limits the cut tails."""
+    """Return settings to find δ(ε). The guess `log_delta` of log δ(ε) limits what is cut off."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -127,7 +127,7 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
 
 
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return masses · e^(θℓ − top), the largest exponent top, and (mass of loss 0) · e^(−top)."""
+    """Return masses · e^(θℓ − t), the largest exponent t, and e^(−t) times the mass of loss 0."""
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
     rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
@@ -152,7 +152,7 @@ def _cumulants(quadratures: Quadratures, tilt: float) -> tuple[float, float, flo
 
 
 def _chernoff(quadratures: Quadratures, tilt: float) -> tuple[float, float]:
-    """Return a Chernoff bound on log δ(ε), and the ε at which θ gives the best such bound.
+    """Return a Chernoff bound on log δ(ε) with tilt θ, and the ε for which this tilt is best.
 
     With K = log E_P[e^(θS)], δ(ε) ≤ e^(K − θε)·θ^θ/(θ + 1)^(θ + 1), as for Rényi divergence.
     """

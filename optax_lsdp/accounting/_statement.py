@@ -16,11 +16,11 @@ _LARGE = 8.0  # above this ε, the statement says that ε promises little
 def statement(
     mechanism: Mechanism, delta: float, *, reserved: float = 0.0, unit: Unit = "example"
 ) -> str:
-    """Return in plain words what a mechanism guarantees at δ, and every assumption.
+    """Return a mechanism's guarantee at δ and all its assumptions, in plain words.
 
-    Its phases may differ only in noise and length. `reserved` is a part of δ that covers events
-    outside of the mechanism; the noise must achieve ε at δ − `reserved`. With `unit="user"`, the
-    mechanism samples and clips users, and the statement speaks of people.
+    The phases of the mechanism may differ only in noise and in their number of steps. `reserved` is
+    the part of δ that covers events outside of the mechanism, so ε is computed at δ − `reserved`.
+    With `unit="user"`, the mechanism samples and clips users, and the statement speaks of people.
 
     >>> from optax_lsdp.accounting import SampledGaussian
     >>> print(statement(SampledGaussian(1.1, 256 / 60_000, 14_100), 1e-5).splitlines()[0])
@@ -78,7 +78,7 @@ def statement(
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
-    """Return the first `digits` digits of ε, rounded up. With `is_lower_bound`, round down.
+    """Return ε with `digits` significant digits, rounded up, or down if `is_lower_bound`.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')

@@ -53,7 +53,7 @@ def audit_plan(key: jax.Array) -> ClaimsReport:
 
 
 def audit_likely_mistakes(key: jax.Array) -> ClaimsReport:
-    """Check that likely mistakes are refused, or do no harm."""
+    """Check that the library refuses likely mistakes of its users, or that they do no harm."""
     samplers: dict[str, Sampler] = {
         "Poisson": PoissonSampler(_SIZE, _BATCH / _SIZE, key),
         "fixed-size": FixedSizeSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE_OF),
@@ -116,7 +116,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 
 
 def _check_full_batches() -> str:
-    """Compare a plan's ε with δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), μ = √T/z."""
+    """Check a plan's ε by δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), with μ = √T/z."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
         mu, epsilon = math.sqrt(plan.steps) / plan.noise_multiplier, plan.epsilon
         log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
@@ -127,7 +127,7 @@ def _check_full_batches() -> str:
 
 
 def _check_poisson_batches() -> str:
-    """Compare a plan's ε with a numerical composition of its steps. Losses are rounded down."""
+    """Check a plan's ε by a numerical lower bound on δ(ε), with privacy losses rounded down."""
     plan = poisson_plan()
     rate, noise = _BATCH / _SIZE, plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
@@ -175,7 +175,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 
 def _check_budget() -> str:
-    """Check that repeated steps count: the plan then allows fewer steps than before."""
+    """Check that repeated steps count, so that fewer steps remain."""
     plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:
@@ -197,7 +197,7 @@ def _check_missing_mask() -> str:
     optimizer = plan.optimizer(optax.sgd(1.0), jax.random.key(0))
     state = jax.eval_shape(optimizer.init, params)
     return expect_refusal(
-        lambda: jax.eval_shape(gradient, params, batch), "the gradient accepts such a batch"
+        lambda: jax.eval_shape(gradient, params, batch), "the gradient accepts it without a mask"
     ) or expect_refusal(
         lambda: jax.eval_shape(lambda state: optimizer.update(batch, state, params), state),
         "the optimizer accepts stacked gradients without a mask",
@@ -261,7 +261,7 @@ def _check_mask_of_stacked_gradients() -> str:
         return clip.update(stacked, clip.init(params), params, mask=mask)[0]
 
     total = np.asarray(clip_and_sum(stacked, mask))
-    return "" if np.abs(total - [0.6, 1.3]).max() < 1e-5 else f"it is {total}, not [0.6 1.3]"
+    return "" if np.abs(total - [0.6, 1.3]).max() < 1e-5 else f"the sum is {total}, not [0.6 1.3]"
 
 
 def _check_changed_clip_norms() -> str:
@@ -278,7 +278,7 @@ def _check_changed_clip_norms() -> str:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Numbered(dict[int, PyTree]):
-    """A container with integers as path entries: `x[1][11]` and `x[11][1]` both join to "111"."""
+    """A container in which the paths of `x[1][11]` and `x[11][1]` both join to "111"."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[int, PyTree]], tuple[int, ...]]:
         """Return all items, and their keys."""

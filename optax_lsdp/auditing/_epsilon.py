@@ -29,7 +29,7 @@ _THRESHOLDS = 333  # thresholds to try, between the smallest and the largest sco
 
 @dataclass(frozen=True)
 class EpsilonReport:
-    """A lower bound on ε that an attack has proved.
+    """A lower bound on ε, from an attack.
 
     Attributes:
         claimed: the claimed ε, or None. Without a claim, the audit passes.
@@ -77,21 +77,22 @@ def audit_epsilon(
     gaussian: bool = False,
     key: jax.Array,
 ) -> EpsilonReport:
-    """Train many times with and without a canary, and bound ε by how well the scores separate.
+    """Bound ε from below: train many times with and without a canary, and compare the scores.
 
     Args:
         train: `train(key, is_in)` trains with the randomness of `key` and returns a score. Use
-            `is_in`, a traced bool, as the canary's mask. A good score is the inner product of the
-            update with the canary's gradient. The audit calls `train` under `vmap` and `jit`. If
-            `train` does not allow this, train yourself and call `audit_scores`.
+            `is_in`, a traced bool, as the mask of the canary, an example designed to leave a trace
+            in the model. A good score is the inner product of the update with the canary's
+            gradient. The audit calls `train` under `vmap` and `jit`. If `train` cannot be traced,
+            train yourself and call `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
-        trials: the number of trainings with the canary, and also without it. The audit chooses
-            the best threshold on one half, and computes the bound on the other half.
+        trials: how often to train with the canary, and as often without it. One half of the scores
+            gives the best threshold, and the other half gives the bound.
         failure: an upper bound on the probability that a bound is wrong.
-        gaussian: whether to add a bound that assumes Gaussian noise on full batches. It needs few
-            trials.
-        key: the key from which the keys of all trainings are split.
+        gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
+            and needs few trials.
+        key: a key, which is split into one key for each training.
 
     >>> def train(key, is_in):  # the canary adds 1, and the noise multiplier is 2
     ...     return is_in + 2.0 * jax.random.normal(key)
@@ -129,7 +130,7 @@ def audit_scores(
     failure: float = 1e-5,
     gaussian: bool = False,
 ) -> EpsilonReport:
-    """Bound ε by the scores of independent trainings with and without a canary.
+    """Bound ε from below by the scores of independent trainings with and without a canary.
 
     `inside` holds the scores of n trainings with the canary, and `outside` of n trainings without
     it. Scores with the canary may be larger or smaller. NaN counts as larger than any number. The
@@ -150,7 +151,7 @@ def audit_scores(
             "`inside` and `outside` must hold the same number of scores, 4 or more, got shapes "
             f"{[scores.shape for scores in both]}."
         )
-    # NaN and ∞ count as above all other scores, −∞ as below: a failed training reveals something.
+    # A failed training may reveal the canary, so NaN and ±∞ count as the largest or least score.
     finite = np.concatenate([scores[np.isfinite(scores)] for scores in both])
     least, most = (finite.min() - 1, finite.max() + 1) if finite.size else (-1.0, 1.0)
     both = [np.nan_to_num(scores, nan=most, posinf=most, neginf=least) for scores in both]
@@ -184,13 +185,13 @@ def audit_one_run(
     failure: float = 1e-5,
     key: jax.Array,
 ) -> EpsilonReport:
-    """Train once with a random half of many canaries, and bound ε by guessing which were used.
+    """Bound ε from below: train once with a random half of many canaries, and guess which half.
 
     Args:
         train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
             true. It returns a score for each canary, larger for canaries that were used.
-        canaries: the number of canaries. A canary is one example, and a person has at most one. If
-            the unit of privacy is a user, a canary is one user.
+        canaries: the number of canaries: examples designed to leave a trace in the model. A person
+            must have at most one. If the unit of privacy is a user, a canary is one user.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
         guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
@@ -240,9 +241,9 @@ def rates(true_positives: int, false_positives: int, trials: int, failure: float
 
 
 def epsilon_of_rates(found: Rates, delta: float) -> float:
-    """Return the smallest ε ≥ 0 for which an (ε, δ)-private mechanism allows a test of these rates.
+    """Return the smallest ε ≥ 0 at which an attack can have these true- and false-positive rates.
 
-    Every test of such a mechanism obeys TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ.
+    With (ε, δ)-privacy, every attack obeys TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ.
 
     >>> round(epsilon_of_rates(Rates(0.5, 0.1), 0.0), 3)  # log 5
     1.609
@@ -258,7 +259,7 @@ def epsilon_of_rates(found: Rates, delta: float) -> float:
 
 
 def epsilon_of_gaussian(found: Rates, delta: float) -> float:
-    """Return a lower bound on ε, assuming Gaussian noise.
+    """Return a lower bound on ε from the rates of an attack, assuming Gaussian noise.
 
     If the sensitivity is μ standard deviations of the noise, every threshold obeys
     Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side is a lower bound on μ, and ε grows with μ. This bound

@@ -18,10 +18,10 @@ Model = Callable[[optax.Params, PyTree], jax.Array]
 Padding = tuple[tuple[int, int], tuple[int, int]]
 _WIDTH, _VOCABULARY, _LAYERS = 16, 24, 3
 _CANCELLING = 100.0  # the size of the rows that nearly cancel
-# Factors of the loss, one for each example. ODD_SCALES make gradients zero, huge or not finite. The
-# example of scale NaN also has NaN inputs. The example of scale 10²⁰ may contribute nothing, as its
-# square overflows in float32. No example may change what others contribute. Odd examples could hide
-# such a change, so there are also PLAIN_SCALES.
+# The loss of each example is multiplied by a scale. ODD_SCALES make gradients zero, huge or not
+# finite. With scale NaN, the inputs are NaN too. With scale 10²⁰, the squared gradient overflows in
+# float32, so the example may contribute nothing. No example may change what others contribute. Odd
+# examples could hide such a change, so there are also PLAIN_SCALES.
 ODD_SCALES = (0.0, np.nan, np.inf, 1e-3, 0.03, -2.0, 1.0, 30.0, 1e3, 1e6, 1e20, 5.0)
 PLAIN_SCALES = (1e-3, 0.01, 0.03, -0.1, 0.3, 1.0, -2.0, 5.0, 30.0, 100.0, 1e3, 1e4)
 
@@ -90,7 +90,7 @@ def _window(
     params: optax.Params,
     example: Example,
 ) -> jax.Array:
-    """Convolve once. On accelerators, positions and channels decide how the engine does it."""
+    """Apply one convolution. On accelerators, its shape decides how the engine clips it."""
     kernel = params["kernel"]
     pixels = example[image][None, ..., : kernel.shape[2]]
     return jnp.sum(jnp.sin(_convolve(pixels, kernel, strides, padding)))
@@ -167,7 +167,7 @@ ALL_MODELS: dict[str, tuple[Model, Mapping[str, tuple[int, ...]]]] = {
 
 @cache  # returns the same function for equal names, so that JAX compiles it once
 def hard_loss(names: tuple[str, ...]) -> Model:
-    """Return the sum of the losses of the named models, times the example's scale."""
+    """Return a loss: the sum of the losses of the named models, times the example's scale."""
 
     def loss(params: optax.Params, example: Example) -> jax.Array:
         total = sum(ALL_MODELS[name][0](params[name], example) for name in names)

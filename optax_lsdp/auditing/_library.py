@@ -42,7 +42,7 @@ _QUANTIZED = {"a": (240,), "b": (40,), "c": (40,), "d": (3, 5)}
 LONGEST_PERIOD = 4096
 _LAST = 2**31 - 2  # the last step for which the library draws noise
 _POWERS = {*(2**power for power in range(5, 31)), *(10**power for power in range(2, 10))}
-# For each period up to the longest, two of these steps are a multiple of the period apart.
+# For every period p up to LONGEST_PERIOD, two of these steps are a multiple of p apart.
 FAR_STEPS = sorted(
     {*range(32), *range(0, LONGEST_PERIOD + 1, 32), *range(_LAST - 7, _LAST + 1)}
     | {power + more for power in _POWERS for more in (0, 1)}
@@ -90,7 +90,7 @@ def _noise_of_steps(
     params: optax.Params,
     steps: int,
 ) -> list[optax.Updates]:
-    """Return the updates of the first steps on batches without examples."""
+    """Return the updates of the first steps. Batches are empty, so updates are pure noise."""
 
     @jax.jit
     def update(state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -167,7 +167,7 @@ class Audit(NamedTuple):
     """An audit of the library: a function of a key that returns a report."""
 
     run: Callable[[jax.Array], AuditReport]
-    in_child: bool = False  # whether a child process may run it, which has eight devices
+    in_child: bool = False  # whether it may run in a child process with eight devices
     needs_orbax: bool = False  # whether it calls `fit`, which needs Orbax and tqdm
 
 
@@ -240,7 +240,7 @@ def audit_library(
 
 
 def run_audit(name: str, key: jax.Array) -> AuditReport:
-    """Run one audit of the library. An exception counts as a rejection."""
+    """Run one audit of the library. An audit that raises counts as failed."""
     try:
         return AUDITS[name].run(jax.random.fold_in(key, list(AUDITS).index(name)))
     except Exception as error:
@@ -251,7 +251,7 @@ def run_audit(name: str, key: jax.Array) -> AuditReport:
 def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterator[AuditReport]]:
     """Run audits in a child process, one after another, and yield an iterator of their reports.
 
-    The process has eight simulated CPU devices. It ends with the context.
+    The child process has eight simulated CPU devices. It ends when the `with` block ends.
     """
     words = np.asarray(jax.random.key_data(key)).ravel().tolist()
     count = f"--xla_force_host_platform_device_count={clipping.DEVICES}"
@@ -267,7 +267,7 @@ def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterato
         def reports() -> Iterator[AuditReport]:
             while True:
                 try:
-                    yield pickle.load(cast("IO[bytes]", process.stdout))  # by `_serve_parent`
+                    yield pickle.load(cast("IO[bytes]", process.stdout))  # of `_serve_parent`
                 except (EOFError, pickle.UnpicklingError):
                     ended = f"the child process ended with code {process.wait()}"
                     yield ClaimsReport({"the audit can run": ended})

@@ -75,7 +75,7 @@ class ClaimsReport:
 
 
 def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Run one check per claim. It returns what is wrong, or "". If it raises, the claim fails."""
+    """Run one check per claim. A check returns what is wrong, or "". One that raises has failed."""
     claims = {}
     for claim, check in checks.items():
         try:

@@ -1,6 +1,7 @@
 """Search for two neighbouring batches whose releases differ by more than the sensitivity.
 
-A release is a function of a batch and its mask, such as a clipped sum. Noise is added to its value.
+A release is the value to which noise is added, such as a clipped sum. The audit takes it as a
+function of a batch and its mask.
 """
 
 import math
@@ -25,7 +26,7 @@ _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.
 _ENTRIES = (math.nan, math.inf, 1e30)  # values that replace one entry of an example
 _SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples
 _FEW = 64  # float32 sums this many examples almost exactly
-_CROWD = 1024  # equal examples: if one example changes all others a little, the changes add up
+_CROWD = 1024  # equal examples: small effects of one example on each of the others add up
 _ROUNDING = 2.0**-22  # relative error accepted per example: 4 units in the last place of float32
 
 
@@ -34,14 +35,14 @@ class SensitivityReport:
     """The largest effect of one example on a release. It depends on the batch, so it is private.
 
     Attributes:
-        declared: the declared sensitivity.
+        declared: the sensitivity that the caller claims.
         largest: the largest ℓ₂ distance between the releases of two neighbours.
-        how: how the audit made these two neighbours.
+        how: how the audit made the two neighbours that attain `largest`.
         masked: the largest effect of an example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
         tolerance: the relative rounding error that the audit accepts.
-        granted: the relative rounding error that it accepts for the neighbours of `largest`. If
-            their batches are large, it is larger than `tolerance`.
+        granted: the relative rounding error that the audit accepts for the neighbours that attain
+            `largest`. It exceeds `tolerance` if their batches are large.
     """
 
     declared: float
@@ -54,7 +55,7 @@ class SensitivityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether some example had an effect, and no effect was larger than declared."""
+        """Whether some example had an effect, and no effect exceeded the declared sensitivity."""
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
@@ -72,7 +73,7 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches and their masks. The second batch has `example` at `row`."""
+    """Two batches and their masks. The second batch is the first with `example` at `row`."""
 
     batch: PyTree
     example: PyTree
@@ -118,7 +119,7 @@ def audit_sensitivity(
         ascents: the number of pairs from which gradient ascent starts.
         ascent_steps: the number of steps of each ascent.
         tolerance: the relative rounding error to accept. The audit accepts at least 2⁻²² for each
-            example of a batch. This is more than the default if a batch has over 400 examples.
+            example of a batch, which exceeds the default if a batch has more than 400 examples.
         key: the key of the search.
 
     >>> def release(batch, mask):  # a sum of numbers between -1 and 1
@@ -197,7 +198,7 @@ def _settings(
     """Yield a description, a batch, its mask, a row, and an example that will replace this row."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
-        # The mask keeps all examples, the mask keeps few, there are two scales, or all are equal.
+        # The mask keeps all examples or a few, examples have two scales, or all are equal.
         kind = ("all", "few", "two scales", "crowd")[number % 4]
         size = max(available, _CROWD) if kind == "crowd" else available
         order = rng.integers(available, size=None if kind == "crowd" else size)
@@ -258,7 +259,7 @@ def _is_float(x: jax.Array) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Increase the distance: move all floats uphill, by `rate` times their root mean square."""
+    """Increase the distance of two releases by a step of gradient ascent on both batches."""
     trees = pair.batch, pair.example
 
     def distance(floats: PyTree) -> jax.Array:
@@ -278,5 +279,5 @@ def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
 
 
 def _with_floats(tree: PyTree, floats: PyTree) -> PyTree:
-    """Return the tree with the leaves of `floats` in place of its own, where they are not None."""
+    """Replace leaves of `tree` by those of `floats`. A None in `floats` keeps the leaf."""
     return jax.tree.map(lambda x, new: x if new is None else new, tree, floats)

@@ -23,7 +23,7 @@ _MOST_PAIRS = 2000  # pairs of leaves to test; of more pairs, a random choice is
 _DEVICE_COUNTS = (2, 3, 4, 8)  # the numbers of devices that may have drawn equal parts of an axis
 _MOST_VALUES = 50_000  # numbers to search for repetitions, or to compare with a Gaussian
 _COLLISION = 4e-7  # 3 × the probability that two float32 Gaussians have the same magnitude
-_LEAST_VARIANCE = 10  # of a count: the gamma approximation in `_spread_p_value` needs it
+_LEAST_VARIANCE = 10  # a count needs it for the gamma approximation in `_spread_p_value`
 _CHUNK = 2**16  # examples in one matrix product
 _MOST_EXAMPLES = 2**12  # examples of which all pairs are tested
 
@@ -92,7 +92,7 @@ def audit_noise(
         "independent leaves": _pairs_p_value(_pairs_of_leaves(rows)),
         "independent parts of leaves": _pairs_p_value(_pairs_of_parts(leaves)),
     }
-    # Numbers of other dtypes repeat by chance.
+    # Integers and half-precision numbers repeat by chance.
     if all(leaf.dtype in (np.float32, np.float64) for leaf in drawn[0]):
         sizes = np.abs(everything)
         few = min(len(sizes), max(2, _MOST_VALUES // sizes.shape[1]))
@@ -209,7 +209,7 @@ def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) 
 
 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
-    """For each (array, axis), test the sum of squares at each index of the axis."""
+    """For each (array, axis), test the scale of every slice along the axis."""
     shares = []
     for array, axis in parts:
         sums = np.sum(array**2, axis=tuple(i for i in range(array.ndim) if i != axis))
@@ -252,7 +252,7 @@ def _pairs_p_value(pairs: _Pairs) -> float:
 
 
 def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield pairs of leaves, cut to equal length: leaves with equal keys begin equally."""
+    """Yield pairs of leaves, cut to equal length. Equal keys would draw equal first numbers."""
     pairs = list(combinations(leaves, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
     for one, other in (pairs[i] for i in chosen):
@@ -261,7 +261,7 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield neighbouring entries of each leaf, and parts that two devices may have drawn."""
+    """Yield each leaf with itself moved by one entry, and parts that two devices may have drawn."""
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
         if flat.shape[1] > 1:

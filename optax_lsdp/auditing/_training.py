@@ -39,12 +39,12 @@ _OWNERS = (2, 0, 1, 3, 1, 2, 3, 3, 1, 3)  # the users of ten examples
 _MOST = 3  # examples of a user in a step; user 3 has four
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
-_LEAST_DIFFERENT = 10  # of 64 random bits; fewer differ with a probability below 1e-8
+_LEAST_DIFFERENT = 10  # two random 64-bit numbers differ in fewer bits with P < 1e-8
 _FIXED_TIME = 1_750_000_000
 
 
 def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
-    """Take a step with and without an example, and compare the difference with its gradient.
+    """Check that steps with and without an example differ by its clipped gradient.
 
     Both steps use the same key, so their noise cancels.
     """
@@ -181,7 +181,7 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
 
 
 def too_similar(one: int, other: int) -> str:
-    """Return why two 64-bit numbers are too similar to be random, or "" if they are not."""
+    """Return why two 64-bit numbers are too similar to be random, or "" if they may be random."""
     different = (one ^ other).bit_count()
     wrong = f"{one:016x} and {other:016x} differ in {different} of 64 bits only"
     return wrong if different < _LEAST_DIFFERENT else ""

@@ -92,7 +92,8 @@ def _add_number(
             check(name, value)
         except ValueError as error:
             reason = f"{text!r} is not a {'whole ' if is_whole else ''}number"
-            reason = str(error).rstrip(".") if "must" in str(error) else reason
+            if "must" in str(error):  # argparse names the option in front of the reason
+                reason = str(error).removeprefix(f"`{name}` ").rstrip(".")
             raise argparse.ArgumentTypeError(reason) from error
         return value
 
@@ -115,7 +116,7 @@ def _add_demo_options(command: Parser) -> None:
 
 
 def _add_run_options(command: Parser, target: str, meaning: str) -> None:
-    """Add the options that describe a training run. `target` is the noise or the budget."""
+    """Add the options that describe a training run. `target` names the noise or the budget."""
     schemes = (
         textwrap.fill(f"{name}: {scheme.describe()}.", 96, subsequent_indent="    ")
         for name, scheme in SCHEMES.items()
@@ -130,12 +131,12 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     add("batch_size", check_whole, text, required=True)
     length = command.add_mutually_exclusive_group(required=True)
     _add_number(length, "steps", check_whole, "number of steps")
-    text = "number of epochs of dataset size/batch size steps each (shuffled: rounded down)"
+    text = "number of epochs, of dataset size/batch size steps (rounded down if shuffled)"
     _add_number(length, "epochs", check_positive, text)
     add(target, check_positive, meaning, required=True)
     text = (
-        "probability with which ε may fail (default: the largest power of ten that is at most 1e-5 "
-        "and at most a tenth of 1/dataset size)"
+        "probability with which ε may fail (default: 1e-5 or, for more than 10,000 examples, the "
+        "largest power of ten up to 0.1/dataset size)"
     )
     add("delta", check_delta, text)
     text = "the sampling scheme: how batches are drawn (default: poisson)"

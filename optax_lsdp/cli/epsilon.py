@@ -13,28 +13,29 @@ Alternative = tuple[SampledGaussian, float]  # the run under another scheme or r
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what the run guarantees that the options describe."""
+    """Print the guarantee of the training run that the options describe."""
     unit, delta = read_run(args)
     answer(args, replace(unit, noise_multiplier=args.noise_multiplier), delta)
 
 
 def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
-    """Return the run that the options describe, but with z = 1, and δ."""
+    """Return the run that the options describe, with noise multiplier 1 for now, and its δ."""
     size, batch = args.dataset_size, args.batch_size
     if batch > size:
         args.parser.error(f"--batch-size {batch} must be at most --dataset-size {size}")
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
-    steps = args.steps or steps_of_epochs(
-        args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
-    )
     if delta * size >= 1:
         print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
         needed = f"{size}, the whole dataset, with --sampling {args.sampling}"
         args.parser.error(f"--batch-size must be {needed}")
     names = ("sampling", "neighbouring", "max_batch_size", "dataset_size")
+    settings = {name: getattr(args, name) for name in names}
     try:
-        unit = SampledGaussian(1.0, batch / size, steps, **{x: getattr(args, x) for x in names})
+        steps = args.steps or steps_of_epochs(
+            args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
+        )
+        unit = SampledGaussian(1.0, batch / size, steps, **settings)
     except ValueError as error:
         args.parser.refuse(error)
     return unit, delta
@@ -52,9 +53,10 @@ def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -
 
 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
-    """Return the run and its ε under every scheme with batches of this size, and every relation.
+    """Return the run under all sampling schemes and neighbouring relations, each with its ε.
 
-    If several relations have the same sensitivity, only the first of them is listed.
+    Schemes that need the whole dataset are left out. So are relations with the same sensitivity as
+    an earlier relation.
     """
     if mechanism.sampling_rate == 1:
         return []

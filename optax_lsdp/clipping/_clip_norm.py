@@ -1,25 +1,26 @@
 """Check clip norms, group leaves under them, and clip per-example gradients to them.
 
-A clip norm is a number, a prefix tree with one number per group of leaves, or a schedule. Clipping
-multiplies the part of an example's gradient in a group by a clip factor, which depends on the norm
-of that part and on the group's clip norm. Both engines and `clip_per_example` get their clip
-factors here.
+A clip norm is a number or an `AdaptiveClip`, a prefix tree with one of them per group of leaves, or
+a schedule. Clipping multiplies the part of an example's gradient in a group by a clip factor, which
+depends on the norm of that part and on the group's clip norm. Both engines and `clip_per_example`
+get their clip factors here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
+import optax_lsdp._checks as checks
 from optax_lsdp._checks import is_number
-from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._clipped import ClipGroup, is_marked
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
     compute_once,
@@ -34,6 +35,108 @@ from optax_lsdp._types import ClipNorm, PyTree
 ClipStyle = Literal["threshold", "automatic"]
 CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
 STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
+MOST_SLACK = 1024  # coordinates; more would only add noise to the counts
+_LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
+
+
+@dataclass(frozen=True)
+class AdaptiveClip:
+    """A clip norm that follows the gradients of a run. Pass it as `clip_norm`.
+
+    The clip norm C is part of the optimizer's state. Each step clips to C, divides the clipped sum
+    by C, so that its sensitivity is 1 whatever C is, adds noise, and multiplies by C again. So ε
+    does not depend on C, and everything that moves C has noise already. In a loop of your own, pass
+    C on: `f(params, batch, mask, clip_norm=current_clip_norm(state))`. `fit` does it for you.
+    Automatic clipping has no use for an adaptive clip norm, because its C only scales updates.
+
+    With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
+    the same `method`, `slack` and `indicator_weight`.
+
+    **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
+    s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
+    Its noise is z/b, for any K. The rule moves C towards s = `target`:
+
+        C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
+
+    where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
+    for one step. If e exceeds target/4, the rule averages s over as many steps as it takes, and
+    moves C once after them. For fixed gradients the rule converges from any C: it is a fixed-point
+    iteration for an M-estimate of scale. Until s is first between target/2 and (1 + target)/2, C
+    grows by 3^rate if s is higher. Until s is first above target/2, updates are zero, because they
+    would be mostly noise. Once C is about right, it falls at a tenth of the rate, so that it does
+    not follow gradients that vanish. An update is multiplied by the smaller of old and new C.
+
+    **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
+    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so the noise on everything grows by
+    √(1 + w²/4), and ε stays the same. In the paper's words, σ_b = z·√(1 + w²/4)/w is the noise of
+    the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
+    C ← C · exp(rate · (share of clipped gradients − target)).
+
+    **Method "fixed"** never moves C, and has the slack of method "slack".
+
+    Attributes:
+        initial: C before the first step.
+        target: the share of gradients to clip, above 0 and below 1. With method "slack", a gradient
+            that is shorter than C counts as (‖g‖/C)² of a clipped one.
+        rate: how fast C moves, above 0; by default 1 for "slack" and 0.2 for "quantile".
+        method: "slack", "quantile" or "fixed".
+        least: the smallest C; by default a millionth of `initial`.
+        most: the largest C; by default a million times `initial`.
+        slack: K, the number of slack coordinates; see `clipped_grad`.
+        indicator_weight: w, for method "quantile".
+
+    References:
+        SlaClip, ICML 2026, for slack.
+        Andrew et al. 2021, Differentially Private Learning with Adaptive Clipping.
+
+    >>> AdaptiveClip(1.0).most
+    1000000.0
+    >>> AdaptiveClip(1.0, target=1.5)
+    Traceback (most recent call last):
+    ValueError: `target` must be above 0 and below 1, got 1.5.
+    """
+
+    initial: float
+    _: KW_ONLY
+    target: float = 0.7
+    rate: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    method: Literal["slack", "quantile", "fixed"] = "slack"
+    least: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    most: float = None  # type: ignore[assignment]  # __post_init__ replaces None
+    slack: int = 64
+    indicator_weight: float = 0.2
+
+    def __post_init__(self) -> None:
+        checks.check_positive("initial", self.initial)
+        checks.check_delta("target", self.target)
+        checks.check_choice("method", self.method, ("slack", "quantile", "fixed"))
+        checks.check_whole("slack", self.slack, 2)
+        checks.check_at_most("slack", self.slack, MOST_SLACK)
+        defaults = {
+            "rate": 0.2 if self.method == "quantile" else 1.0,
+            "least": max(_LEAST, 1e-6 * self.initial),
+            "most": min(_MOST, 1e6 * self.initial),
+        }
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+            checks.check_positive(name, getattr(self, name))
+        checks.check_positive("indicator_weight", self.indicator_weight)
+        if not _LEAST <= self.least <= self.initial <= self.most <= _MOST:
+            raise ValueError(
+                "`initial` must be between `least` and `most`, within 1e-30 to 1e30, got "
+                f"initial={self.initial}, least={self.least} and most={self.most}."
+            )
+
+    @property
+    def coordinates(self) -> int:
+        """Return how many coordinates are added to the sum of the group."""
+        return 1 if self.method == "quantile" else self.slack
+
+    @property
+    def sensitivity(self) -> float:
+        """Return the sensitivity of the group's sum and coordinates, in units of the clip norm."""
+        return math.hypot(1, self.indicator_weight / 2) if self.method == "quantile" else 1.0
 
 
 @dataclass(frozen=True)
@@ -43,13 +146,39 @@ class CheckedClipNorm:
     Without the copy, a caller could change a dict of clip norms between clipping and noise.
     """
 
-    value: ClipNorm  # a number, a prefix tree of numbers, or a schedule
+    value: ClipNorm  # a number or `AdaptiveClip`, a prefix tree of them, or a schedule
     is_schedule: bool
     addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
+    slack: int = 0  # K, the number of coordinates that are added to the sum of each group
+    adaptive: AdaptiveClip | None = None  # of the first group
 
-    def at(self, step: ArrayLike | None) -> ClipNorm:
-        """Return the clip norm at a step. Without a schedule, the step is ignored."""
+    @property
+    def is_relative(self) -> bool:
+        """Return whether sums are divided by the clip norm, so that their sensitivity is fixed."""
+        return self.is_schedule or self.adaptive is not None
+
+    def at(self, step: ArrayLike | None, clip_norm: ClipNorm = None) -> ClipNorm:
+        """Return the clip norm at a step: by a schedule, `clip_norm` if adaptive, else fixed."""
+        if self.adaptive is not None:
+            return self._checked_now(clip_norm)
         return self.value(step) if self.is_schedule else self.value
+
+    def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
+        """Return the present values of adaptive clip norms. Raise unless there is one per group."""
+        wanted: object = jax.tree.structure(self.value)
+        if wanted != jax.tree.structure(clip_norm) or any(
+            jnp.shape(x) for x in jax.tree.leaves(clip_norm)
+        ):
+            raise ValueError(
+                "`clip_norm` must be passed with an AdaptiveClip, one number per group, got "
+                f"{clip_norm!r}; pass clip_norm=current_clip_norm(state)."
+            )
+        return clip_norm
+
+    def in_tree(self, by_group: Mapping[str, PyTree]) -> PyTree:
+        """Return values of the groups as a tree with the structure of the clip norm."""
+        values = [by_group[address] for address in self.addresses]
+        return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
         """Return the group of each leaf of `tree`, with the clip norms `now` or else `value`."""
@@ -59,7 +188,7 @@ class CheckedClipNorm:
 
         def extend(norm: ArrayLike, subtree: PyTree) -> None:
             group = ClipGroup(next(addresses), norm)
-            groups.extend([group] * len(jax.tree.leaves(subtree)))
+            groups.extend([group] * len(jax.tree.leaves(subtree, is_leaf=is_marked)))
 
         try:
             jax.tree.map(extend, prefix, tree)
@@ -72,13 +201,23 @@ class CheckedClipNorm:
         return groups
 
 
-def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
-    """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30]."""
+def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
+    """Return a checked copy of a clip norm. Raise unless its numbers are in [1e-30, 1e30].
+
+    `slack` is the number of slack coordinates, or None; see `clipped_grad`.
+    """
+    if slack is not None:
+        checks.check_whole("slack", slack)
+        checks.check_at_most("slack", slack, MOST_SLACK)
     # A schedule is a function of the step. A callable Equinox module is a tree.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
     norms = first or jax.tree.leaves(clip_norm)
+    adaptive = next((norm for norm in norms if isinstance(norm, AdaptiveClip)), None)
+    if adaptive is not None:
+        _check_adaptive(norms, slack)
+        slack, norms = adaptive.coordinates, [norm.initial for norm in jax.tree.leaves(clip_norm)]
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
@@ -87,12 +226,39 @@ def checked_clip_norm(clip_norm: ClipNorm) -> CheckedClipNorm:
                 f"`clip_norm` must be a static number, got {norm!r}; with "
                 'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
             )
-        if not is_number(norm) or not 1e-30 <= norm <= 1e30:
+        if not is_number(norm) or not _LEAST <= norm <= _MOST:
             raise ValueError(
                 f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )
     copy = jax.tree.map(lambda norm: norm, clip_norm)
-    return CheckedClipNorm(copy, is_schedule, tuple(leaf_addresses(clip_norm)))
+    addresses = tuple(leaf_addresses(clip_norm))
+    return CheckedClipNorm(copy, is_schedule, addresses, slack or 0, adaptive)
+
+
+def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
+    """Raise unless all clip norms are adaptive and add the same coordinates to their sums."""
+    kinds = {
+        (x.method, x.slack, x.indicator_weight) if isinstance(x, AdaptiveClip) else None
+        for x in norms
+    }
+    if len(kinds) > 1:
+        raise ValueError(
+            "`clip_norm` must have an AdaptiveClip with the same `method`, `slack` and "
+            f"`indicator_weight` in all groups, got {norms!r}; for a group whose clip norm stays, "
+            "set `least` and `most` to `initial`."
+        )
+    if slack is not None:
+        raise ValueError(
+            f"`slack` must be a setting of AdaptiveClip, got slack={slack} beside it; leave it out."
+        )
+
+
+def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
+    """Return a clipped sum in units of the clip norm of each leaf's group."""
+    leaves, structure = jax.tree.flatten(total)
+    pairs = zip(leaves, groups, strict=True)
+    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
+    return jax.tree.unflatten(structure, divided)
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
@@ -103,13 +269,16 @@ def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
 
     Args:
         clip_norm: a number, a prefix tree with one number C per group, or a schedule. A schedule
-            is returned unchanged.
+            is returned unchanged. With an `AdaptiveClip`, the result is in units of the clip norm.
 
     >>> sensitivity({"encoder": 3.0, "head": 4.0})
     5.0
     """
     checked = checked_clip_norm(clip_norm)
-    return clip_norm if checked.is_schedule else math.hypot(*jax.tree.leaves(clip_norm))
+    if checked.is_schedule:
+        return clip_norm
+    leaves = jax.tree.leaves(clip_norm)
+    return math.hypot(*(x.sensitivity if isinstance(x, AdaptiveClip) else x for x in leaves))
 
 
 def clip_factors(
@@ -135,6 +304,31 @@ def clip_factors(
     return jnp.where(usable, factors, jnp.zeros_like(factors))
 
 
+class ExampleNorms(NamedTuple):
+    """Norms of each example's gradient, by the path of the group; each array is (n,).
+
+    Attributes:
+        norms: the norms before clipping, as computed.
+        bounds: upper bounds on the norms after clipping, including all rounding: `bound_norms`.
+    """
+
+    norms: dict[str, jax.Array]
+    bounds: dict[str, jax.Array]
+
+
+def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
+    """Return upper bounds on the norms of clipped gradients, which `clip_factors` made.
+
+    `norms` and `rounding` are those of `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) · `norms`[i] and
+    ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place cover the
+    roundings of this product and of the weighted gradient. The bound is ∞ for an example that
+    contributes nothing although its gradient is not zero.
+    """
+    eps = float(jnp.finfo(norms.dtype).eps)
+    upper = norms * jnp.asarray(1 + rounding + 8 * eps, norms.dtype)
+    return jnp.where((factors > 0) | (norms == 0), factors * upper, jnp.inf)
+
+
 def clip_and_sum(
     rows: optax.Updates,
     groups: list[ClipGroup],
@@ -142,7 +336,7 @@ def clip_and_sum(
     style: ClipStyle = "threshold",
     mask: jax.Array | None = None,
     split: Sequence[frozenset[str]] | None = None,
-) -> tuple[dict[str, jax.Array], optax.Updates]:
+) -> tuple[ExampleNorms, optax.Updates]:
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
     The leaves of `rows` have shape (n, …). `groups` has the group of each leaf and, inside
@@ -153,7 +347,7 @@ def clip_and_sum(
     # One barrier around all leaves would make replicated leaves vary if other leaves are split.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
-    norms, factors = {}, {}
+    norms, bounds, factors = {}, {}, {}
     for path, clip_norm in dict(groups).items():
         members = dict[frozenset[str], list[jax.Array]]()
         for leaf, group, axes in zip(leaves, groups, split, strict=True):
@@ -161,6 +355,7 @@ def clip_and_sum(
                 members.setdefault(axes, []).append(leaf)
         norms[path], rounding = _joint_norms(members)
         factors[path] = clip_factors(norms[path], clip_norm, style=style, rounding=rounding)
+        bounds[path] = bound_norms(norms[path], factors[path], rounding)
     alive = jnp.stack([jnp.isfinite(norm) for norm in norms.values()]).all(axis=0)
     if mask is not None:
         alive &= mask
@@ -168,13 +363,15 @@ def clip_and_sum(
         _weighted_sum(leaf, jnp.where(alive, factors[group.path], 0))
         for leaf, group in zip(leaves, groups, strict=True)
     ]
-    return norms, jax.tree.unflatten(structure, sums)
+    bounds = {path: jnp.where(alive, bound, jnp.inf) for path, bound in bounds.items()}
+    return ExampleNorms(norms, bounds), jax.tree.unflatten(structure, sums)
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, and the bound of `norm_rounding`.
 
-    `members` has leaves of shape (n, …), by the mesh axes that split them. The norms are (n,).
+    `members` maps mesh axes to the leaves that they split, of shape (n, …). The norms have shape
+    (n,).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

@@ -45,14 +45,17 @@ from optax_lsdp.clipping._clip_norm import (
     CLIP_STYLES,
     CheckedClipNorm,
     ClipStyle,
+    ExampleNorms,
     checked_clip_norm,
+    divide_by_clip_norm,
 )
 from optax_lsdp.clipping._microbatch import in_microbatches
+from optax_lsdp.clipping._slack import count_slack
 from optax_lsdp.clipping._vmap import clip_by_vmap
 from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
 # Each example's (value, aux), the norms of each group, and the clipped sum.
-ClippedSum = tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]
+ClippedSum = tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]
 Engine = Callable[..., ClippedSum]
 _ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
 
@@ -85,6 +88,7 @@ def clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
+    slack: int | None = None,
 ) -> Callable[..., optax.Updates]:
     """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
@@ -104,7 +108,8 @@ def clipped_grad(
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example without batch axis. Put
             keys for dropout into the batch: `f(params, (batch, jax.random.split(key, n)))`.
-        clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`.
+        clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`. With an
+            `AdaptiveClip`, call `f(..., clip_norm=current_clip_norm(state))`.
         clip_style: "threshold" scales gradients longer than C down to C. "automatic" scales every
             gradient to the norm C·‖g‖/(‖g‖ + 0.01), so that only the learning rate needs tuning.
         engine: how norms and sums are computed. "bookkeeping" runs one backward pass. It forms
@@ -121,6 +126,12 @@ def clipped_grad(
             replicated. The library cannot check this statement. Name an axis if JAX does not track
             it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
             varies over it.
+        slack: K, up to 1,024, to estimate the distribution of gradient norms at no cost in ε. Let r
+            be an upper bound on the norm of an example's clipped gradient. K more coordinates use
+            the room below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. So
+            the sum and its slack together have the sensitivity of the sum. The optimizer needs the
+            same number, adds its noise to both, and estimates; see `norm_estimates`. With groups of
+            clip norms, each group has its own K coordinates.
 
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys are
@@ -147,6 +158,7 @@ def clipped_grad(
         microbatch_size=microbatch_size,
         keep_batch_axis=keep_batch_axis,
         replicated_axes=replicated_axes,
+        slack=slack,
     )
 
     def grad(
@@ -155,8 +167,9 @@ def clipped_grad(
         mask: jax.Array | None = None,
         *,
         step: ArrayLike | None = None,
+        clip_norm: ClipNorm = None,
     ) -> optax.Updates:
-        return value_and_grad(params, batch, mask, step=step)[1]
+        return value_and_grad(params, batch, mask, step=step, clip_norm=clip_norm)[1]
 
     return grad
 
@@ -170,6 +183,7 @@ def value_and_clipped_grad(
     microbatch_size: int | None = None,
     keep_batch_axis: bool = False,
     replicated_axes: str | Sequence[str] = (),
+    slack: int | None = None,
     has_aux: bool = False,
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.
@@ -189,8 +203,13 @@ def value_and_clipped_grad(
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
     check_loss_signature(loss_fn)
-    norm = checked_clip_norm(clip_norm)
+    norm = checked_clip_norm(clip_norm, slack)
     check_choice("clip_style", clip_style, CLIP_STYLES)
+    if norm.adaptive is not None and clip_style != "threshold":
+        raise ValueError(
+            f"`clip_style` must be 'threshold' with an AdaptiveClip, got {clip_style!r}; with "
+            "automatic clipping the clip norm only scales updates, so pass a number."
+        )
     check_choice("engine", engine, ("auto", *_ENGINES))
     if microbatch_size is not None:
         check_whole("microbatch_size", microbatch_size)
@@ -209,6 +228,7 @@ def value_and_clipped_grad(
         mask: jax.Array | None = None,
         *,
         step: ArrayLike | None = None,
+        clip_norm: ClipNorm = None,
     ) -> tuple[PerExample, optax.Updates]:
         check_not_empty("params", params)
         check_no_layer_state(params)
@@ -217,29 +237,28 @@ def value_and_clipped_grad(
         check_mask(mask, size)
         check_replicated_axes(named_axes, params, (batch, mask))
         params = vary(params, varying_axes((batch, mask)))
-        _check_step(norm, step)
-        now = norm.at(step)
+        _check_step(norm, step, clip_norm)
+        now = norm.at(step, clip_norm)
         clip = _choose_engine(engine, value_and_aux, params, batch)
 
         def run(
             params: optax.Params, batch: PyTree, mask: jax.Array | None, now: ClipNorm
-        ) -> ClippedSum:
+        ) -> tuple[ClippedSum, dict[str, jax.Array]]:
             groups = norm.groups(params, now)
             clip_some = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
-            return in_microbatches(clip_some, batch, mask, microbatch_size or size)
+            found = in_microbatches(clip_some, batch, mask, microbatch_size or size)
+            return found, count_slack(found[1], groups, norm)
 
         by_example = explicit_spec(jax.tree.leaves(batch)[0], 1)
         shardings = (by_example, by_example, jax.tree.map(explicit_spec, params))
-        run = with_automatic_axes(run, shardings)
-        (values, aux), norms, total = run(params, batch, mask, now)
-        if norm.is_schedule:
-            total = jax.tree.map(lambda x: x / jnp.asarray(now, x.dtype), total)
+        run = with_automatic_axes(run, (shardings, jax.P()))
+        ((values, aux), (norms, _), total), counts = run(params, batch, mask, now)
+        if norm.is_relative:
+            total = divide_by_clip_norm(total, norm.groups(params, now))
         if mask is not None:
             values, norms = jax.tree.map(lambda x: jnp.where(mask, x, 0), (values, norms))
-        by_group = [norms[address] for address in norm.addresses]
-        norms = jax.tree.unflatten(jax.tree.structure(norm.value), by_group)
-        marked = mark(total, norm.groups(params), mask is not None)
-        return PerExample(values, norms, aux), marked
+        marked = mark(total, norm.groups(params), mask is not None, counts)
+        return PerExample(values, norm.in_tree(norms), aux), marked
 
     return value_and_grad
 
@@ -266,12 +285,17 @@ def _choose_engine(
     )
 
 
-def _check_step(clip_norm: CheckedClipNorm, step: ArrayLike | None) -> None:
-    """Raise if a schedule of clip norms comes without a step, or a step without a schedule."""
-    if clip_norm.is_schedule != (step is not None):
+def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNorm) -> None:
+    """Raise if a schedule comes without a step, or a step or clip norm without need."""
+    if norm.is_schedule != (step is not None):
         raise ValueError(
             "`step` must be passed if and only if `clip_norm` is a schedule, got "
-            f"step={step!r} with clip_norm={clip_norm.value!r}."
+            f"step={step!r} with clip_norm={norm.value!r}."
+        )
+    if norm.adaptive is None and clip_norm is not None:
+        raise ValueError(
+            "`clip_norm` must be passed to the gradient function only if it is an AdaptiveClip, "
+            f"got {clip_norm!r} with clip_norm={norm.value!r}."
         )
 
 

@@ -25,7 +25,12 @@ from optax_lsdp._trees import (
     zip_leaves,
 )
 from optax_lsdp._types import ClipNorm
-from optax_lsdp.clipping._clip_norm import checked_clip_norm, clip_and_sum
+from optax_lsdp.clipping._clip_norm import (
+    checked_clip_norm,
+    clip_and_sum,
+    divide_by_clip_norm,
+)
+from optax_lsdp.clipping._slack import append_slack, count_slack
 
 
 class ClipPerExampleState(NamedTuple):
@@ -35,7 +40,7 @@ class ClipPerExampleState(NamedTuple):
 
 
 def clip_per_example(
-    clip_norm: ClipNorm, *, replicated_axes: str | Sequence[str] = ()
+    clip_norm: ClipNorm, *, slack: int | None = None, replicated_axes: str | Sequence[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
     """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
 
@@ -52,8 +57,14 @@ def clip_per_example(
 
     Args:
         clip_norm: C, which must be static: a number, a prefix of the parameters' tree with one
-            number per group, or a schedule, which is a function of the step. With
+            number per group, a schedule, which is a function of the step, or an `AdaptiveClip`.
+            With an `AdaptiveClip`, `update` returns the sum in units of the clip norm, and stacked
+            gradients need `update(..., clip_norm=current_clip_norm(state))`. With
             `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
+        slack: K, the number of slack coordinates, from which `estimate_norms` estimates the
+            distribution of norms at no cost in ε; see `clipped_grad`, which needs the same number.
+            `update` then returns a pair: the sum and its slack. The pair has the sensitivity of the
+            sum alone.
         replicated_axes: for stacked gradients inside `shard_map` or `pmap`, the mesh axes over
             which all parameters are replicated. The library cannot check this statement.
 
@@ -70,7 +81,7 @@ def clip_per_example(
     >>> print(np.asarray(total["w"]).round(3))
     [0.6 1.3]
     """
-    norm = checked_clip_norm(clip_norm)
+    norm = checked_clip_norm(clip_norm, slack)
     named_axes = axis_names(replicated_axes)
 
     def init(params: optax.Params) -> ClipPerExampleState:
@@ -83,10 +94,12 @@ def clip_per_example(
         params: optax.Params | None = None,
         *,
         mask: jax.Array | None = None,
+        clip_norm: ClipNorm = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, ClipPerExampleState]:
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
-            total = unmark(updates, norm.groups(updates))
+            total, counts = unmark(updates, norm.groups(updates), norm.slack)
+            now = None if norm.adaptive else norm.at(state.step)
             if extra_args:
                 check_not_per_example(extra_args, None)
             if mask is not None:
@@ -98,14 +111,19 @@ def clip_per_example(
             if params is not None:
                 check_shapes(total, params, "pass the result of `clipped_grad` unchanged")
             if norm.is_schedule:  # the marked sum is in units of the clip norm
-                now = norm.at(state.step)
                 total = jax.tree.map(lambda x: x * jnp.asarray(now, x.dtype), total)
         else:
             size = _check_stacked(updates, params)
             check_mask(mask, size)
             check_not_per_example(extra_args, size)
             _check_replicated(params, updates, named_axes)
-            _, total = clip_and_sum(updates, norm.groups(updates, norm.at(state.step)), mask=mask)
+            now = norm.at(state.step, clip_norm)
+            groups = norm.groups(updates, now)
+            norms, total = clip_and_sum(updates, groups, mask=mask)
+            counts = count_slack(norms, groups, norm)
+            if norm.adaptive:
+                total = divide_by_clip_norm(total, groups)
+        total = append_slack(total, counts, norm, now)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -12,7 +12,7 @@ from optax_lsdp._isolation import ValueAndAux, trace_loss
 from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._mesh import varying_axes
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping._clip_norm import ClipGroup, ClipStyle, clip_and_sum
+from optax_lsdp.clipping._clip_norm import ClipGroup, ClipStyle, ExampleNorms, clip_and_sum
 
 
 def clip_by_vmap(
@@ -23,7 +23,7 @@ def clip_by_vmap(
     *,
     groups: list[ClipGroup],
     style: ClipStyle,
-) -> tuple[tuple[jax.Array, PyTree], dict[str, jax.Array], optax.Updates]:
+) -> tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     Inside `shard_map`, a mesh axis splits a leaf if the leaf varies over the axis and the batch

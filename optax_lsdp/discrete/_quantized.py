@@ -18,8 +18,9 @@ import optax
 
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
+from optax_lsdp._clipped import is_marked
 from optax_lsdp._isolation import trace_loss
-from optax_lsdp._keys import check_key, fold_in_text, fold_in_texts, is_threefry
+from optax_lsdp._keys import check_threefry_key, fold_in_text, fold_in_texts
 from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._loss import call_or_explain
 from optax_lsdp._mesh import manual_axes
@@ -167,10 +168,10 @@ def _quantize(
 
 
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
-    """Return for each row of (n, d) integers whether Σ x² ≤ most², exactly, in 32 bits.
+    """Return whether the sum of squares of each row is at most most², exactly, in 32 bits.
 
     Squares and partial sums above most² are replaced by most² + 1, so they stay above the limit.
-    Only so many terms are added at a time that their sum fits into 32 bits.
+    The function adds only as many terms at a time as fit into 32 bits.
     """
     limit = most**2
     at_once = (2**32 - 1) // (limit + 1)
@@ -221,12 +222,7 @@ def add_discrete_gaussian_noise(
     if not is_number(noise_multiplier):
         raise TypeError(f"`noise_multiplier` must be a number, got {noise_multiplier!r}.")
     check_positive("noise_multiplier", noise_multiplier)
-    check_key("key", key)
-    if not is_threefry(key):
-        raise ValueError(
-            f"`key` must be a Threefry key, got {jax.random.key_impl(key)}; call `fresh_key()` "
-            "under JAX's default generator."
-        )
+    check_threefry_key("key", key)
 
     def init(params: optax.Params) -> AddDiscreteNoiseState:
         del params
@@ -242,6 +238,7 @@ def add_discrete_gaussian_noise(
         del params
         trees.check_not_per_example(extra_args, None)  # this transform would ignore a mask
         _check_outside_shard_map("add_discrete_gaussian_noise")
+        _check_no_slack(updates)
         paths, structure = jax.tree.flatten_with_path(updates, is_leaf=_is_quantized)
         trees.check_not_empty("updates", updates)
         _check_quantized(paths)
@@ -268,6 +265,15 @@ def add_discrete_gaussian_noise(
 
 def _is_quantized(node: object) -> bool:
     return isinstance(node, QuantizedSum)
+
+
+def _check_no_slack(updates: optax.Updates) -> None:
+    for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
+        if is_marked(leaf) and leaf.slack is not None:
+            raise ValueError(
+                f"`slack` must be None with discrete noise, got {len(leaf.slack)}; compute the "
+                "gradient with `quantized_grad`, which has no slack."
+            )
 
 
 def _check_quantized(

@@ -30,7 +30,8 @@ class Stream:
     def below(self, bounds: np.ndarray) -> np.ndarray:
         """Return a uniform integer in [0, bound) for each bound.
 
-        The largest 2⁶⁴ mod bound words would favour small results, so they are drawn again.
+        The result is a word modulo the bound. The largest 2⁶⁴ mod bound words would favour small
+        results, so they are drawn again.
         """
         excess = (np.uint64(0) - bounds) % bounds
         found, missing = np.empty_like(bounds), np.arange(len(bounds))
@@ -77,7 +78,7 @@ def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _successes(stream: Stream, size: int) -> np.ndarray:
-    """Return how many events of probability 1/e happen before the first that does not."""
+    """Return geometric draws: how many events of probability 1/e happen before one does not."""
     counts = np.zeros(size, np.int64)
     alive = np.arange(size)
     while alive.size:
@@ -88,9 +89,9 @@ def _successes(stream: Stream, size: int) -> np.ndarray:
 
 
 def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return events of probability exp(−above/below).
+    """Return random bools that are true with probability exp(−above/below).
 
-    Write above/below as k + r, with an integer k and 0 ≤ r < 1. The event happens if k events of
+    Write above/below as k + r, with an integer k and 0 ≤ r < 1. The bool is true if k events of
     probability 1/e and one event of probability exp(−r) all happen.
     """
     whole, rest = np.divmod(above, below)
@@ -103,7 +104,7 @@ def _happens(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray
 
 
 def _happens_below_one(stream: Stream, above: np.ndarray, below: np.ndarray) -> np.ndarray:
-    """Return events of probability exp(−p), p = above/below ≤ 1.
+    """Return random bools that are true with probability exp(−p), where p = above/below ≤ 1.
 
     Try events of probabilities p/1, p/2, p/3, … until an event p/k does not happen. This k is odd
     with probability Σⱼ (−p)ʲ/j! = exp(−p).

@@ -78,7 +78,7 @@ def check_model(
             their sum. Both kinds of loss may take a key as a third argument, as for `fit`.
         params: the parameters at the start of training.
         batch: examples with a leading axis. Use public examples, because the report reveals facts
-            about them. Mixing is searched in the first eight.
+            about them. Only the first eight are searched for mixing.
         batched: whether `loss_fn` takes a whole batch.
 
     >>> def normalised(w, batch):
@@ -100,7 +100,8 @@ def check_model(
         return ModelReport((str(error),))
     trees.check_floating("params", params)
     size = _check_batch(batch, batched)
-    batch = jax.tree.map(_as_rows, batch)
+    batch = jax.tree.map(jnp.asarray, batch)
+    batch = jax.tree.map(lambda x: x if is_key(x) else np.asarray(x), batch)
     count = min(size, _CHUNK)
     few = jax.tree.map(lambda x: x[:count], batch)
     sample = few if batched else jax.tree.map(lambda x: x[0], batch)
@@ -152,7 +153,7 @@ def check_model(
 
 
 def _check_batch(batch: PyTree, batched: bool) -> int:
-    """Return the number of examples. Raise unless each leaf has a number or key for each."""
+    """Return the number of examples. Raise unless all leaves are rows of numbers or keys."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
@@ -163,12 +164,6 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
     if batched and size < 2:
         raise ValueError("`batch` must hold two examples or more, got one.")
     return size
-
-
-def _as_rows(array: jax.typing.ArrayLike) -> Rows:
-    """Return an array as JAX holds it: typed keys as a JAX array, other data as a NumPy array."""
-    rows = jnp.asarray(array)
-    return rows if is_key(rows) else np.asarray(rows)
 
 
 def _paths(params: optax.Params) -> list[str]:
@@ -190,7 +185,7 @@ def _problem_of_value(value: PyTree, shapes: list[tuple[int, ...]]) -> str:
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
-    """Return whether a constant of the loss begins with the rows of an array of the batch."""
+    """Return whether the first rows of a constant are those of an array of the batch."""
 
     def bits(array: Rows) -> np.ndarray:
         return np.asarray(jax.random.key_data(array) if is_key(array) else array)
@@ -214,7 +209,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Scan some examples. With `batched`, they count as one example."""
+    """Check the losses and gradients of some examples, which count as one if `batched`."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)
@@ -227,7 +222,7 @@ def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree
 
 
 def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) -> _ScanResult:
-    """Scan all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
+    """Check all examples in chunks of equal size. The last chunk may overlap the previous chunk."""
     width = min(size, _CHUNK)
     starts = sorted({*range(0, size - width + 1, width), size - width})
     chunks = [jax.tree.map(lambda x, s=s: x[s : s + width], batch) for s in starts]
@@ -243,7 +238,7 @@ def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) ->
 
 @jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
-    """Return parameters at a point nearby, where leaves such as LoRA's B are not zero."""
+    """Return slightly changed parameters. Leaves that were zero, like LoRA's B, no longer are."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 

@@ -1,10 +1,10 @@
 """Find the layer in which a loss of whole batches mixes examples.
 
 Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
-that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference
-f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not
-zero, the module evaluates the program on all four batches, the *corners*, until it finds an
-equation whose output has a mixed difference that is not zero.
+that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference f(x, y)
+− f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not zero,
+the module evaluates the program on all four batches, the *corners*, and reports the first equation
+whose output has a non-zero mixed difference.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> Iterator[str]:
-    """Split the batch at random several times. If a split shows mixing, yield a sentence."""
+    """Yield a sentence if the loss mixes examples. Try several random splits of the batch."""
     rng = np.random.default_rng(0)
     outcome = jax.jit(partial(_outcome, loss_fn, params))
     curvature = jax.jit(partial(_curvature, loss_fn, params))
@@ -74,7 +74,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return the value of `loss_fn`, one loss or all losses, and the gradient of its sum."""
+    """Return the loss, or the loss of each example, and the gradient of the sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -82,9 +82,10 @@ def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.
 def _curvature(
     loss_fn: LossFn, params: optax.Params, batch: PyTree, along: Sequence[list[Rows]]
 ) -> tuple[PyTree, PyTree]:
-    """Return the derivative D of losses and gradient along x, and the derivative of D along y.
+    """Return the first and the mixed second derivative of losses and gradient.
 
-    `along` has a direction in x and one in y: one array per floating-point leaf of the batch.
+    `along` has the two directions: one array per floating-point leaf of the batch. The first
+    derivative is along the first direction, the second derivative along both.
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
@@ -111,10 +112,11 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 
 
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
-    """Return whether ∂²f/∂x∂y is not zero. Without mixing, it is exactly zero.
+    """Return whether the second derivative along both halves of the batch is not zero.
 
-    The derivative shows mixing that is too small for `_is_mixed`, but only in floating-point
-    examples, and only if all functions allow forward differentiation.
+    Without mixing, it is exactly zero. The derivative shows mixing that is too small for
+    `_is_mixed`, but only in floating-point examples, and only if all functions allow forward
+    differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
@@ -127,7 +129,7 @@ def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
 
 
 def _is_mixed(outcome: LossFn, corners: list[PyTree], half: np.ndarray) -> bool:
-    """Return whether losses or gradients at the corners show mixing.
+    """Return whether the losses or gradients of the four batches `corners` show mixing.
 
     All leaves of the gradient are compared as one vector. So rounding errors in a leaf that should
     be zero are small relative to the largest entry, and do not count as mixing.
@@ -142,8 +144,9 @@ def _shows_mixing(
 ) -> bool:
     """Return whether the values at the four corners show mixing.
 
-    A mixed difference that is not zero shows mixing. With `rows`, the rows of the values may belong
-    to examples. Then a row of the second half that changes with the first half shows mixing.
+    The corners are the batches of `_corners`, with values a, b, c and d. They show mixing if a − b
+    − c + d is not zero. With `rows`, the rows of the values may belong to examples. A row of the
+    second half then shows mixing if it changes with the first half.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
@@ -162,7 +165,7 @@ def _differs(one: np.ndarray, other: np.ndarray) -> bool:
 def _first_mixing(
     loss_fn: LossFn, params: optax.Params, corners: list[PyTree], half: np.ndarray
 ) -> str | None:
-    """Return the layer of the first equation whose outputs show mixing, or None."""
+    """Return the layer of the first equation whose outputs mix examples, or None."""
     closed = jax.make_jaxpr(loss_fn)(params, corners[0])
     inputs = [jax.tree.leaves((params, corner)) for corner in corners]
     for equation, outputs in _evaluate_corners(closed, inputs):
@@ -175,7 +178,7 @@ def _first_mixing(
 def _evaluate_corners(
     closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
 ) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
-    """Evaluate a program at all corners. Yield each equation with its outputs at each corner."""
+    """Evaluate a program on several lists of inputs. Yield each equation with its outputs."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))

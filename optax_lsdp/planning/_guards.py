@@ -24,8 +24,8 @@ _Updated = tuple[optax.Updates, optax.OptState]
 def require_mask(value_and_grad: ValueAndGrad, sampling: Sampling, room: int) -> ValueAndGrad:
     """Return `value_and_grad`, but refuse batches that the plan's sampler cannot draw.
 
-    Poisson batches and batches longer than `room` are padded, so they need a mask. The mask may
-    have at most `room` examples.
+    `room` is the largest number of examples in a batch. Poisson batches and batches longer than
+    `room` are padded, so they need a mask. The mask may have at most `room` examples.
     """
 
     def guarded(
@@ -59,7 +59,7 @@ def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
 def limit_steps(
     optimizer: optax.GradientTransformationExtraArgs, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that accepts only sums with a mask, and takes at most `steps` steps."""
+    """Return an optimizer that takes at most `steps` steps, on sums computed with a mask."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: PyTree = None, **options: object

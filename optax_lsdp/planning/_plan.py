@@ -56,7 +56,7 @@ class PrivacyPlan:
         noise_multiplier: z, the standard deviation of the noise on the clipped sum, divided by the
             sum's sensitivity.
         noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
-        clip_norm: C, as a number, a prefix tree of numbers, or a `Piecewise`; see
+        clip_norm: C, as a number, an `AdaptiveClip`, a prefix tree of either, or a `Piecewise`; see
             `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
@@ -204,6 +204,7 @@ class PrivacyPlan:
         smoothing: Smoothing | None = None,
         shard_specs: PyTree = None,
         replicated_axes: str | Sequence[str] = (),
+        watch: bool = False,
     ) -> optax.GradientTransformationExtraArgs:
         """Return `privatize(optimizer, …)` with the plan's noise, clip norm and batch size.
 
@@ -218,7 +219,11 @@ class PrivacyPlan:
             smoothing: σ or a `laplacian_smooth(...)` transform that replaces the plan's σ.
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
+            watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
+                costs no privacy but a copy of the parameters. Refused with "shuffled" batches.
         """
+        if watch:
+            settings.check_watchable(self.sampling)
         noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
             values = tuple(self.noise_multiplier * value for value in self.noise_schedule.values)
@@ -232,8 +237,21 @@ class PrivacyPlan:
             key=self.derive_key(key, "noise"),
             shard_specs=shard_specs,
             replicated_axes=replicated_axes,
+            watch_steps=self.steps if watch else 0,
+            sampling_rate=self._watched_rate,
         )
         return limit_steps(private, self.steps)
+
+    @property
+    def _watched_rate(self) -> float:
+        """Return q such that a mean over a batch has at most the variance C²(1 − q)/b.
+
+        Batches of fixed size have the variance C²(n − b)/((n − 1)b) at most.
+        """
+        size, batch = self.dataset_size, self.expected_batch_size
+        if SCHEMES[self.sampling].random_size or size == 1:
+            return batch / size
+        return (batch - 1) / (size - 1)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return the key for one purpose. Different plans and labels give independent keys."""
@@ -255,7 +273,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the end of each phase, its last step + 1, and one step of each phase."""
+        """Return the number of the first step after each phase, and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]

@@ -3,7 +3,7 @@
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Self
 
 import jax
@@ -15,10 +15,11 @@ import optax_lsdp._checks as checks
 from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.accounting import steps_of_epochs
-from optax_lsdp.clipping import sensitivity
+from optax_lsdp.clipping import AdaptiveClip, sensitivity
 
 _VERSION = 1  # of the JSON format
 _OMITTED = {"unit": "example"}  # values that JSON omits, so that older texts keep their meaning
+_ADAPTIVE = {field.name for field in fields(AdaptiveClip)}
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Piecewise:
 def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
-    """Raise unless the sizes are whole numbers that fit each other and the sampling scheme."""
+    """Raise unless the sizes are whole numbers that agree with the sampling scheme."""
     checks.check_choice("sampling", sampling, SCHEMES)
     checks.check_whole("dataset_size", dataset_size)
     most = expected_batch_size if max_batch_size is None else max_batch_size
@@ -85,7 +86,7 @@ def check_sizes(
 def number_of_steps(
     steps: int | None, epochs: float | None, sampling: Sampling, dataset_size: int, batch_size: int
 ) -> int:
-    """Return the number of steps from `steps` or `epochs`. Raise unless one of them is None."""
+    """Return the number of steps. Raise unless exactly one of `steps` and `epochs` is None."""
     if epochs is not None and steps is None:
         return steps_of_epochs(
             epochs, dataset_size=dataset_size, batch_size=batch_size, sampling=sampling
@@ -113,6 +114,15 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
         raise ValueError(f"`clip_norm` must be a number or a shallow tree, got {got}.") from None
     sensitivity(clip_norm)
     checks.check_non_negative("smoothing", smoothing, schedule=True)
+
+
+def check_watchable(sampling: Sampling) -> None:
+    """Raise unless batches are drawn independently of earlier batches."""
+    if SCHEMES[sampling].once_per_epoch:
+        raise ValueError(
+            f"`watch` must be False with sampling={sampling!r}, got True: the batches of an epoch "
+            "depend on each other, which would bias the training curve."
+        )
 
 
 def write_settings(settings: Mapping[str, object]) -> str:
@@ -146,6 +156,8 @@ def _to_json(name: str, value: object) -> object:
     """Return a value for JSON. Types that JSON lacks get a tag, such as {"$tuple": [...]}."""
     if isinstance(value, Piecewise):
         return {"$piecewise": [list(value.starts), list(value.values)]}
+    if isinstance(value, AdaptiveClip):
+        return {"$adaptive": asdict(value)}
     if isinstance(value, tuple):
         return {"$tuple": [_to_json(name, part) for part in value]}
     if isinstance(value, list):
@@ -166,14 +178,20 @@ def _to_json(name: str, value: object) -> object:
     )
 
 
+def _read_adaptive(options: dict[str, PyTree]) -> AdaptiveClip:
+    return AdaptiveClip(**options)
+
+
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Invert `_to_json`."""
     match value:
         case {"$piecewise": [list(starts), list(values)], **rest} if not rest:
             return Piecewise(tuple(starts), tuple(values))
+        case {"$adaptive": dict(options), **rest} if not rest and set(options) == _ADAPTIVE:
+            return _read_adaptive(options)
         case {"$tuple": list(parts), **rest} if not rest:
             return tuple(_from_json(name, part) for part in parts)
-        case {"$piecewise": _} | {"$tuple": _}:
+        case {"$piecewise": _} | {"$tuple": _} | {"$adaptive": _}:
             raise ValueError(f"`{name}` must be what to_json returned, got {str(value)[:200]}.")
         case dict():
             return {key: _from_json(name, part) for key, part in value.items()}

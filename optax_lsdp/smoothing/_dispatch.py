@@ -137,7 +137,7 @@ def _check_whole(method: str, leaves: Sequence[Leaf]) -> None:
 def _solve_arrays(
     solve: SmoothArray, leaves: Sequence[Leaf], operator: Operator, scope: Scope
 ) -> list[jax.Array]:
-    """Apply a method for one array to each leaf or, if `scope` is "tree", to all leaves joined."""
+    """Apply `solve` to each leaf or, if `scope` is "tree", to all leaves joined."""
     results = []
     for group in [leaves] if scope == "tree" else [[leaf] for leaf in leaves]:
         dtype = wide_dtype(*(leaf.array for leaf in group))
@@ -165,7 +165,7 @@ def _smooth_by_platform(
 def _blocks_or_recursive(
     arrangement: Arrangement, blocking: Blocking, operator: Operator
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function that smooths a leaf's array. The platform is known when it is compiled."""
+    """Return a function that smooths an array by the method for the platform on which it runs."""
 
     def blocks(array: jax.Array) -> jax.Array:
         return smooth_in_blocks(array.astype(jnp.float32), blocking).astype(array.dtype)

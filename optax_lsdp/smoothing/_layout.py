@@ -69,7 +69,7 @@ class Arrangement(NamedTuple):
         return array.reshape(self.shape_of(array)).transpose(self.order)
 
     def arrange(self, array: jax.Array) -> jax.Array:
-        """Return a leaf, or a shard that contains whole grids, as (…, *grid)."""
+        """Return a leaf, or a shard that contains whole grids, in the shape (…, *grid)."""
         transposed = self.transpose(array)
         return transposed.reshape(*transposed.shape[: transposed.ndim - self.trailing], *self.grid)
 

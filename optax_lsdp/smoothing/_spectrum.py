@@ -78,7 +78,7 @@ def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
 
 
 def _roots(smoothing: float, order: int) -> np.ndarray:
-    """Return the roots of 1 + σrⁿ = 0: (n, 1)."""
+    """Return the roots of 1 + σrⁿ = 0, as an array of shape (n, 1)."""
     turns = np.exp(1j * np.pi * (2 * np.arange(order) + 1) / order)[:, None]
     return turns * smoothing ** (-1 / order)
 

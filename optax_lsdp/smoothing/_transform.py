@@ -62,16 +62,18 @@ def laplacian_smooth(
             static_args=("layout", "order").
         method: how to solve the system. Up to rounding, all methods give the same result.
             "recursive" takes linear time for any σ. "halo" is "recursive" for sharded arrays:
-            devices exchange two numbers for each contiguous segment that they hold. "banded" cuts
-            the kernel off where it is too small to change a float, and needs σ as a number.
-            "matrix" is for small grids. "fft" covers every case. "auto" chooses the fastest method
-            that can smooth the leaf. On TPUs it never chooses "fft": for 10⁶ entries on TPU v5e,
-            the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy; for
-            10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside `shard_map`
-            where no device splits the leaf, "auto" smooths large leaves in blocks if σ is a number
-            up to about 50. It then counts factors as sums of two bfloat16 numbers, so a smoothed
-            entry is within 2⁻¹⁵ of the largest entry. Smoothing is post-processing, so this
-            rounding does not change ε. For float32 precision on a TPU, pass "recursive".
+            devices exchange two numbers for each contiguous segment that they hold. On TPUs with
+            automatic mesh axes, XLA splits "recursive" itself, and may exchange a little more.
+            "banded" cuts the kernel off where it is too small to change a float, and needs σ as a
+            number. "matrix" is for small grids. "fft" covers every case. "auto" chooses the fastest
+            method that can smooth the leaf. On TPUs it never chooses "fft": for 10⁶ entries on TPU
+            v5e, the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy;
+            for 10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside
+            `shard_map` where no device splits the leaf, "auto" smooths large leaves in blocks if σ
+            is a number up to about 50. It then rounds each factor to a sum of two bfloat16 numbers,
+            so an entry has an error of at most 2⁻¹⁵ times the largest entry. Smoothing is
+            post-processing, so this rounding does not change ε. For float32 precision on a TPU,
+            pass "recursive".
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.

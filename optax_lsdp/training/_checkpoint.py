@@ -165,7 +165,8 @@ class RunFolder:
         """Return the last intact checkpoint, or None if the folder has no checkpoints.
 
         Raise if all checkpoints are damaged, if the last one has another format, or if its arrays
-        differ from `template` in structure, shapes or dtypes. They get the shardings of `template`.
+        differ from `template` in structure, shapes or dtypes. The restored arrays get the shardings
+        of `template`.
         """
         damaged: list[Path] = []
         for path in reversed(self._manifests()):
@@ -226,7 +227,7 @@ class RunFolder:
                 raise ValueError(
                     "`folder` must hold parameters and optimizer state like those of this run, got "
                     f"{got} at {place!r} in {str(self.path)!r} instead of {like}; resume with the "
-                    "same model, optimizer and average, or choose another folder."
+                    "same model, optimizer, average and `watch`, or choose another folder."
                 )
         like = describe(_without_keys(template), with_sharding=True)
         found = self._checkpointer.restore(self._arrays_of(name), like)

@@ -188,7 +188,7 @@ def _check_size(size: int) -> None:
 
 
 def hash_data(examples: Examples) -> str:
-    """Return a hash of all examples or, unless `is_hashed`, of some examples."""
+    """Return a hash of all examples, or of some examples if `is_hashed` is false."""
     digest = hashlib.blake2b(repr((examples.size, jax.tree.structure(examples.first))).encode())
     update_digest(digest, examples.first)
     if examples.users is not None:

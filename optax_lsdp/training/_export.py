@@ -123,7 +123,7 @@ def _name(place: KeyPath) -> str:
 
 
 def _why_private(part: object) -> str:
-    """Return what a part is if it must not be released, and "" otherwise."""
+    """Return a description of a part that must not be released, or "" if it may be released."""
     if is_marked(part):
         return "a clipped sum"
     if isinstance(part, PerExample):
@@ -151,8 +151,8 @@ def _check_name(name: str) -> None:
 def _load(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     """Return the arrays of a file. Read only arrays that have the shape in `shapes`.
 
-    All other arrays are zeros that take no memory. So a malicious file cannot make this function
-    use more memory than the wanted arrays need.
+    All other arrays are returned as zeros that take no memory. So a malicious file cannot make this
+    function use more memory than the wanted arrays need.
     """
     found: dict[str, np.ndarray] = {}
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:

@@ -1,7 +1,7 @@
 """The files of a run: a private folder, a lock on it, and atomic writes.
 
-Checkpoints hold the noise key, and everybody who has the key can subtract the noise. So only its
-owner can enter the folder of a run.
+Checkpoints hold the noise key, and everybody who has the key can subtract the noise. So only the
+user who owns the folder of a run can enter it.
 """
 
 import errno

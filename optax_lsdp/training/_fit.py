@@ -38,9 +38,17 @@ from optax_lsdp.training._data import (
 )
 from optax_lsdp.training._journal import FIRST_NONCE
 from optax_lsdp.training._multihost import Placement, any_process, broadcast_fresh_key
-from optax_lsdp.training._progress import Callback, FitResult, Reporter, Stopped, check_callbacks
+from optax_lsdp.training._progress import (
+    Callback,
+    FitResult,
+    Reporter,
+    Stopped,
+    check_callbacks,
+    released_norms,
+)
 from optax_lsdp.training._users import UserData
 from optax_lsdp.training._validation import check_loss, check_params, check_uses_params
+from optax_lsdp.watching import find_watch_state, training_curve
 
 
 def fit(
@@ -53,6 +61,7 @@ def fit(
     smoothing: Smoothing | None = None,
     average: _step.Average = None,
     clip_style: ClipStyle = "threshold",
+    watch: bool = False,
     microbatch_size: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
     folder: Path | str | None = None,
@@ -82,6 +91,10 @@ def fit(
         average: "polyak" to compute the mean of the parameters over all steps, or a decay such as
             0.999 to compute an exponential average. The average is computed in float32.
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
+        watch: whether to estimate how far the clipped loss has come down, from the releases alone;
+            see `watch`. The progress bar then shows the estimate with its standard error, and the
+            result has a `curve`. It costs no privacy, but a copy of the parameters, and it is
+            refused with "shuffled" batches, so the default is False.
         microbatch_size: how many examples or users to differentiate at a time, a multiple of the
             number of devices. A smaller number needs less memory. Microbatches of padding are
             skipped. This saves time, but the duration of a step then reveals the size of its batch.
@@ -102,7 +115,7 @@ def fit(
     If a run was killed, call `fit` again with the same folder. The run continues from its last
     checkpoint, and ends with exactly the same parameters as without the interruption. If data,
     code, package versions or devices have changed, the run draws new noise. Steps after the
-    checkpoint whose results may have been seen then count twice.
+    checkpoint then count twice if their results may have been seen.
 
     On SIGTERM or Ctrl-C, `fit` finishes the current step and saves a checkpoint. After SIGTERM it
     then returns, and after Ctrl-C it raises KeyboardInterrupt. A second Ctrl-C stops at once.
@@ -152,7 +165,7 @@ def fit(
     size = choose_microbatch_size(plan, microbatch_size, placement.devices)
 
     def make_private(key: jax.Array) -> optax.GradientTransformation:
-        return plan.optimizer(optimizer, key, smoothing=smoothing)
+        return plan.optimizer(optimizer, key, smoothing=smoothing, watch=watch)
 
     def initial_state(key: jax.Array) -> _step.State:
         # Copy all arrays: no array may be donated twice, and those of the caller must stay usable.
@@ -221,7 +234,7 @@ def _train(
                     break
                 sums, batch = None, reader.next()
                 while not batch.is_last:
-                    sums = program.add(at.state.params, sums, batch.microbatch)
+                    sums = program.add(at.state, sums, batch.microbatch)
                     batch = reader.next()
                 if folder is not None:
                     if any_process(folder.journal.differs(at.step, batch.digest)):
@@ -248,7 +261,10 @@ def _train(
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
     if at.step < account.last_step:
         stopped = "callback" if any_process(wants_stop) else "signal"
-    return FitResult(at.state.params, at.state.average, at.step, at.ledger, stopped)
+    watched, norms = find_watch_state(at.state.optimizer), released_norms(at.state)
+    curve = None if watched is None else training_curve(watched)
+    params, average = at.state.params, at.state.average
+    return FitResult(params, average, at.step, at.ledger, stopped, curve, norms)
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
 journal stores the run's fingerprint, and a hash of the examples that each step has read. If one of
-them has changed, the run restarts with a new nonce, which gives new noise and new batches. The
-repeated steps then count twice.
+them has changed, the run restarts with a new nonce, a random label that gives new noise and new
+batches. The repeated steps then count twice.
 
 The files hold one JSON object per line:
 
@@ -71,7 +71,7 @@ class Journal:
 
     @property
     def has_steps(self) -> bool:
-        """Whether any step was announced."""
+        """Whether the journal has announced a step."""
         return any(map(len, self._seen.values()))
 
     def changed(self, fingerprint: dict[str, str]) -> list[str]:
@@ -89,7 +89,7 @@ class Journal:
         self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step read other examples before, with the same nonce."""
+        """Return whether this step has read different examples before, with the same nonce."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
@@ -170,7 +170,7 @@ class _Lines:
         return text.decode(errors="replace")
 
     def parse(self, text: str, use: Callable[[dict[str, Any]], None]) -> None:
-        """Call `use` on each line. Raise if a line is no JSON object, or not as `use` needs it."""
+        """Call `use` on each line. Raise if a line is no JSON object, or if `use` fails on it."""
         for number, line in enumerate(text.split("\n")[:-1], 1):
             got = repr(line[:40])
             try:

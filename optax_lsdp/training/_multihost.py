@@ -1,6 +1,6 @@
 """Agreement between the processes of a run, and the placement of arrays on their devices.
 
-All processes of a run must take the same decisions. So the functions here exchange values.
+All processes of a run must make the same decisions. So the functions here exchange values.
 """
 
 from collections.abc import Iterator

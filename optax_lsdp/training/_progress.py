@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -14,12 +16,15 @@ from tqdm import tqdm
 from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger, show_epsilon
+from optax_lsdp.clipping import NormEstimates, has_estimates, norm_estimates
 from optax_lsdp.training._multihost import raise_everywhere
 from optax_lsdp.training._step import State
 from optax_lsdp.training._validation import warn_caller
+from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
+_SECONDS = 0.5  # between two looks at the estimates, for which the devices must finish a step
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -33,6 +38,11 @@ class StepReport(NamedTuple):
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
+        work: the estimated change of the clipped loss before the last step, and its standard error:
+            (2,), or None if the run is not watched. It is public. The next step reuses its memory.
+        norms: the clip norm, the share of gradients that are clipped, and the distribution of
+            norms, if the plan's clip norm is an `AdaptiveClip`, else None. They have noise, so they
+            may be released. The next step reuses their memory.
     """
 
     step: int
@@ -40,6 +50,8 @@ class StepReport(NamedTuple):
     average: optax.Params
     epsilon: float
     private_loss: jax.Array
+    work: jax.Array | None
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
@@ -57,6 +69,9 @@ class FitResult(NamedTuple):
         ledger: the privacy spent.
         stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
             further step, "callback" or "signal".
+        curve: how far the clipped loss has come down, or None if the run was not watched.
+        norms: the estimated distribution of norms and the clip norm, if the plan's clip norm is an
+            `AdaptiveClip`, else None.
     """
 
     params: optax.Params
@@ -64,11 +79,14 @@ class FitResult(NamedTuple):
     steps: int
     ledger: Ledger
     stopped: Stopped
+    curve: TrainingCurve | None
+    norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)
         text = f"params=<{params}>, average=<{average}>, steps={self.steps}"
-        return f"FitResult({text}, ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r})"
+        text += f", ledger=<{self.ledger.steps} steps>, stopped={self.stopped!r}"
+        return f"FitResult({text}, curve={self.curve!r})"
 
 
 class StopTraining(Exception):
@@ -110,26 +128,47 @@ class Reporter:
     def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
         self._callbacks, self._has_warned = callbacks, False
+        self._text, self._read_at = "", -math.inf  # what the bar shows besides ε, and since when
 
     def report(
         self, step: int, state: State, loss: jax.Array, epsilon: Callable[[int], float]
     ) -> bool:
         """Report a step, and return whether a callback raised `StopTraining`."""
         wants_stop = False
+        watched = find_watch_state(state.optimizer)
+        work = None if watched is None else watched.last
         with raise_everywhere():
             if not self.bar.disable:
                 # The bar does not show the loss: bars end up in logs, and the loss is private.
-                self.bar.set_postfix_str(f"ε = {show_epsilon(epsilon(step))}", refresh=False)
+                text = f"ε = {show_epsilon(epsilon(step))}{self._released(step, state, work)}"
+                self.bar.set_postfix_str(text, refresh=False)
                 self.bar.update(step - self.bar.n)
             for callback in self._callbacks:
+                norms = released_norms(state)
+                report = StepReport(
+                    step, state.params, state.average, epsilon(step), loss, work, norms
+                )
                 try:
-                    callback(StepReport(step, state.params, state.average, epsilon(step), loss))
+                    callback(report)
                 except StopTraining:
                     wants_stop = True
         return wants_stop
 
+    def _released(self, step: int, state: State, work: jax.Array | None) -> str:
+        """Return the released estimates for the bar, and read them only now and then."""
+        if time.monotonic() >= self._read_at + _SECONDS or step == self.bar.total:
+            self._text, self._read_at = "", time.monotonic()
+            if work is not None:
+                self._text += f", {describe_work(*np.asarray(work).tolist())}"
+            if (norms := released_norms(state)) is not None:
+                clip, share = jax.device_get((norms.clip_norm, norms.clipped))
+                clips = "/".join(f"{float(x):.3g}" for x in jax.tree.leaves(clip))
+                shares = "/".join(f"{float(x):.0%}" for x in jax.tree.leaves(share))
+                self._text += f", released with noise: clip norm {clips}, {shares} clipped"
+        return self._text
+
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn, once in a run, if the loss of a step is not finite, as with a wrong label."""
+        """Warn once per run if the loss of a step is not finite, as after a wrong label."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True
@@ -139,6 +178,11 @@ class Reporter:
             "example whose gradient is not finite contributes nothing to the training. This "
             "warning depends on private data: release no log that contains it."
         )
+
+
+def released_norms(state: State) -> NormEstimates | None:
+    """Return the estimated norms in the optimizer's state, or None if there are none."""
+    return norm_estimates(state.optimizer) if has_estimates(state.optimizer) else None
 
 
 def _summary(tree: PyTree) -> str:

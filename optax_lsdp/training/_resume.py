@@ -2,8 +2,8 @@
 
 The fingerprint of a run holds hashes of everything that affects the exact result of a step. If it
 is unchanged, a run resumes: it repeats the steps after the last checkpoint with the same noise, so
-these steps count once. Otherwise the run restarts: a new nonce gives new noise and new batches.
-Steps after the checkpoint whose results may have been seen then count twice.
+these steps count once. Otherwise the run restarts: a new nonce, a random label, gives new noise and
+new batches. Later steps then count twice if their first results may have been seen.
 """
 
 import hashlib
@@ -162,7 +162,7 @@ class Account:
 
 
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
-    """Append steps to a ledger. Announced steps beyond the plan count like its last step.
+    """Append steps to a ledger. Steps beyond the plan count like its last step.
 
     Some schemes use each example once per epoch, in a random order. A restart within an epoch draws
     a new order, which may repeat examples that this epoch has already used. So at `order_start`,
@@ -221,7 +221,7 @@ class Run:
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with a new nonce. Count all later steps that may be known, and warn."""
+        """Restart from `at` with new noise. Count later steps that may have been seen, and warn."""
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.seen_with(at.nonce).start)
@@ -245,7 +245,7 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Draw a new nonce, write it to the journal, and return `at` with this nonce, saved."""
+        """Draw a new nonce and write it to the journal. Save and return `at` with this nonce."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce)
         folder.save(checkpoint)

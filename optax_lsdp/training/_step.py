@@ -20,7 +20,7 @@ from optax_lsdp._checks import is_number
 from optax_lsdp._loss import LossFn, takes_key, with_key_in_example
 from optax_lsdp._trees import widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping import ClipStyle
+from optax_lsdp.clipping import AdaptiveClip, ClipStyle, current_clip_norm
 from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
 from optax_lsdp.training._users import UserBatch
@@ -69,33 +69,36 @@ def make_step(
     average: Average,
     clip_style: ClipStyle = "threshold",
 ) -> _Step:
-    """Return `add_microbatch(params, sums, microbatch)` and `take_step(state, sums, microbatch)`.
+    """Return `add_microbatch(state, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
     `sums` is None for the first microbatch. `add_microbatch` returns the new sums, and the sum of
     the losses so far. `take_step` returns the new state, and the sum of the batch's losses divided
     by the expected batch size. These losses are private.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
+    adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(plan.clip_norm))
     loss = with_key_in_example(loss_fn) if keyed else loss_fn
     gradient = plan.value_and_clipped_grad(loss, clip_style=clip_style)
 
     def add_microbatch(
-        params: optax.Params, sums: Sums | None, microbatch: Microbatch
+        state: State, sums: Sums | None, microbatch: Microbatch
     ) -> tuple[Sums, jax.Array]:
         batch, mask, key, step = microbatch
         if keyed and isinstance(batch, UserBatch):
             batch = batch, jax.vmap(jax.random.fold_in, (None, 0))(key, batch.users)
         elif keyed:
             batch = batch, jax.random.split(key, len(mask))
-        options = {"step": step} if scheduled else {}
-        per_example, total = gradient(params, batch, mask, **options)
+        options: dict[str, PyTree] = {"step": step} if scheduled else {}
+        if adapts:
+            options["clip_norm"] = current_clip_norm(state.optimizer)
+        per_example, total = gradient(state.params, batch, mask, **options)
         added = Sums(total, per_example.values.sum())
         if sums is not None:
             added = jax.tree.map(jnp.add, sums, added)
         return added, added.loss + 0  # a copy: the next call reuses the memory of `added`
 
     def take_step(state: State, sums: Sums | None, microbatch: Microbatch) -> _Taken:
-        (total, loss_sum), _ = add_microbatch(state.params, sums, microbatch)
+        (total, loss_sum), _ = add_microbatch(state, sums, microbatch)
         updates, inner = optimizer.update(total, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
         mean = _update_average(average, state.average, params, microbatch.step)
@@ -167,13 +170,13 @@ class CompiledStep:
         sums = None
         self._adders: tuple[Compiled, ...] = ()
         if count > 1:  # with one microbatch there is nothing to add
-            first = compile(jax.jit(add_microbatch), shapes.params, None, batch)
-            sums, _ = jax.eval_shape(add_microbatch, shapes.params, None, batch)
+            first = compile(jax.jit(add_microbatch), shapes, None, batch)
+            sums, _ = jax.eval_shape(add_microbatch, shapes, None, batch)
             if on_mesh:
                 shardings, _ = first.output_shardings
                 sums = jax.tree.map(lambda x, s: x.update(sharding=s), sums, shardings)
             donating = jax.jit(add_microbatch, donate_argnums=1)
-            self._adders = first, compile(donating, shapes.params, sums, batch)
+            self._adders = first, compile(donating, shapes, sums, batch)
         outputs = (jax.tree.map(lambda x: x.sharding, state), replicated) if on_mesh else None
         whole = jax.jit(take_step, donate_argnums=0, out_shardings=outputs)
         self.compiled = compile(whole, shapes, sums, batch)
@@ -189,10 +192,10 @@ class CompiledStep:
                 needed.append(total - x.alias_size_in_bytes)  # outputs that reuse arguments
         return max(needed)
 
-    def add(self, params: optax.Params, sums: Sums | None, microbatch: Microbatch) -> Sums:
+    def add(self, state: State, sums: Sums | None, microbatch: Microbatch) -> Sums:
         """Return `sums` plus the clipped sum of a microbatch that is not the last of its batch."""
         add_first, add_next = self._adders
-        return self._call(add_first if sums is None else add_next, params, sums, microbatch)[0]
+        return self._call(add_first if sums is None else add_next, state, sums, microbatch)[0]
 
     def take(self, state: State, sums: Sums | None, microbatch: Microbatch) -> _Taken:
         """Finish a step with its last microbatch. Return the new state and the private loss.

@@ -67,7 +67,7 @@ def check_kind(data: object) -> None:
 
 
 def check_example(example: PyTree) -> None:
-    """Raise if an example has a list of numbers, which JAX would read as an array per number."""
+    """Raise if an example has a list of numbers, which JAX would treat as one array per number."""
     for path, part in jax.tree.leaves_with_path(example, is_leaf=lambda x: isinstance(x, list)):
         if isinstance(part, list) and all(map(is_number, jax.tree.leaves(part))):
             raise TypeError(
@@ -133,7 +133,8 @@ def _remedy_for(array: np.ndarray) -> str:
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
-    `rows` are some examples, and `indices` are their indices. `name` is from `describe_path`.
+    `rows` are some examples of one leaf, and `indices` are their indices. `name` says which leaf;
+    see `describe_path`.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)
     is_inexact = jnp.issubdtype(rows.dtype, np.inexact)

@@ -47,8 +47,8 @@ def _each_use_apart(disjoint_parts, pieces):
     return None if parts is None else tuple((use,) for part in parts for use in part)
 
 
-def _all_but_first(seen):
-    return lambda moved: list(seen(moved))[1:]
+def _all_but_first(seen, *args):
+    return list(seen(*args))[1:]
 
 
 def _other_side(padded):
@@ -67,8 +67,8 @@ def _outer_products_without_rounding(table):
     return table | {"outer product": bound}
 
 
-def _joined_backwards(joined):
-    return lambda kept: joined(type(kept)(dict(reversed(kept.rows.items())), kept.platform))
+def _joined_backwards(joined_rows, rows):
+    return joined_rows(dict(reversed(rows.items())))
 
 
 def _zeros(function, *args):
@@ -154,7 +154,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "cross terms counted once": Mutation(
         BY_BOOKKEEPING,
-        rewrite(f"{STRATEGIES}.gram:bound_by_grams", "2 if gram.weighting is None else 1", "1"),
+        rewrite(f"{STRATEGIES}.bounds:bound_by_grams", "2 if gram.weighting is None else 1", "1"),
         ("tied",),
     ),
     "no cross terms of tied weights": Mutation(
@@ -169,7 +169,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "only the first block of a scan counted": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{STRATEGIES}.gram:block_bound", _first_block),),
+        (wrap(f"{STRATEGIES}.bounds:block_bound", _first_block),),
         ("scanned",),
     ),
     "norms in half precision": Mutation(
@@ -177,16 +177,16 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "bounds on norms in half precision": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{STRATEGIES}.gram:bound_by_grams", _bounds_in_half),),
+        (wrap(f"{STRATEGIES}.bounds:bound_by_grams", _bounds_in_half),),
         ("tied",),
     ),
     "rounding slack dropped": Mutation(
         "clipping of cancelling rows",
-        rewrite(f"{STRATEGIES}.gram:bound_by_grams", "root(total + slack, ", "root(total, "),
+        rewrite(f"{STRATEGIES}.bounds:bound_by_grams", "root(total + slack, ", "root(total, "),
         ("cancelling",),
     ),
     "repeated tokens counted once": Mutation(
-        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}.gram:_inner", _tokens_once),), ("gathered",)
+        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}.bounds:_inner", _tokens_once),), ("gathered",)
     ),
     "padding of a convolution on the wrong side": Mutation(
         BY_BOOKKEEPING,
@@ -194,12 +194,15 @@ MUTATIONS_OF_CLIPPING = {
         ("convolved",),
     ),
     "biases missing from the norm": Mutation(
-        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}._leaf:kept_bound", _zeros),), ("dense",)
+        BY_BOOKKEEPING, (wrap(f"{BOOKKEEPING}._engine:kept_bound", _zeros),), ("dense",)
     ),
     "padding of a convolution on the wrong side, without patches": Mutation(
         ON_TPU,
         rewrite(
-            f"{STRATEGIES}.convolution:_movements", "[low for low, _ in", "[high for _, high in"
+            f"{BOOKKEEPING}._rules:movements",
+            "[low for low, _ in",
+            "[high for _, high in",
+            f"{STRATEGIES}.convolution",
         ),
         ("many positions",),
     ),
@@ -214,17 +217,17 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "padding of Gram matrices of patches on the wrong side": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Movement.padded", _other_side),),
+        (Patch(f"{BOOKKEEPING}._rules:Movement.padded", _other_side),),
         ("few positions of many channels",),
     ),
     "the first offset of a window left out": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
+        (wrap(f"{STRATEGIES}.convolution:_seen", _all_but_first),),
         ("many positions",),
     ),
     "the first offset of a window left out of Gram matrices": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.convolution:Moved.seen", _all_but_first),),
+        (wrap(f"{STRATEGIES}.convolution:_seen", _all_but_first),),
         ("few positions of many channels",),
     ),
     "a norm with the products of neighbouring examples": Mutation(
@@ -238,7 +241,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "sums of small leaves swapped": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}._leaf:Kept._joined", _joined_backwards),),
+        (wrap(f"{STRATEGIES}.kept:joined_rows", _joined_backwards),),
         ("small",),
     ),
     "half of the unit roundoff of weighted rows": Mutation(
@@ -248,24 +251,24 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "weighted rows whose rounding is not in the bound": Mutation(
         ON_TPU,
-        (replace(f"{STRATEGIES}.gram:_weighting", lambda term, platform: (0.0, 0.0)),),
+        (replace(f"{STRATEGIES}.bounds:_weighting", lambda term, platform: (0.0, 0.0)),),
         ("constant rows",),
     ),
     "a weighted outer product whose rounding is not in the bound": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}._leaf:_BY_FACTORS", _outer_products_without_rounding),),
+        (Patch(f"{BOOKKEEPING}._engine:_BY_FACTORS", _outer_products_without_rounding),),
         ("constant row",),
     ),
     "the reach of rows, as if they were orthogonal": Mutation(
         BY_BOOKKEEPING,
         rewrite(
-            f"{STRATEGIES}.gram:bound_by_grams", "along = jnp.sum(", "along = jnp.linalg.norm("
+            f"{STRATEGIES}.bounds:bound_by_grams", "along = jnp.sum(", "along = jnp.linalg.norm("
         ),
         ("constant rows",),
     ),
     "the operand of a masked example, which is NaN, not replaced": Mutation(
         BY_BOOKKEEPING,
-        (replace(f"{STRATEGIES}._terms:select", lambda x, factors: x),),
+        (replace(f"{STRATEGIES}.terms:select", lambda x, factors: x),),
         ("dense",),
     ),
     "the image of a masked example, which is NaN, not replaced": Mutation(
@@ -274,19 +277,27 @@ MUTATIONS_OF_CLIPPING = {
             f"{STRATEGIES}.convolution:convolution_sum",
             "jnp.where(jnp.isfinite(image), image, jnp.zeros_like(image))",
             "image",
-            f"{STRATEGIES}._leaf",
         ),
         ("convolved",),
     ),
     "the first part of a sum for all leaves that are concatenated": Mutation(
         BY_BOOKKEEPING,
         rewrite(
-            f"{STRATEGIES}._terms:weighted_leaves",
-            "(weighted, start, start + size,",
-            "(weighted, 0, size,",
-            f"{STRATEGIES}._leaf",
+            f"{STRATEGIES}.terms:weighted_leaves",
+            "(weighted, start, start + term",
+            "(weighted, 0, term",
+            f"{BOOKKEEPING}._engine",
         ),
         ("concatenated",),
+    ),
+    "one slack coordinate too many": Mutation(
+        "clipping by search, engine 'vmap'",
+        rewrite(
+            f"{CLIPPING}._slack:count_slack",
+            "room[:, None] >= places",
+            "room[:, None] + 1 >= places",
+            f"{CLIPPING}._grad",
+        ),
     ),
     "a sum in units of the clip norm": Mutation(
         BY_BOOKKEEPING,

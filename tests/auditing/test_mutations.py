@@ -16,6 +16,7 @@ QUICK = (
     "a norm without the third leaf",
     "cross terms counted once",
     "rounding slack dropped",
+    "one slack coordinate too many",
     "half of the unit roundoff of weighted rows",
     "overlapping microbatches counted twice",
     "collectives over devices accepted",

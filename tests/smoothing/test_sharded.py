@@ -205,6 +205,25 @@ def test_a_scheduled_smoothing_compiles_once_on_a_mesh():
     assert len(traces) == 1
 
 
+@pytest.mark.parametrize("smoothing", [2.0, lambda step: 2.0 / (1.0 + step.astype(jnp.float32))])
+def test_programs_for_tpus_have_no_custom_partitioning(smoothing):
+    """XLA:TPU does not compile it, so XLA has to split the method "recursive" itself."""
+    tx = lsdp.laplacian_smooth(smoothing)
+    traced = jax.jit(tx.update).trace(put(make_mesh("Auto"), SPECS["two axes"]), tx.init(None))
+    name = "CustomSPMDPartitioning"
+    assert name in traced.lower().as_text()
+    assert name not in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+def test_xla_splits_the_recursive_method_without_changing_its_numbers():
+    mesh, specs = make_mesh("Auto"), SPECS["two axes"]
+    tx = lsdp.laplacian_smooth(2.0, method="recursive")
+    got, _ = jax.jit(tx.update)(put(mesh, specs), tx.init(None))
+    for leaf, expected in on_one_device(2.0).items():
+        np.testing.assert_allclose(got[leaf], expected, atol=1e-6)  # float32, sums in two orders
+        assert got[leaf].sharding.is_equivalent_to(NamedSharding(mesh, specs[leaf]), got[leaf].ndim)
+
+
 SIXTY_FOUR = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -6,7 +6,6 @@ import html
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import jax
@@ -23,7 +22,7 @@ from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._backward import run_backward
-from optax_lsdp.clipping.bookkeeping._engine import group_bound
+from optax_lsdp.clipping.bookkeeping._engine import group_bound, leaf_gradients
 from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
 from optax_lsdp.clipping.bookkeeping._platforms import (
     CPU,
@@ -32,9 +31,9 @@ from optax_lsdp.clipping.bookkeeping._platforms import (
     Platform,
     emulate_platform,
 )
-from optax_lsdp.clipping.bookkeeping._rounded import round_recorded
 from optax_lsdp.clipping.bookkeeping._strategy import Kind, choose
-from optax_lsdp.clipping.bookkeeping.strategies import NormBound, leaf_gradients
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound
+from optax_lsdp.clipping.bookkeeping.strategies.terms import round_recorded
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
 _WORDS = 4  # columns of words; the columns after them hold numbers
@@ -270,26 +269,22 @@ def _shares(
     if not all(map(_is_known, [*values, *jax.tree.leaves(example)])):
         return unknown
     groups = [ClipGroup("", 1.0)] * len(values)
+    with emulate_platform(device.name):
+        platform = (EMULATED.get() or PLATFORMS)[CPU.name]
 
-    def bounds(
-        params: optax.Params, batch: PyTree, platform: Platform
-    ) -> tuple[NormBound, list[NormBound | None]]:
+    def bounds(params: optax.Params, batch: PyTree) -> tuple[NormBound, list[NormBound | None]]:
         _, recorded, analysis = run_backward(loss_fn, params, batch)
         leaves = jax.tree.leaves(params)
         rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
-        each = [
-            gradient.bound()
-            for leaf in analysis.leaves
-            for gradient in leaf_gradients([(leaf, choose(leaf, device).kind)], rounded)
-        ]
+        units = [(leaf, choose(leaf, device).kind) for leaf in analysis.leaves]
+        found = [leaf_gradients([unit], rounded) for unit in units]  # an unused leaf has none
+        each = [gradients[0].bound if gradients else None for gradients in found]
         zero = jnp.zeros(1, wide_dtype(*leaves, *jax.tree.leaves(recorded)))
-        return group_bound(each, zero, rounded.scales[0], platform), each
+        used = [bound for bound in each if bound is not None]
+        return group_bound(used, zero, rounded.scales[0], platform), each
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
-    with emulate_platform(device.name):
-        platform = (EMULATED.get() or PLATFORMS)[CPU.name]
-        run = jax.jit(with_automatic_axes(partial(bounds, platform=platform), jax.P()))
-        joint, each = run(params, batch)
+    joint, each = jax.jit(with_automatic_axes(bounds, jax.P()))(params, batch)
     if isinstance(joint.norm, jax.core.Tracer):  # the loss may close over traced arrays
         return unknown
     return _share(joint), [_share(bound) for bound in each]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 
 from optax_lsdp._clipped import ClipGroup
@@ -20,7 +21,7 @@ from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._uses import Path, Piece, Use, Uses, find_uses
-from optax_lsdp.clipping.bookkeeping._views import Axis, View, are_disjoint, merged
+from optax_lsdp.clipping.bookkeeping._weights import are_disjoint, merged, reshaped
 
 _LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
 _ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # these apply biases, scales and positions
@@ -54,7 +55,16 @@ class Term(NamedTuple):
     @property
     def size(self) -> Size:
         """Return the size of the factors for one example."""
-        return piece_size(self.use, self.piece)
+        blocks, inputs, outputs = self.piece.matrix.shape
+        whole_blocks, _, whole_outputs = self.use.matrix.shape
+        entries = math.prod(shape_of(self.use.equation.outvars[0]))
+        rows = entries // (whole_blocks * whole_outputs)
+        for loop in self.use.loops:
+            if loop in self.piece.weight.sliced:
+                blocks *= loop.length
+            else:
+                rows *= loop.length
+        return Size(blocks, rows, inputs, outputs)
 
 
 @dataclass(frozen=True)
@@ -82,42 +92,10 @@ class ParameterLeaf:
     has_rule: bool
     pieces: tuple[tuple[int, Term], ...] = ()
 
-
-def join_concatenated(
-    leaves: Sequence[ParameterLeaf], groups: Sequence[ClipGroup]
-) -> list[ParameterLeaf]:
-    """Join leaves that the loss concatenates, so that one product serves all of them.
-
-    Leaves are joined if one use is the only use of each of them, the same scans slice them, and one
-    clip norm bounds them all. The joined leaf has the index of its first member, and one term: the
-    whole operand of the use.
-    """
-    alone = {leaf.terms[0].path for leaf in leaves if len(leaf.terms) == 1 and leaf.parts}
-    members: dict[Path, list[ParameterLeaf]] = {path: [] for path in alone}
-    for leaf in leaves:
-        for path in {term.path for term in leaf.terms} & alone:
-            members[path].append(leaf)
-    joined = {}
-    for path, found in members.items():
-        use = found[0].terms[0].use
-        are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
-        is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
-        entries = sum(math.prod(piece.matrix.split) for piece in use.pieces)
-        is_whole = entries == math.prod(use.matrix.split)  # constants have no gradient
-        is_several = len(found) == len(use.pieces) > 1
-        # A matrix that a scan slices has one block per iteration; other matrices share their rows.
-        sliced = {tuple(depth for depth, _ in piece.weight.sliced) for piece in use.pieces}
-        are_alike = are_single and is_one_group and len(sliced) == 1
-        if is_several and is_whole and are_alike:
-            every = frozenset(leaf.index for leaf in found)
-            weight = use.pieces[0].weight._replace(leaves=every, view=None)
-            term = Term(path, use, Piece(weight, use.matrix))
-            pieces = tuple((leaf.index, leaf.terms[0]) for leaf in found)
-            joined[found[0].index] = replace(
-                found[0], shape=use.matrix.split, terms=(term,), parts=((term,),), pieces=pieces
-            )
-    gone = {index for leaf in joined.values() for index, _ in leaf.pieces[1:]}
-    return [joined.get(leaf.index, leaf) for leaf in leaves if leaf.index not in gone]
+    @property
+    def held(self) -> int:
+        """Return how many floats the factors of all terms have for one example."""
+        return sum(b * t * (p + q) for b, t, p, q in (term.size for term in self.terms))
 
 
 class LossAnalysis(NamedTuple):
@@ -125,6 +103,35 @@ class LossAnalysis(NamedTuple):
 
     uses: dict[Path, Use]
     leaves: list[ParameterLeaf]
+
+
+def join_concatenated(analysis: LossAnalysis, groups: Sequence[ClipGroup]) -> list[ParameterLeaf]:
+    """Join leaves that the loss concatenates, so that one product serves all of them.
+
+    Leaves are joined if one use is the only use of each of them, the same scans slice them, and one
+    clip norm bounds them all. The joined leaf has the index of its first member, and one term: the
+    whole operand of the use.
+    """
+    joined, gone = dict[int, ParameterLeaf](), set[int]()
+    for path, use in analysis.uses.items():
+        found = [analysis.leaves[index] for index in sorted(use.leaves)]
+        if len(found) != len(use.pieces) or len(found) == 1:
+            continue
+        are_single = all(len(leaf.terms) == 1 and leaf.parts for leaf in found)
+        is_one_group = len({groups[leaf.index].path for leaf in found}) == 1
+        entries = sum(math.prod(piece.matrix.split) for piece in use.pieces)
+        is_whole = entries == math.prod(use.matrix.split)  # constants have no gradient
+        # A matrix that a scan slices has one block per iteration; other matrices share their rows.
+        are_alike = len({piece.weight.sliced for piece in use.pieces}) == 1
+        if are_single and is_one_group and is_whole and are_alike:
+            weight = use.pieces[0].weight._replace(leaves=use.leaves, entries=None)
+            term = Term(path, use, Piece(weight, use.matrix))
+            pieces = tuple((leaf.index, leaf.terms[0]) for leaf in found)
+            joined[found[0].index] = replace(
+                found[0], shape=use.matrix.split, terms=(term,), parts=((term,),), pieces=pieces
+            )
+            gone |= {leaf.index for leaf in found[1:]}
+    return [joined.get(leaf.index, leaf) for leaf in analysis.leaves if leaf.index not in gone]
 
 
 def analyse_loss(
@@ -135,10 +142,15 @@ def analyse_loss(
     warn_of_batch_norms(program.closed)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
     uses = find_uses(program.closed, len(shapes))
-    uses = _without(uses, _in_long_loops(uses, shapes))
-    uses = _without(uses, _formed_anyway(uses, shapes))
+    for is_dear in (_is_in_long_loop, _is_formed_anyway):
+        leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
+        uses = _without(uses, {leaf.index for leaf in leaves if is_dear(leaf)})
     leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
-    return program, LossAnalysis(uses.by_rule, leaves)
+    by_rule = {
+        path: use._replace(is_mixed=not use.leaves.isdisjoint(uses.without_rule))
+        for path, use in uses.by_rule.items()
+    }
+    return program, LossAnalysis(by_rule, leaves)
 
 
 def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> ParameterLeaf:
@@ -149,56 +161,33 @@ def _leaf(index: int, shape: tuple[int, ...], uses: Uses) -> ParameterLeaf:
         if index in piece.weight.leaves
     ]
     without_rule = uses.without_rule.get(index, set())
-    names = tuple(dict.fromkeys([term.use.name for term in terms] + sorted(without_rule)))
+    names = tuple(
+        dict.fromkeys([term.use.equation.primitive.name for term in terms] + sorted(without_rule))
+    )
     parts = None if without_rule else _disjoint_parts(terms)
     is_entrywise = without_rule <= _ENTRYWISE and not terms
     has_rule = not without_rule or is_entrywise or index in uses.by_choice
     return ParameterLeaf(index, shape, tuple(terms), parts, names, bool(without_rule), has_rule)
 
 
-def piece_size(use: Use, piece: Piece) -> Size:
-    """Return the size of the factors of one piece of a use for one example."""
-    blocks, inputs, outputs = piece.matrix.shape
-    whole_blocks, _, whole_outputs = use.matrix.shape
-    entries = math.prod(shape_of(use.equation.outvars[0]))
-    rows = entries // max(whole_blocks * whole_outputs, 1)
-    sliced = {depth for depth, _ in piece.weight.sliced}
-    for loop in use.loops:
-        if loop.depth in sliced:
-            blocks *= loop.length
-        else:
-            rows *= loop.length
-    return Size(blocks, rows, inputs, outputs)
-
-
-def _in_long_loops(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """Return the small leaves in long loops, which take less memory without a rule.
+def _is_in_long_loop(leaf: ParameterLeaf) -> bool:
+    """Return whether a small leaf in long loops takes less memory without a rule.
 
     A use with a rule keeps the operands and cotangents of all iterations. Automatic differentiation
     adds up the leaf's gradient during the backward pass instead. If the loop is rematerialised,
     only this gradient stays in memory.
     """
-    held = dict.fromkeys(range(len(shapes)), 0.0)
-    for use in uses.by_rule.values():
-        for piece in use.pieces:
-            blocks, rows, inputs, outputs = piece_size(use, piece)
-            kept = blocks * rows * (inputs + outputs) if use.loops else -math.inf
-            for leaf in piece.weight.leaves:
-                held[leaf] += kept
-    return {i for i, shape in enumerate(shapes) if held[i] > _LONG_LOOP * math.prod(shape)}
+    are_in_loops = all(term.use.loops for term in leaf.terms)
+    return are_in_loops and leaf.held > _LONG_LOOP * math.prod(leaf.shape)
 
 
-def _formed_anyway(uses: Uses, shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """Return the leaves whose gradient has to be formed, which automatic differentiation does best.
+def _is_formed_anyway(leaf: ParameterLeaf) -> bool:
+    """Return whether a gradient has to be formed, which automatic differentiation does best.
 
     Patches and the iterations of a scan are exceptions: one product forms the gradient from them.
     """
-    leaves = [_leaf(index, shape, uses) for index, shape in enumerate(shapes)]
-    return {
-        leaf.index
-        for leaf in leaves
-        if leaf.parts is None and not any(t.use.loops or t.use.rule.expands for t in leaf.terms)
-    }
+    has_product = any(term.use.loops or term.use.rule.expands for term in leaf.terms)
+    return leaf.parts is None and not has_product
 
 
 def _without(uses: Uses, chosen: set[int]) -> Uses:
@@ -206,10 +195,7 @@ def _without(uses: Uses, chosen: set[int]) -> Uses:
 
     A use keeps its rule if one of its leaves was not chosen. Its other leaves then keep theirs.
     """
-    leaves_at = {
-        path: frozenset[int]().union(*(piece.weight.leaves for piece in use.pieces))
-        for path, use in uses.by_rule.items()
-    }
+    leaves_at = {path: use.leaves for path, use in uses.by_rule.items()}
     while mixed := {
         leaf for found in leaves_at.values() if not found <= chosen for leaf in found & chosen
     }:
@@ -218,7 +204,7 @@ def _without(uses: Uses, chosen: set[int]) -> Uses:
     by_rule = dict(uses.by_rule)
     for path, found in leaves_at.items():
         if found <= chosen:
-            name = by_rule.pop(path).name
+            name = by_rule.pop(path).equation.primitive.name
             for leaf in found:
                 without_rule.setdefault(leaf, set()).add(name)
     return Uses(by_rule, without_rule, uses.by_choice | (chosen - set(uses.without_rule)))
@@ -229,24 +215,26 @@ def _disjoint_parts(terms: Sequence[Term]) -> tuple[tuple[Term, ...], ...] | Non
 
     Within a part, all terms are matrices over the same entries, perhaps transposed.
     """
-    parts: list[tuple[View, list[list[Axis]], list[Term]]] = []
+    parts: list[tuple[np.ndarray, list[list[tuple[int, int]]], list[Term]]] = []
     for term in terms:
-        weight = term.piece.weight
-        views = None if weight.view is None else term.piece.matrix.views(weight.view)
-        if weight.view is None or views is None:
+        weight, matrix = term.piece.weight, term.piece.matrix
+        stack = tuple(loop.length for loop in weight.sliced)
+        whole = weight.entries
+        split = None if whole is None else reshaped(whole, (*stack, *matrix.split))
+        if whole is None or split is None:
             return None
-        blocks, inputs, outputs = views
-        stack = [axis for _, axis in weight.sliced]
+        sizes = list(zip(split.shape, split.strides, strict=True))
+        blocks, inputs, outputs = ([sizes[len(stack) + i] for i in axes] for axes in matrix[1:])
         # The order of blocks matters: a block of one term is paired with the block of equal index.
-        frame = [merged([*stack, *blocks.axes]), merged(inputs.axes), merged(outputs.axes)]
-        entire = View((*stack, *weight.view.axes), weight.view.offset)
+        frame = [merged([*sizes[: len(stack)], *blocks]), merged(inputs), merged(outputs)]
         for other, other_frame, members in parts:
             transposed = [frame[0], frame[2], frame[1]]
-            if entire.offset == other.offset and other_frame in (frame, transposed):
+            is_same = whole.ctypes.data == other.ctypes.data  # the first entry
+            if is_same and other_frame in (frame, transposed):
                 members.append(term._replace(is_transposed=other_frame != frame))
                 break
-            if not are_disjoint(entire, other):
+            if not are_disjoint(whole, other):
                 return None
         else:
-            parts.append((entire, frame, [term]))
+            parts.append((whole, frame, [term]))
     return tuple(tuple(members) for _, _, members in parts)

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
-from itertools import pairwise
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import GatherScatterMode
 
 from optax_lsdp._jaxpr import Equation, shape_of
-from optax_lsdp.clipping.bookkeeping._views import View, reshaped, transposed
 
 
 class Matrix(NamedTuple):
@@ -29,34 +28,20 @@ class Matrix(NamedTuple):
 
     Attributes:
         split: the shape after the reshape.
-        order: the axes of `split` in their new order: blocks first, then inputs, then outputs.
-        counts: how many axes of `order` are blocks, inputs and outputs.
+        blocks: the axes of `split` that become blocks.
+        inputs: the axes that become inputs.
+        outputs: the axes that become outputs.
     """
 
     split: tuple[int, ...]
-    order: tuple[int, ...]
-    counts: tuple[int, int, int]
-
-    @property
-    def axes(self) -> list[tuple[int, ...]]:
-        """Return the axes of `split` that become blocks, inputs and outputs."""
-        blocks, inputs, _ = self.counts
-        cuts = (0, blocks, blocks + inputs, len(self.order))
-        return [self.order[start:stop] for start, stop in pairwise(cuts)]
+    blocks: tuple[int, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return (blocks, inputs, outputs)."""
-        return tuple(math.prod(self.split[axis] for axis in axes) for axes in self.axes)
-
-    def views(self, weight: View) -> list[View] | None:
-        """Return three views: of the blocks, of the inputs and of the outputs.
-
-        `weight` says which entries of the parameter make up the weight. Return None if strides
-        cannot describe one of the views.
-        """
-        parts = reshaped(weight, self.split)
-        return None if parts is None else [transposed(parts, axes) for axes in self.axes]
+        return tuple(math.prod(self.split[axis] for axis in axes) for axes in self[1:])
 
 
 class Rule(NamedTuple):
@@ -82,19 +67,16 @@ class Rule(NamedTuple):
     expands: bool = False
 
 
-def _matmul_axes(equation: Equation, place: int) -> tuple[list[int], list[int], list[int]]:
+def _matmul_axes(equation: Equation, place: int) -> tuple[tuple[int, ...], ...]:
     """Return the batch, contracting and free axes of one operand of a matrix product."""
     contracting, batch = equation.params["dimension_numbers"]
     used = (*batch[place], *contracting[place])
-    free = [i for i in range(len(shape_of(equation.invars[place]))) if i not in used]
-    return list(batch[place]), list(contracting[place]), free
+    free = (i for i in range(len(shape_of(equation.invars[place]))) if i not in used)
+    return tuple(batch[place]), tuple(contracting[place]), tuple(free)
 
 
 def _matmul_matrix(equation: Equation, place: int) -> Matrix:
-    batch, contracting, free = _matmul_axes(equation, place)
-    shape = shape_of(equation.invars[place])
-    order = (*batch, *contracting, *free)
-    return Matrix(shape, order, (len(batch), len(contracting), len(free)))
+    return Matrix(shape_of(equation.invars[place]), *_matmul_axes(equation, place))
 
 
 def _matmul_factors(
@@ -112,8 +94,48 @@ def _matmul_factors(
 
 
 def _matmul_operand_key(equation: Equation, place: int) -> Hashable:
-    batch, contracting, _ = _matmul_axes(equation, 1 - place)
-    return tuple(batch), tuple(contracting)
+    return _matmul_axes(equation, 1 - place)[:2]
+
+
+class Movement(NamedTuple):
+    """How the window of a convolution moves along one axis of an image."""
+
+    window: int
+    stride: int
+    padding: int
+    image_dilation: int
+    window_dilation: int
+
+    @property
+    def offsets(self) -> int:
+        """Return how many offsets the window has after a stride that divides it is folded."""
+        is_plain = self.image_dilation == self.window_dilation == 1
+        is_folded = is_plain and self.window % self.stride == 0
+        return self.window // self.stride if is_folded else self.window
+
+    def most_meetings(self, size: int, positions: int) -> int:
+        """Return how often the window meets a pixel at most."""
+        offsets = np.arange(self.window) * self.window_dilation - self.padding
+        places = np.add.outer(offsets, np.arange(positions) * self.stride)
+        pixels, gaps = np.divmod(places, self.image_dilation)
+        seen = pixels[(gaps == 0) & (pixels >= 0) & (pixels < size)]
+        return int(np.bincount(seen).max(initial=0))
+
+    def padded(self, size: int, positions: int) -> tuple[int, int, int]:
+        """Return how to pad the image, so that the window never leaves it."""
+        reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
+        length = (size - 1) * self.image_dilation + 1
+        return self.padding, reach - self.padding - length, self.image_dilation - 1
+
+
+def movements(equation: Equation) -> list[Movement]:
+    """Return how the window of a convolution moves along each axis of space."""
+    params, kernel = equation.params, shape_of(equation.invars[1])
+    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
+    padding = [low for low, _ in params["padding"]]
+    dilations = params["lhs_dilation"], params["rhs_dilation"]
+    items = zip(window, params["window_strides"], padding, *dilations, strict=True)
+    return [Movement(*item) for item in items]
 
 
 def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
@@ -124,12 +146,9 @@ def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
     shape, groups = shape_of(equation.invars[1]), params["feature_group_count"]
     outputs, inputs, *window = params["dimension_numbers"].rhs_spec
 
-    def after_split(axis: int) -> int:
-        return axis + (axis > outputs)
-
     split = (*shape[:outputs], groups, shape[outputs] // groups, *shape[outputs + 1 :])
-    order = (outputs, *map(after_split, (*window, inputs)), outputs + 1)
-    return Matrix(split, order, (1, len(window) + 1, 1))
+    after_split = tuple(axis + (axis > outputs) for axis in (*window, inputs))
+    return Matrix(split, (outputs,), after_split, (outputs + 1,))
 
 
 def _conv_factors(
@@ -160,20 +179,15 @@ def patches(equation: Equation, image: jax.Array) -> jax.Array:
     edges = zip(params["padding"], params["lhs_dilation"], strict=True)
     padding = [(0, 0, 0), *((low, high, d - 1) for (low, high), d in edges), (0, 0, 0)]
     image = jax.lax.pad(image, jnp.zeros([], image.dtype), padding)
-    kernel = shape_of(equation.invars[1])
-    out = shape_of(equation.outvars[0])
-    rank = len(space)
-    for i in range(rank):
-        size = kernel[params["dimension_numbers"].rhs_spec[2 + i]]
-        positions = out[params["dimension_numbers"].out_spec[2 + i]]
-        stride, dilation = params["window_strides"][i], params["rhs_dilation"][i]
-        reach = stride * (positions - 1) + 1
-        axis = 1 + i
+    positions = [shape_of(equation.outvars[0])[i] for i in params["dimension_numbers"].out_spec[2:]]
+    for i, move in enumerate(movements(equation)):
+        reach = move.stride * (positions[i] - 1) + 1
+        firsts = [k * move.window_dilation for k in range(move.window)]
         slices = [
-            jax.lax.slice_in_dim(image, k * dilation, k * dilation + reach, stride, axis)
-            for k in range(size)
+            jax.lax.slice_in_dim(image, first, first + reach, move.stride, 1 + i)
+            for first in firsts
         ]
-        image = jnp.stack(slices, axis=1 + rank + i)
+        image = jnp.stack(slices, axis=1 + len(space) + i)
     return image
 
 
@@ -198,8 +212,7 @@ def _gather_matrix(equation: Equation, place: int) -> Matrix | None:
     if axis is None:
         return None
     shape = shape_of(equation.invars[0])
-    rest = [i for i in range(len(shape)) if i != axis]
-    return Matrix(shape, (axis, *rest), (0, 1, len(rest)))
+    return Matrix(shape, (), (axis,), tuple(i for i in range(len(shape)) if i != axis))
 
 
 def _gather_factors(

@@ -9,14 +9,13 @@ and its sum in `strategies`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
-from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION
+from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
 
 # In multiplications of a TPU's matrix unit, read off its compiler's prices:
 _ADDING = 100  # to add an entry to a Gram matrix
@@ -80,25 +79,21 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 
     Forming them takes no extra multiplications, because it replaces the product of the sum.
     """
-    floats = math.prod(leaf.shape)
-    multiplications = sum(
-        b * t * q * (1 if term.use.rule.is_one_hot else p)
-        for term in leaf.terms
-        for b, t, p, q in [term.size]
-    )
+    floats, multiplications, idle = math.prod(leaf.shape), 0, 0
+    for term in leaf.terms:
+        blocks, rows, inputs, outputs = term.size
+        if term.use.rule.is_one_hot:
+            multiplications += blocks * rows * outputs
+        else:
+            multiplications += blocks * rows * inputs * outputs
+            # A product with few rows leaves most of the matrix unit idle.
+            idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
     stored = 8 * floats * platform.per_byte
     if platform.keeps and any(term.use.rule.expands for term in leaf.terms):
         stored /= 5  # other strategies make patches twice
     if not platform.keeps and leaf.terms and is_plain_convolution(leaf.terms[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
-    # A product with few rows leaves most of the matrix unit idle.
-    idle = sum(
-        b * (_padded(t, platform) - t) * p * q
-        for term in leaf.terms
-        if not term.use.rule.is_one_hot
-        for b, t, p, q in [term.size]
-    )
     kind: Kind = "materialised" if leaf.has_rule else "materialised, no rule"
     return Strategy(kind, multiplications or floats, floats, stored + idle)
 
@@ -106,19 +101,23 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     """Return the costs of strategies that work with the factors of the gradient."""
     parts = leaf.parts or ()
-    held = sum(b * t * (p + q) for b, t, p, q in (term.size for term in leaf.terms))
-    floats = math.prod(leaf.shape)
-    if platform.keeps and floats <= held:
+    if platform.keeps and math.prod(leaf.shape) <= leaf.held:
         return []
     heights = [sum(term.size.rows for term in part) for part in parts]
-    multiplications = sum(_gram_multiplications(part) for part in parts)
+    multiplications = 0
+    for part in parts:
+        for term, other in combinations_with_replacement(part, 2):
+            (blocks, rows, inputs, outputs), size = term.size, other.size
+            # Inner products of one-hot rows take no multiplications.
+            is_one_hot = term.use.rule.is_one_hot or other.use.rule.is_one_hot
+            entries = min(outputs, size.outputs) if is_one_hot else inputs + outputs
+            multiplications += blocks * rows * size.rows * entries
     if max(heights) == 1:
         return [Strategy("outer product", multiplications, 0, multiplications)]
-    blocks = [part[0].size.blocks for part in parts]
-    stored = sum(2 * b * t * t for b, t in zip(blocks, heights, strict=True))
+    stored = sum(2 * part[0].size.blocks * t * t for part, t in zip(parts, heights, strict=True))
     if platform.keeps:
         return [Strategy("Gram matrices", multiplications, stored, multiplications)]
-    reading = 2 * held * platform.per_byte
+    reading = 2 * leaf.held * platform.per_byte
     return [Strategy("Gram matrices", multiplications, 0, multiplications + reading + 4 * stored)]
 
 
@@ -139,8 +138,10 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
     abreast = max(platform.lanes // max(channels, outputs), 1)  # examples share a product
     tile = _padded(abreast * channels, platform) * _padded(abreast * outputs, platform) / abreast
     pixels = math.prod(shape_of(term.use.equation.invars[0]))
-    moved, features = pixels + rows * outputs, _features(term)
-    if channels == features and math.prod(term.use.equation.params["window_strides"]) > 1:
+    moves = movements(term.use.equation)
+    features = inputs // math.prod(move.window for move in moves)
+    moved = pixels + rows * outputs
+    if channels == features and any(move.stride > 1 for move in moves):
         moved += 2 * pixels  # strides that cannot be folded
     gram = 2 * rows * _padded(rows, platform) * (inputs + outputs + _ADDING * offsets)
     by_offset = offsets * tile * (rows + _SQUARING) + _MOVING * moved
@@ -153,39 +154,11 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
     ]
 
 
-def _features(term: Term) -> int:
-    """Return how many input channels a kernel has."""
-    equation = term.use.equation
-    return shape_of(equation.invars[1])[equation.params["dimension_numbers"].rhs_spec[1]]
-
-
 def _offsets(term: Term) -> int:
     """Return how many offsets a window has after strides that divide it are folded."""
-    equation = term.use.equation
-    params, kernel = equation.params, shape_of(equation.invars[1])
-    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
-    dilated = zip(params["lhs_dilation"], params["rhs_dilation"], strict=True)
-    return math.prod(
-        size // stride if size % stride == 0 and dilation == (1, 1) else size
-        for size, stride, dilation in zip(window, params["window_strides"], dilated, strict=True)
-    )
+    return math.prod(move.offsets for move in movements(term.use.equation))
 
 
 def _padded(size: int, platform: Platform) -> int:
     """Return a size as the matrix unit sees it."""
     return -(-size // platform.lanes) * platform.lanes
-
-
-def _gram_multiplications(terms: Sequence[Term]) -> int:
-    """Return how many multiplications a norm takes if the gradient is not formed.
-
-    Inner products of one-hot rows take no multiplications.
-    """
-    total = 0
-    for term, other in combinations_with_replacement(terms, 2):
-        blocks, rows, inputs, outputs = term.size
-        pairs = rows * other.size.rows if rows > 1 or len(terms) > 1 else 1
-        one_hot = term.use.rule.is_one_hot or other.use.rule.is_one_hot
-        entries = min(outputs, other.size.outputs) if one_hot else inputs + outputs
-        total += blocks * pairs * entries
-    return total

@@ -14,20 +14,21 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-import jax
 import jax.numpy as jnp
 
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, has_custom_backward, is_literal, shape_of
-from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
-from optax_lsdp.clipping.bookkeeping._views import (
-    Loop,
-    Weight,
-    constant,
-    derived,
-    parameter,
-    slice_of,
+from optax_lsdp._jaxpr import (
+    ClosedJaxpr,
+    Equation,
+    body,
+    dtype_of,
+    has_custom_backward,
+    is_literal,
+    shape_of,
 )
+from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
+from optax_lsdp.clipping.bookkeeping._weights import Loop, Weight, derived, parameter
 
+CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATERIALISED = ("checkpoint", "remat", "remat2")
 
 Path = tuple[int, ...]  # the indices of the calls around an equation, then the equation's own index
@@ -50,6 +51,11 @@ class Piece(NamedTuple):
     start: int | None = None
     axis: int = 0
 
+    @property
+    def length(self) -> int:
+        """Return how long the weight is along `axis`."""
+        return self.matrix.split[self.axis]
+
 
 class Use(NamedTuple):
     """An equation in which a weight meets an example, and whose primitive has a rule.
@@ -62,6 +68,7 @@ class Use(NamedTuple):
         loops: the scans around the equation, the outermost first.
         pieces: the weights that the operand at `place` consists of.
         operand: the path of the first use whose other operand is the same variable.
+        is_mixed: whether automatic differentiation handles other uses of the same leaves.
     """
 
     equation: Equation
@@ -71,11 +78,12 @@ class Use(NamedTuple):
     loops: tuple[Loop, ...]
     pieces: tuple[Piece, ...]
     operand: Path
+    is_mixed: bool = False
 
     @property
-    def name(self) -> str:
-        """Return the name of the primitive."""
-        return self.equation.primitive.name
+    def leaves(self) -> frozenset[int]:
+        """Return the indices of all leaves that the weights depend on."""
+        return frozenset[int]().union(*(piece.weight.leaves for piece in self.pieces))
 
 
 class Uses(NamedTuple):
@@ -96,14 +104,6 @@ class Uses(NamedTuple):
         for weight in weights:
             for leaf in weight.leaves if weight else ():
                 self.without_rule.setdefault(leaf, set()).add(primitive)
-
-    def first_with_operand(self, path: Path, use: Use) -> Path:
-        """Return the path of the first use in the same jaxpr with the same data operand."""
-        for other, earlier in self.by_rule.items():
-            same = earlier.equation.invars[1 - earlier.place] is use.equation.invars[1 - use.place]
-            if same and other[:-1] == path[:-1]:
-                return earlier.operand
-        return path
 
 
 def find_uses(closed: ClosedJaxpr, leaves: int) -> Uses:
@@ -126,13 +126,13 @@ def _walk(
     """Record the uses in a jaxpr. Return its outputs, with None for outputs that depend on data."""
     jaxpr = closed.jaxpr
     known: dict[object, Weight] = {
-        variable: constant(value)
+        variable: Weight(frozenset(), value)
         for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
     }
     known |= {v: w for v, w in zip(jaxpr.invars, inputs, strict=True) if w is not None}
 
     def read(atom: Any) -> Weight | None:
-        return constant(atom.val) if is_literal(atom) else known.get(atom)
+        return Weight(frozenset(), atom.val) if is_literal(atom) else known.get(atom)
 
     for number, equation in enumerate(jaxpr.eqns):
         weights = [read(atom) for atom in equation.invars]
@@ -148,14 +148,22 @@ def _walk_equation(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in one equation. Return its outputs, with None as in `_walk`."""
+    """Record the uses in one equation. Return its outputs, with None as in `_walk`.
+
+    If all operands are weights, so are the outputs. Equations with a `custom_vjp` are excluded,
+    because a custom backward pass need not be linear in its cotangent. If the output is used twice,
+    its gradient is then not the sum over the two uses: automatic differentiation has to add the
+    cotangents first.
+    """
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
-    if is_inlined(equation, weights):
+    found = [weight for weight in weights if weight is not None]
+    if name in CALLS and (found or not weights):  # the call may return weights
         return _walk(body(equation), weights, path, loops, uses)
-    if makes_weights(equation, weights):
-        return [*derived(equation, [weight for weight in weights if weight is not None])]
-    if not any(weight and weight.leaves for weight in weights):
+    is_pure = not equation.effects and not has_custom_backward(equation)
+    if is_pure and len(found) == len(weights):
+        return [*derived(equation, found)]
+    if not any(weight.leaves for weight in found):
         return data
     if name == "scan":
         return _walk_scan(equation, weights, path, loops, uses)
@@ -167,64 +175,44 @@ def _walk_equation(
             results = _walk(branch, weights[1:], (*path, number), loops, uses)
             uses.add_without_rule(results, name)
     else:
-        use = _use(equation, weights, loops, path)
-        if use is not None:
-            uses.by_rule[path] = use._replace(operand=uses.first_with_operand(path, use))
-        else:
+        use = _use(equation, weights, path, loops, uses)
+        if use is None:
             uses.add_without_rule(weights, name)
+        else:
+            uses.by_rule[path] = use
     return data
 
 
-def is_inlined(equation: Equation, weights: Sequence[object]) -> bool:
-    """Return whether to treat a call as inlined, because it may return weights.
-
-    `weights` are the operands, with None for operands that depend on data.
-    """
-    is_call = equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
-    return is_call and (not weights or any(item is not None for item in weights))
-
-
-def makes_weights(equation: Equation, weights: Sequence[object]) -> bool:
-    """Return whether all operands are weights, so that the outputs are weights too.
-
-    `weights` are the operands, with None for operands that depend on data. Equations with a
-    `custom_vjp` are excluded, because a custom backward pass need not be linear in its cotangent.
-    If the output is used twice, its gradient is then not the sum over the two uses: automatic
-    differentiation has to add the cotangents first.
-    """
-    is_pure = not equation.effects and not has_custom_backward(equation)
-    return is_pure and all(item is not None for item in weights)
-
-
 def _use(
-    equation: Equation, weights: Sequence[Weight | None], loops: tuple[Loop, ...], path: Path
+    equation: Equation,
+    weights: Sequence[Weight | None],
+    path: Path,
+    loops: tuple[Loop, ...],
+    uses: Uses,
 ) -> Use | None:
     """Return the use in an equation, or None if no rule applies.
 
-    A rule applies only if exactly one operand depends on parameters.
+    A rule applies only if exactly one operand depends on parameters. No array may be empty, and all
+    are real floating-point arrays, but the indices of a one-hot rule may be integers.
     """
     places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
     rule = RULES.get(equation.primitive.name)
     if rule is None or len(places) != 1:
         return None
     place = places[0]
-    matrix, weight = rule.matrix(equation, place), weights[place]
-    if matrix is None or weight is None or not _has_real_factors(equation, place, rule):
+    data, matrix = equation.invars[1 - place], rule.matrix(equation, place)
+    arrays = [equation.invars[place], equation.outvars[0], data]
+    floats = arrays[:2] if rule.is_one_hot else arrays
+    are_real = all(jnp.issubdtype(dtype_of(array), jnp.floating) for array in floats)
+    if matrix is None or not are_real or not all(math.prod(shape_of(x)) for x in arrays):
         return None
-    return Use(equation, place, rule, matrix, loops, _pieces(weight, matrix, rule), path)
-
-
-def _has_real_factors(equation: Equation, place: int, rule: Rule) -> bool:
-    """Return whether no array is empty, and all are real floating-point arrays.
-
-    The arrays are both operands and the output. Indices of a one-hot rule may be integers.
-    """
-    avals = [cast("jax.ShapeDtypeStruct", atom.aval) for atom in equation.invars]
-    weight, other = avals[place], avals[1 - place]
-    output = cast("jax.ShapeDtypeStruct", equation.outvars[0].aval)
-    floats = [weight, output] if rule.is_one_hot else [weight, output, other]
-    real = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in floats)
-    return real and all(math.prod(aval.shape) for aval in (weight, output, other))
+    same = (
+        use.operand
+        for other, use in uses.by_rule.items()
+        if use.equation.invars[1 - use.place] is data and other[:-1] == path[:-1]
+    )
+    pieces = _pieces(cast("Weight", weights[place]), matrix, rule)
+    return Use(equation, place, rule, matrix, loops, pieces, next(same, path))
 
 
 def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
@@ -233,10 +221,9 @@ def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
         return (Piece(weight, matrix),)
     pieces, start = [], 0
     for part in weight.pieces:
-        shape = tuple(size for size, _ in part.view.axes)  # type: ignore[union-attr]  # all are views
-        cut = Matrix(shape, matrix.order, matrix.counts)
+        shape = part.entries.shape[len(part.sliced) :]  # type: ignore[union-attr]  # all are views
         if part.leaves:
-            pieces.append(Piece(part, cut, start, weight.axis))
+            pieces.append(Piece(part, matrix._replace(split=shape), start, weight.axis))
         start += shape[weight.axis]
     return tuple(pieces)
 
@@ -274,7 +261,7 @@ def _walk_scan(
     inside = [w if same else None for w, same in zip(carry, unchanged, strict=True)]
     changed = [w for w, same in zip(carry, unchanged, strict=True) if not same]
     if loop.length:  # a scan of length 0 never runs its body
-        sliced = [None if weight is None else slice_of(weight, loop) for weight in slices]
+        sliced = [w and w._replace(sliced=(*w.sliced, loop), pieces=()) for w in slices]
         results = _walk(body(equation), [*consts, *inside, *sliced], path, (*loops, loop), uses)
         changed += [w for w, same in zip(results, unchanged, strict=False) if not same]
         changed += results[len(inside) :]

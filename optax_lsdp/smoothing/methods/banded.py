@@ -8,7 +8,8 @@ them by a few small matrices, which together hold the band.
 leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU pays
 more for a change of layout, and for padding, than for products. So nothing is padded, and the axes
 keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. They
-take operands as sums of two bfloat16 numbers, so a result is within `ERROR` of the largest entry.
+round each operand to a sum of two bfloat16 numbers, so an entry has an error of at most `ERROR`
+times the largest entry.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing._spectrum import Boundary, line_kernel
 
 _WIDTHS = (32, 64, 128, 256)
-# Of the largest entry: rounding either operand costs 2⁻¹⁸, and leaving out the product of the lower
-# halves costs 2⁻¹⁸. The weights of an entry add up to 1.
+# The largest error, in units of the largest entry. Rounding either operand costs 2⁻¹⁸, and so does
+# leaving out the product of the lower halves. The weights of an entry add up to 1.
 ERROR = 2.0**-15
 _PACKED = 2**16  # leaves with at most this many entries are smoothed together; see `halo`
-_LANES, _SUBLANES = 128, 8  # the tile of a TPU's array
+_LANES, _SUBLANES = 128, 8  # a TPU stores arrays in tiles of 8 × 128
 _STEP = 2**20  # entries that one step of a loop smooths
 _WIDE = 2048  # with fewer columns, one product per step would be too small
 _ROWS = 256  # entries per column in one product of a step
@@ -91,7 +92,7 @@ class Blocking(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Return how many neighbours count on either side."""
+        """Return on how many neighbours on either side a smoothed entry depends."""
         return len(self.half) - 1
 
 
@@ -135,7 +136,10 @@ def smooth_in_blocks(array: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] | None:
-    """Return (space, inputs, outputs) of a leaf that is one row, and whether it is transposed."""
+    """Return the sizes of space, inputs and outputs, and whether the leaf is stored transposed.
+
+    Return None if the entries of the leaf do not form one row.
+    """
     shape, order, rank = arrangement.shape, arrangement.order, len(arrangement.shape)
     if arrangement.trailing != rank or len(arrangement.grid) > 1 or arrangement.reshapes:
         return None
@@ -149,23 +153,23 @@ def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] |
 
 
 def _band(blocking: Blocking, results: np.ndarray, operands: np.ndarray) -> jax.Array:
-    """Return A⁻¹ between entries at these places: (results, operands)."""
+    """Return the rows `results` and the columns `operands` of A⁻¹."""
     distance = np.abs(results[:, None] - operands)
     weights = np.asarray(blocking.half)[np.minimum(distance, blocking.reach)]
     return jnp.asarray(np.where(distance <= blocking.reach, weights, 0), jnp.float32)
 
 
-def _taps(blocking: Blocking, width: int) -> jax.Array:
-    """Return the matrices for the block before, the block itself and the block after it."""
+def _block_matrices(blocking: Blocking, width: int) -> jax.Array:
+    """Return the matrices that multiply the previous block, the block itself and the next block."""
     place = np.arange(width)
     return jnp.stack([_band(blocking, place, place + shift * width).T for shift in (-1, 0, 1)])
 
 
 def _beyond(first: jax.Array, last: jax.Array, boundary: Boundary) -> tuple[jax.Array, jax.Array]:
-    """Return what precedes the first, and follows the last, of the entries of each column.
+    """Return the entries before the `first` and after the `last` entries of each column.
 
-    A column continues in its neighbours. The first and the last column continue in each other on a
-    ring, and otherwise in their own mirror images. Both arrays have shape (entries, columns).
+    All four arrays have shape (entries, columns). Columns follow one another. On a ring, the first
+    column follows the last. Otherwise, both ends are reflected.
     """
     before, after = jnp.roll(last, 1, axis=1), jnp.roll(first, -1, axis=1)
     if boundary == "neumann":
@@ -174,11 +178,11 @@ def _beyond(first: jax.Array, last: jax.Array, boundary: Boundary) -> tuple[jax.
     return before, after
 
 
-def _convolve(blocks: jax.Array, taps: jax.Array, padding: int) -> jax.Array:
-    """Return Σ_d taps[d]ᵀ blocks[b + d] for every b; blocks: (blocks, entries, columns)."""
+def _convolve(blocks: jax.Array, matrices: jax.Array, padding: int) -> jax.Array:
+    """Return Σ_d matrices[d]ᵀ blocks[b + d] for every block b, of shape (entries, columns)."""
     return jax.lax.conv_general_dilated(
         blocks,
-        taps,
+        matrices,
         (1,),
         [(padding, padding)],
         dimension_numbers=("HCN", "HIO", "HCN"),
@@ -187,20 +191,20 @@ def _convolve(blocks: jax.Array, taps: jax.Array, padding: int) -> jax.Array:
 
 
 def _smooth_blocks(columns: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth all blocks at once, if they divide the inputs; columns: (inputs, outputs)."""
+    """Smooth all blocks at once. `columns` has shape (inputs, outputs)."""
     inputs, outputs = columns.shape
     width = blocking.width or inputs
     blocks = columns.reshape(inputs // width, width, outputs)
-    taps = _taps(blocking, width)
+    matrices = _block_matrices(blocking, width)
     before, after = _beyond(blocks[0], blocks[-1], blocking.boundary)
-    smoothed = _convolve(blocks, taps, padding=1)
-    smoothed = smoothed.at[0].add(_product(taps[0].T, before))
-    smoothed = smoothed.at[-1].add(_product(taps[2].T, after))
+    smoothed = _convolve(blocks, matrices, padding=1)
+    smoothed = smoothed.at[0].add(_product(matrices[0].T, before))
+    smoothed = smoothed.at[-1].add(_product(matrices[2].T, after))
     return smoothed.reshape(inputs, outputs)
 
 
 def _step(blocking: Blocking) -> tuple[int, int]:
-    """Return how many inputs a step smooths, and how many beside them it reads."""
+    """Return how many inputs a step smooths, and how many more it reads on either side."""
     space, inputs, outputs = blocking.shape
     if space > 1:
         beside = -(-blocking.reach // (space * _SUBLANES)) * _SUBLANES
@@ -212,23 +216,24 @@ def _step(blocking: Blocking) -> tuple[int, int]:
 
 
 def _smooth_in_steps(columns: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth some rows at a time, which need not divide the inputs; columns: (inputs, outputs)."""
+    """Smooth a few inputs at a time. `columns` has shape (inputs, outputs)."""
     outputs = columns.shape[1]
     rows, beside = _step(blocking)
-    taps = _taps(blocking, _LANES)
+    matrices = _block_matrices(blocking, _LANES)
     weights = _band(blocking, np.arange(rows), np.arange(-beside, rows + beside))
 
     def filtered(slab: jax.Array) -> jax.Array:
         if outputs >= _WIDE:
             return _product(weights, slab)
-        return _convolve(slab.reshape(-1, _LANES, outputs), taps, padding=0).reshape(-1, outputs)
+        blocks = slab.reshape(-1, _LANES, outputs)
+        return _convolve(blocks, matrices, padding=0).reshape(-1, outputs)
 
     before, after = _beyond(columns[:beside], columns[-beside:], blocking.boundary)
     return _in_steps(columns, filtered, rows, (before, after))
 
 
 def _smooth_kernels(kernels: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth some inputs at a time, with all their space; kernels: (space, inputs, outputs)."""
+    """Smooth a few inputs at a time. `kernels` has shape (space, inputs, outputs)."""
     space, _, outputs = kernels.shape
     count, beside = _step(blocking)
 
@@ -248,13 +253,13 @@ def _smooth_kernels(kernels: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _smooth_vector(vector: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth a long vector some entries at a time, in blocks that fill the lanes."""
-    taps = _taps(blocking, _LANES)
+    """Smooth a long vector a few entries at a time, in blocks of 128 entries."""
+    matrices = _block_matrices(blocking, _LANES)
 
     def filtered(slab: jax.Array) -> jax.Array:
         blocks = slab.reshape(-1, _LANES)
         parts = (blocks[:-2], blocks[1:-1], blocks[2:])
-        return sum(map(_product, parts, taps), jnp.zeros([], slab.dtype)).reshape(-1)
+        return sum(map(_product, parts, matrices), jnp.zeros([], slab.dtype)).reshape(-1)
 
     ends = vector[:_LANES, None], vector[-_LANES:, None]
     before, after = (side[:, 0] for side in _beyond(*ends, blocking.boundary))
@@ -268,10 +273,11 @@ def _in_steps(
     beyond: tuple[jax.Array, jax.Array],
     axis: int = 0,
 ) -> jax.Array:
-    """Apply `filtered` to all slabs of `size` entries along an axis.
+    """Smooth `size` entries of an axis at a time.
 
-    A slab includes as many entries on both sides as `beyond` holds; `filtered` removes them. Slabs
-    overlap if `size` does not divide the line, so nothing is padded.
+    `filtered` smooths a slab: `size` entries, with as many more on both sides as each array of
+    `beyond` holds. `beyond` is what precedes and follows the line. Slabs overlap if `size` does not
+    divide the line, so nothing is padded.
     """
     before, after = beyond
     beside, length = before.shape[axis], line.shape[axis]

@@ -67,7 +67,8 @@ class Segments(NamedTuple):
         """Collect one number per segment from all devices, in the order of neighbours.
 
         `values` has shape (segments on this device,), in the order of storage. The result has shape
-        (rows, total). `psum` gathers, because JAX knows that its result is equal on all devices.
+        (rows, total). `psum` does the gathering, because JAX knows that its result is equal on all
+        devices.
         """
         if self.columns is not None:
             values = values.reshape(self.columns).transpose(self.order)
@@ -89,7 +90,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, the index of this device's first one, and mesh axes."""
+        """Return the shape of all segments, the place of this device's first, and the mesh axes."""
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -114,7 +115,8 @@ def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -
 def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
     """Return the smoothed leaves, sharded as before.
 
-    Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape.
+    Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape. On
+    automatic mesh axes of TPUs, XLA splits "recursive" by itself.
     """
     if manual_axes():
         return smooth_recursive(leaves, operator, scope)
@@ -126,7 +128,8 @@ def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> lis
     if explicit:
         specs = tuple(sharding.spec for sharding in stated)
         return _on_explicit_mesh(task, explicit[0].mesh, specs)(list(arrays), smoothing)
-    return _on_automatic_mesh(task)(*arrays, smoothing)
+    fixed = operator.smoothing if isinstance(operator.smoothing, float) else None
+    return _on_automatic_mesh(task, fixed)(*arrays, smoothing)
 
 
 def _smooth_segments(
@@ -181,7 +184,7 @@ def _stack_rows(
 def _cut_rows(
     array: jax.Array, arrangement: Arrangement, spec: jax.P, smoothing: jax.Array | float
 ) -> tuple[Segments, Rows]:
-    """Return the segments of a leaf or shard, as rows or as columns."""
+    """Cut a leaf or shard into segments, and prepare them as rows to filter."""
     segments = _cut(arrangement, array, spec)
     upright = segments.columns is not None
     shape = (segments.length, -1) if upright else (-1, segments.length)
@@ -192,7 +195,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if every row is smoothed by itself."""
+    """Return what enters each pack's segments at their ends, if each row is smoothed by itself."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -206,7 +209,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return the carries of each pack's segments, if all leaves form one row."""
+    """Return what enters each pack's segments at their ends, if all leaves form one row."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -234,7 +237,7 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
-    """Return the carries of this device's segments, from within the row and from outside."""
+    """Return what enters this device's segments, from within the row and from outside."""
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 
@@ -288,10 +291,11 @@ def _on_explicit_mesh(
 
 
 @lru_cache(maxsize=256)
-def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
+def _on_automatic_mesh(task: Task, fixed: float | None) -> Callable[..., list[jax.Array]]:
     """Return a function that smooths `(*arrays, σ)`, if the compiler chooses the shardings.
 
-    Under `vmap` and differentiation, the function does not split the arrays.
+    Under `vmap` and differentiation, the function does not split the arrays. `fixed` is σ if it is
+    a number, and otherwise None.
     """
     count = len(task.arrangements)
 
@@ -340,7 +344,13 @@ def _on_automatic_mesh(task: Task) -> Callable[..., list[jax.Array]]:
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         return jax.jvp(whole, primals, tangents)
 
-    return jax.jit(smooth)
+    def split_by_xla(*operands: jax.Array) -> list[jax.Array]:
+        return whole(*operands[:-1], operands[-1] if fixed is None else fixed)
+
+    # XLA:TPU does not compile custom partitioning: https://github.com/jax-ml/jax/issues/38196.
+    return jax.jit(
+        lambda *operands: jax.lax.platform_dependent(*operands, tpu=split_by_xla, default=smooth)
+    )
 
 
 def _divides(shape: tuple[int, ...], sharding: NamedSharding) -> bool:

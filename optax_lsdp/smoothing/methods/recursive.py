@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
 
     rate: jax.Array  # −log ρ
     gain: jax.Array  # the kernel at its centre
-    reach: float = math.inf  # how far the kernel is large enough to matter; unknown if σ is traced
+    reach: float = math.inf  # beyond it, the kernel is negligible; ∞ if σ is traced
 
     def powers(self, exponents: jax.Array | int) -> jax.Array:
         """Return ρ^k for k ≥ 0."""
@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
         return jnp.exp(-self.rate * exponents)
 
     def every(self, width: int) -> Kernel:
-        """Return the kernel on every `width`-th entry of the line."""
+        """Return the kernel as seen by every `width`-th entry of the line."""
         return Kernel(width * self.rate, self.gain, self.reach / width)
 
 
@@ -67,14 +67,18 @@ def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """One number for each end. Both arrays have shape (rows,) or (rows, segments)."""
+    """One number for each end of a row. Both arrays have shape (rows,) or (rows, segments)."""
 
     left: jax.Array
     right: jax.Array
 
 
 class Rows(NamedTuple):
-    """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`."""
+    """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`.
+
+    A carry is what enters a row or block at one end: the share of all entries beyond this end in
+    the smoothed value just outside.
+    """
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
     carries: Ends  # (rows, blocks): the part of each block's carries that comes from its own row
@@ -93,7 +97,7 @@ def prepare_rows(
     upright: bool,
     copied: bool,
 ) -> Rows:
-    """Return everything that filtering needs except the carries of the whole rows.
+    """Prepare rows for filtering. Only what enters their ends from outside is still missing.
 
     For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
     `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
@@ -131,7 +135,7 @@ def prepare_rows(
 
 
 def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
-    """Return the smoothed rows (or columns, if they are upright), given the carry of each row."""
+    """Return the smoothed rows, or columns if upright. `carry` is what enters each row's ends."""
     values, between, _, sizes, kernel, upright, filtered = rows
     length = values.shape[0 if upright else 1]
     width = _block_width(length, kernel)
@@ -168,13 +172,13 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rings: beyond each end, the row continues at its other end."""
+    """Return the carries of rings: what enters at one end of a row comes from its other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
 
 def carry_of_mirrors(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rows with reflecting ends (Neumann's boundary condition)."""
+    """Return the carries of rows with reflecting ends: a row continues in its mirror image."""
     distance = kernel.rate * as_array(sizes, kernel.rate.dtype)
     across, rounds = jnp.exp(-distance), -1 / jnp.expm1(-2 * distance)
     left, right = ends
@@ -185,10 +189,9 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 
 
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of one size that follow one another in each row.
+    """Return what enters each segment from the others in its row, and the ends of the rows.
 
-    The arrays in `ends` have shape (rows, segments). Return the part of each segment's carries that
-    comes from other segments, and the ends of the rows.
+    The segments of a row have equal sizes. The arrays in `ends` have shape (rows, segments).
     """
     between = kernel.every(size)
     left = _accumulate(ends.right, between)
@@ -197,9 +200,9 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
-    """Link segments of different sizes that follow one another in one row.
+    """Return what enters each segment from the others in one row, and the ends of the row.
 
-    The arrays in `ends` have shape (segments,). The results are those of `link_equal`.
+    The segments may have different sizes. The arrays in `ends` have shape (segments,).
     """
     falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
 
@@ -212,10 +215,10 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Add the carries `outer` of whole rows to the carries of their segments.
+    """Add what enters whole rows, `outer`, to what enters their segments, `carries`.
 
     Arrays in `outer` have shape (…,), those in `carries` (…, segments). `places` has the index in
-    the row at which each segment starts, and the length of the row.
+    the row at which each segment starts and, last, the row's length.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
@@ -237,9 +240,10 @@ def _block_width(length: int, kernel: Kernel) -> int:
 
 
 def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return both ends of every block, smoothed as if zeros surrounded it: (blocks, 2, …).
+    """Return the first and last entry of every block, smoothed as if zeros surrounded it.
 
-    `line` has shape (entries, …). Each index of its other axes is a separate line.
+    `line` has shape (entries, …), and the result (blocks, 2, …). Each index of the other axes is a
+    separate line.
     """
     place = jnp.arange(width, dtype=jnp.int32)
     weights = kernel.gain * kernel.powers(jnp.stack([place, width - 1 - place]))
@@ -266,7 +270,7 @@ def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
 
 
 def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the line with every block filtered; `carries` has shape (blocks, 2, …)."""
+    """Return the line with every block filtered. `carries`, (blocks, 2, …), enter the blocks."""
     weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
 
     def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
@@ -315,7 +319,7 @@ def _delayed(x: jax.Array) -> jax.Array:
 
 
 def _pad(x: jax.Array, width: int, axis: int = 0) -> jax.Array:
-    """Return x with zeros after it, up to a multiple of `width`."""
+    """Pad an axis with zeros at its end, to a multiple of `width`."""
     after = [(0, 0)] * x.ndim
     after[axis] = (0, -x.shape[axis] % width)
     return jnp.pad(x, after) if x.shape[axis] % width else x
@@ -327,13 +331,13 @@ def _as_line(rows: jax.Array, width: int) -> jax.Array:
 
 
 def _toeplitz(width: int, kernel: Kernel) -> jax.Array:
-    """Return the matrix that filters a block: (width, width)."""
+    """Return the (width, width) matrix that filters a block."""
     place = jnp.arange(width, dtype=jnp.int32)
     return kernel.gain * kernel.powers(jnp.abs(place[:, None] - place))
 
 
 def _carry_weights(width: int, kernel: Kernel) -> jax.Array:
-    """Return the weights of the left and the right carry at each entry of a block: (width, 2)."""
+    """Return the (width, 2) weights of the left and the right carry at each entry of a block."""
     place = jnp.arange(width, dtype=jnp.int32)
     return kernel.powers(jnp.stack([place + 1, width - place], axis=1))
 

@@ -55,14 +55,14 @@ def smooth_matrix(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
 
 
 def _hartley_waves(size: int) -> np.ndarray:
-    """Return cos + sin of 2πjk/d, the waves on a ring: symmetric, orthogonal and real."""
+    """Return the matrix of waves on a ring, cos + sin of 2πjk/d: symmetric and orthogonal."""
     place = np.arange(size)
     angle = (place[:, None] * place % size) * (2 * math.pi / size)
     return (np.cos(angle) + np.sin(angle)) / math.sqrt(size)
 
 
 def _cosine_waves(size: int) -> np.ndarray:
-    """Return the waves between reflecting ends: cos(π(2j + 1)k/2d), normalized, at [j, k]."""
+    """Return the orthogonal matrix of waves between reflecting ends, cos(π(2j + 1)k/2d)."""
     place = np.arange(size)
     angle = ((2 * place[:, None] + 1) * place % (4 * size)) * (math.pi / (2 * size))
     return np.cos(angle) * np.where(place == 0, math.sqrt(1 / size), math.sqrt(2 / size))

@@ -11,8 +11,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.clipping.bookkeeping._platforms import CPU
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
-from optax_lsdp.clipping.bookkeeping.strategies.gram import gram_bound
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import Factors, gram_bound
 from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
 

@@ -9,14 +9,16 @@ import pytest
 
 from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
 from optax_lsdp.clipping.bookkeeping._platforms import PLATFORMS
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import Factors
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
+    Factors,
+    gram_bound,
+    kept_bound,
+    outer_bound,
+)
 from optax_lsdp.clipping.bookkeeping.strategies.convolution import (
     convolution_bound,
     convolution_sum,
 )
-from optax_lsdp.clipping.bookkeeping.strategies.gram import gram_bound
-from optax_lsdp.clipping.bookkeeping.strategies.kept import kept_bound
-from optax_lsdp.clipping.bookkeeping.strategies.outer import outer_bound
 from tests.clipping.bookkeeping.structures import conv
 from tests.clipping.bookkeeping.test_platforms import emulated
 

@@ -6,121 +6,101 @@ offset o. The engine forms G_o for one offset after the other, squares it, and f
 are few channels, it makes patches, and forms all parts in one product. If there are few positions,
 it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum
 is XLA's own weight gradient of weighted cotangents.
+
+Arrays are (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of a
+convolution in this order, where shifting an image is free.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import compute_once, wide_dtype
-from optax_lsdp.clipping.bookkeeping._leaves import Term
+from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
+from optax_lsdp.clipping.bookkeeping._rules import Movement, movements
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
+    Gram,
     NormBound,
+    bound_by_grams,
     root,
     spectral_square,
 )
-from optax_lsdp.clipping.bookkeeping.strategies._terms import weigh
-from optax_lsdp.clipping.bookkeeping.strategies.gram import Gram, bound_by_grams
+from optax_lsdp.clipping.bookkeeping.strategies.terms import Rounded, to_leaf, weigh
 
 _AXES = "bxyzuvw"  # of an image, before those of examples and channels
-
-
-class Movement(NamedTuple):
-    """How a window moves along one axis of an image."""
-
-    window: int
-    stride: int
-    padding: int
-    image_dilation: int
-    window_dilation: int
-
-    def most_meetings(self, size: int, positions: int) -> int:
-        """Return how often the window meets a pixel at most."""
-        offsets = np.arange(self.window) * self.window_dilation - self.padding
-        places = np.add.outer(offsets, np.arange(positions) * self.stride)
-        pixels, gaps = np.divmod(places, self.image_dilation)
-        seen = pixels[(gaps == 0) & (pixels >= 0) & (pixels < size)]
-        return int(np.bincount(seen).max(initial=0))
-
-    def padded(self, size: int, positions: int) -> tuple[int, int, int]:
-        """Return how to pad the image, so that the window never leaves it."""
-        reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
-        length = (size - 1) * self.image_dilation + 1
-        return self.padding, reach - self.padding - length, self.image_dilation - 1
-
-
-class Moved(NamedTuple):
-    """An image and a cotangent with space first, and how the window moves over the image.
-
-    XLA:TPU stores the activations of a convolution in this order, where shifting an image is free.
-
-    Attributes:
-        image: (batch, *space, n, channels).
-        cotangent: (batch, *positions, n, outputs).
-        moves: how the window moves along each axis of space.
-    """
-
-    image: jax.Array
-    cotangent: jax.Array
-    moves: list[Movement]
-
-    def seen(self) -> Iterator[jax.Array]:
-        """Yield, for each offset, the pixels that the window sees at all positions."""
-        x, positions = self.image, self.cotangent.shape[1:-2]
-        sizes = zip(self.moves, x.shape[1:-2], positions, strict=True)
-        edges = [move.padded(*size) for move, *size in sizes]
-        zero = jnp.zeros([], x.dtype)
-        x = lax.pad(x, zero, [(0, 0, 0), *edges, (0, 0, 0), (0, 0, 0)])
-        steps = [1, *(move.stride for move in self.moves), 1, 1]
-        for offsets in product(*(range(move.window) for move in self.moves)):
-            firsts = [o * move.window_dilation for o, move in zip(offsets, self.moves, strict=True)]
-            starts = [0, *firsts, 0, 0]
-            lengths = [x.shape[0], *positions, *x.shape[-2:]]
-            stops = [
-                a + (length - 1) * step + 1
-                for a, length, step in zip(starts, lengths, steps, strict=True)
-            ]
-            yield lax.slice(x, starts, stops, steps)
 
 
 def convolution_bound(
     term: Term, image: jax.Array, cotangent: jax.Array, platform: Platform, kind: str
 ) -> NormBound:
-    """Return the bound of the gradient of a kernel by one of three strategies."""
-    x, g = _space_first(term, image, cotangent)
-    moves = _movements(term)
+    """Return the bound of the gradient of a kernel by one of three strategies.
+
+    Let X be the image and P the patches, as matrices with a row for each pixel and each position.
+    If the window meets each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the norm of Frobenius. Each
+    offset meets a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
+    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g changes each entry by a factor of
+    at most 1 ± u, and the gradient by at most u·‖g‖ times the spectral norm of P. An entry of the
+    formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an
+    addition.
+    """
+    params, moves = term.use.equation.params["dimension_numbers"], movements(term.use.equation)
+    x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
+    folded, shorter = _folded(x, g.shape[1:-2], moves)
     if kind == "Gram matrices of patches":
         few = platform.fuses and x.shape[-1] < platform.lanes // 4
-        seen = [_patches(term, x, g, platform)] if few else list(_folded(x, g, moves).seen())
+        seen = [_patches(term, x, platform)] if few else list(_seen(folded, g, shorter))
         return _bound_by_gram(seen, g, platform)
     if kind == "by patches":
-        return _bound_by_patches(term, x, g, platform)
-    sizes = zip(moves, x.shape[1:-2], g.shape[1:-2], strict=True)
-    meetings = math.prod(move.most_meetings(*size) for move, *size in sizes)
-    return _bound_by_offset(_folded(x, g, moves), meetings, platform)
+        patches = _patches(term, x, platform)
+        abreast, channels = _abreast(platform, patches, g), patches.shape[-1]
+        seen, wide = [_side_by_side(patches, abreast)], _side_by_side(g, abreast)
+        frobenius, spectral = _squared_norms(patches, platform)
+    else:
+        abreast, channels = _abreast(platform, folded, g), folded.shape[-1]
+        arrange = _examples_first if abreast == 1 else partial(_side_by_side, abreast=abreast)
+        arranged, wide = arrange(folded), arrange(g)
+        seen = list(_seen(arranged, wide, shorter))
+        image_square, image_spectral = _squared_norms(folded, platform)
+        sizes = zip(moves, x.shape[1:-2], g.shape[1:-2], strict=True)
+        frobenius = math.prod(move.most_meetings(*size) for move, *size in sizes) * image_square
+        spectral = jnp.minimum(frobenius, len(seen) * image_spectral)
+    formed = [_product(part, wide, abreast, platform) for part in seen]
+    total = _sum(sum((part * part for part in formed[1:]), formed[0] * formed[0]), abreast)
+    dtype, entries = total.dtype, (len(seen), channels, g.shape[-1])
+    length, grow = jnp.sqrt(_squared_norms(g, platform)[0]), platform.growth(4, dtype)
+    reach = grow * jnp.sqrt(frobenius) * length
+    underflow = 2 * math.prod(entries) * float(jnp.finfo(dtype).tiny)
+    exact = root(total + underflow, reach) * platform.growth(sum(entries) / 2 + 1, dtype)
+    adding = math.prod(g.shape[:-2]) * platform.unit(dtype) * reach
+    upper = jnp.minimum(exact + adding, reach)
+    weighting = platform.weighting_error(x, g) * (grow * jnp.sqrt(spectral) * length)
+    return NormBound(root(total, upper), upper, adding + weighting)
 
 
-def _space_first(term: Term, image: jax.Array, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return image and cotangent as (batch, *space, n, channels)."""
-    numbers = term.use.equation.params["dimension_numbers"]
+def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> NormBound:
+    """Add up the Gram matrices of all offsets; together they are the Gram matrix of the patches."""
+    flat = [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (*seen, g)]
+    *grams, gram_g = (platform.product("tnc,snc->nts", x, x) for x in flat)
+    rounded = seen[0].shape[-1] + len(seen), g.shape[-1]
+    weighting = 0.0, platform.weighting_error(seen[0], g)
+    gram = Gram(sum(grams[1:], grams[0])[:, None], gram_g[:, None], *rounded, weighting)
+    return bound_by_grams([gram], platform)
 
-    def move(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
-        batch, features, *space = (1 + axis for axis in spec)
-        return x.transpose([batch, *space, 0, features])
 
-    return move(image, numbers.lhs_spec), move(cotangent, numbers.out_spec)
+def _space_first(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
+    """Return (batch, *space, n, channels), where `spec` names the axes of one example."""
+    batch, features, *space = (1 + axis for axis in spec)
+    return x.transpose([batch, *space, 0, features])
 
 
 def _as_batch(x: jax.Array) -> jax.Array:
@@ -129,67 +109,50 @@ def _as_batch(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _movements(term: Term) -> list[Movement]:
-    """Return how the window of a convolution moves along each axis of space."""
-    params, kernel = term.use.equation.params, shape_of(term.use.equation.invars[1])
-    window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
-    padding = [low for low, _ in params["padding"]]
-    dilations = params["lhs_dilation"], params["rhs_dilation"]
-    items = zip(window, params["window_strides"], padding, *dilations, strict=True)
-    return [Movement(*item) for item in items]
-
-
-def _folded(x: jax.Array, g: jax.Array, moves: list[Movement]) -> Moved:
+def _folded(
+    x: jax.Array, positions: Sequence[int], moves: Sequence[Movement]
+) -> tuple[jax.Array, list[Movement]]:
     """Move s neighbours into the channels, where a stride s divides the window.
 
     The window then has stride 1 and fewer offsets. Windows that do not overlap have a single one.
     """
-    folded = []
-    for axis, (move, size) in enumerate(zip(moves, g.shape[1:-2], strict=True), start=1):
-        window, stride, low, *dilations = move
-        if stride == 1 or window % stride or dilations != [1, 1]:
-            folded.append(move)
+    shorter = []
+    for axis, (move, size) in enumerate(zip(moves, positions, strict=True), start=1):
+        if move.stride == 1 or move.offsets == move.window:
+            shorter.append(move)
             continue
-        length = size + window // stride - 1
+        length, stride = size + move.offsets - 1, move.stride
         edges = [(0, 0, 0)] * x.ndim
-        edges[axis] = low, stride * length - low - x.shape[axis], 0
+        edges[axis] = move.padding, stride * length - move.padding - x.shape[axis], 0
         x = lax.pad(x, jnp.zeros([], x.dtype), edges)
         x = x.reshape(*x.shape[:axis], length, stride, *x.shape[axis + 1 :])
         x = jnp.moveaxis(x, axis + 1, -2)
         x = x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
-        folded.append(Movement(window // stride, 1, 0, 1, 1))
-    return Moved(x, g, folded)
+        shorter.append(Movement(move.offsets, 1, 0, 1, 1))
+    return x, shorter
 
 
-def _bound_by_offset(moved: Moved, meetings: int, platform: Platform) -> NormBound:
-    """Form the gradient offset by offset, add up its squares, and forget it."""
-    x, g, moves = moved
-    m = _abreast(platform, x, g)
-    arrange = _examples_first if m == 1 else partial(_side_by_side, abreast=m)
-    wide = Moved(arrange(x), arrange(g), moves)
-    parts = [_product(part, wide.cotangent, m, platform) for part in wide.seen()]
-    total = _sum(sum((part * part for part in parts[1:]), parts[0] * parts[0]), m)
-    image, spectral = _squared_norms(x, platform)
-    patches = meetings * image, jnp.minimum(meetings * image, len(parts) * spectral)
-    return _bound(total, (len(parts), x.shape[-1]), patches, (x, g), platform)
+def _seen(x: jax.Array, g: jax.Array, moves: Sequence[Movement]) -> Iterator[jax.Array]:
+    """Yield, for each offset, the pixels that the window sees at all positions."""
+    positions = g.shape[1:-2]
+    sizes = zip(moves, x.shape[1:-2], positions, strict=True)
+    edges = [move.padded(*size) for move, *size in sizes]
+    x = lax.pad(x, jnp.zeros([], x.dtype), [(0, 0, 0), *edges, (0, 0, 0), (0, 0, 0)])
+    steps = [1, *(move.stride for move in moves), 1, 1]
+    reach = [(size - 1) * move.stride + 1 for size, move in zip(positions, moves, strict=True)]
+    for offsets in product(*(range(move.window) for move in moves)):
+        firsts = [o * move.window_dilation for o, move in zip(offsets, moves, strict=True)]
+        lasts = [first + length for first, length in zip(firsts, reach, strict=True)]
+        yield lax.slice(x, [0, *firsts, 0, 0], [len(x), *lasts, *x.shape[-2:]], steps)
 
 
-def _bound_by_patches(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> NormBound:
-    """Form the gradient as one product of patches."""
-    seen = _patches(term, x, g, platform)
-    m = _abreast(platform, seen, g)
-    formed = _product(_side_by_side(seen, m), _side_by_side(g, m), m, platform)
-    patches = _squared_norms(seen, platform)
-    return _bound(_sum(formed * formed, m), (1, seen.shape[-1]), patches, (x, g), platform)
-
-
-def _patches(term: Term, x: jax.Array, g: jax.Array, platform: Platform) -> jax.Array:
+def _patches(term: Term, x: jax.Array, platform: Platform) -> jax.Array:
     """Return what the window sees, (batch, *positions, n, channels), by a convolution of XLA."""
-    params, rank, n = term.use.equation.params, g.ndim - 3, g.shape[-2]
+    params, rank, n = term.use.equation.params, x.ndim - 3, x.shape[-2]
     last = (0, rank + 1, *range(1, rank + 1))
     seen = lax.conv_general_dilated_patches(
         _as_batch(x),
-        [move.window for move in _movements(term)],
+        [move.window for move in movements(term.use.equation)],
         params["window_strides"],
         params["padding"],
         params["lhs_dilation"],
@@ -254,55 +217,13 @@ def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Arr
     return trace, spectral_square(_sum(gram * gram, m), trace, channels, rows, platform)
 
 
-def _bound(
-    total: jax.Array,
-    shape: tuple[int, int],
-    patches: tuple[jax.Array, jax.Array],
-    operands: tuple[jax.Array, jax.Array],
-    platform: Platform,
-) -> NormBound:
-    """Return the bound of a gradient whose squares add up to `total`.
-
-    Let X be the image and P the patches, as matrices with a row for each pixel and each position.
-    If the window meets each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the norm of Frobenius. Each
-    offset meets a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
-    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g changes each entry by a factor of
-    at most 1 ± u, and the gradient by at most u·‖g‖ times the spectral norm of P. An entry of the
-    formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an
-    addition.
-
-    Args:
-        total: ‖G‖² as computed, (n,).
-        shape: how many products were formed, and how many rows each has.
-        patches: bounds on the squares of ‖P‖, in the norm of Frobenius and the spectral norm.
-        operands: the image, and the cotangent g.
-        platform: the kind of device.
-    """
-    g = operands[1]
-    cotangent, _ = _squared_norms(g, platform)
-    grow, length = platform.growth(4, total.dtype), jnp.sqrt(cotangent)
-    reach, spectral = (grow * jnp.sqrt(square) * length for square in patches)
-    dtype, entries = total.dtype, (*shape, g.shape[-1])
-    underflow = 2 * math.prod(entries) * float(jnp.finfo(dtype).tiny)
-    exact = root(total + underflow, reach) * platform.growth(sum(entries) / 2 + 1, dtype)
-    adding = math.prod(g.shape[:-2]) * platform.unit(dtype) * reach
-    upper = jnp.minimum(exact + adding, reach)
-    weighting = platform.weighting_error(*operands) * spectral
-    return NormBound(root(total, upper), upper, adding + weighting)
-
-
-def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> NormBound:
-    """Add up the Gram matrices of all offsets; together they are the Gram matrix of the patches."""
-
-    def inner(part: jax.Array) -> jax.Array:
-        flat = part.reshape(math.prod(part.shape[:-2]), *part.shape[-2:])
-        return platform.product("tnc,snc->nts", flat, flat)
-
-    grams = [inner(part) for part in seen]
-    rounded = seen[0].shape[-1] + len(seen), g.shape[-1]
-    weighting = 0.0, platform.weighting_error(seen[0], g)
-    gram = Gram(sum(grams[1:], grams[0])[:, None], inner(g)[:, None], *rounded, weighting)
-    return bound_by_grams([gram], platform)
+def convolution_sums(
+    leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
+) -> dict[int, jax.Array]:
+    """Return Σᵢ cᵢGᵢ of the leaf that is the kernel of a single convolution, by its index."""
+    (term,) = leaf.terms
+    weighted = convolution_sum(term, *rounded.of(term, leaf.index), factors, rounded.platform)
+    return {leaf.index: to_leaf(term, leaf.index, rounded, weighted)}
 
 
 def convolution_sum(
@@ -315,14 +236,13 @@ def convolution_sum(
     example that sees such a pixel has factor 0, and 0 · NaN is NaN.
     """
     equation = term.use.equation
-    params, dtype = equation.params, wide_dtype(image, cotangent)
+    params, numbers = equation.params, equation.params["dimension_numbers"]
     weighted = platform.rounded(weigh(cotangent, factors), image, cotangent)
     finite = jnp.where(jnp.isfinite(image), image, jnp.zeros_like(image))
-    pair = _space_first(term, finite, weighted)
-    x, g = (_as_batch(z).astype(dtype) for z in pair)  # all examples are one batch
+    pair = _space_first(finite, numbers.lhs_spec), _space_first(weighted, numbers.out_spec)
+    x, g = (_as_batch(z).astype(wide_dtype(image, cotangent)) for z in pair)  # one batch
     rank = g.ndim - 2
     last = (0, rank + 1, *range(1, rank + 1))
-    numbers = lax.ConvDimensionNumbers(last, params["dimension_numbers"].rhs_spec, last)
 
     def convolve(kernel: jax.Array) -> jax.Array:
         return lax.conv_general_dilated(
@@ -332,7 +252,7 @@ def convolution_sum(
             params["padding"],
             params["lhs_dilation"],
             params["rhs_dilation"],
-            numbers,
+            lax.ConvDimensionNumbers(last, numbers.rhs_spec, last),
             precision=platform.precision,
         )
 

@@ -7,8 +7,9 @@ gradients during the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,14 @@ from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import compute_once, widen
 from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
-from optax_lsdp.clipping.bookkeeping._rounded import Rounded
 from optax_lsdp.clipping.bookkeeping._strategy import is_plain_convolution
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
-    Factors,
-    NormBound,
-    sum_of_squares,
-)
-from optax_lsdp.clipping.bookkeeping.strategies._terms import (
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import is_one_hot
+from optax_lsdp.clipping.bookkeeping.strategies.terms import (
+    Rounded,
     examples_in_cache,
-    piece_factors,
     scatter,
     select,
+    term_factors,
     to_leaf,
     to_weight,
     weigh,
@@ -48,41 +45,53 @@ def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> jax.Array:
         arrays = rounded.of(term, leaf.index)
         few = rounded.platform is CPU and term.use.rule.expands and not is_multi_device_mesh()
         part = _in_chunks(form, term, arrays) if few else form(*arrays)
-        is_view = term.piece.weight.view is not None and len(leaf.terms) == 1
+        is_view = term.piece.weight.entries is not None and len(leaf.terms) == 1
         if is_view and _is_formed_by_xla(term, rounded.platform):
             part = part.astype(jnp.result_type(*arrays))
         parts.append(part)
     return compute_once(sum(parts[1:], parts[0]))
 
 
-def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
-    """Return the bound of gradients that are summed as they are: (n, …)."""
-    squares, roundings = sum_of_squares(rows, platform)
-    underflow = 2 * math.prod(rows.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
-    grow = platform.growth(roundings / 2 + 1, squares.dtype)
-    upper = jnp.sqrt(squares + underflow) * grow
-    return NormBound(jnp.sqrt(squares), upper, platform.unit(squares.dtype) * upper)
+def joined_rows(rows: Mapping[int, jax.Array]) -> jax.Array:
+    """Return the gradients of one or several leaves, by index, as one array: (n, …)."""
+    if len(rows) == 1:
+        return next(iter(rows.values()))
+    flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in rows.values()]
+    return jnp.concatenate(flat, axis=1)
 
 
-def kept_sum(rows: jax.Array, factors: jax.Array, platform: Platform) -> jax.Array:
-    """Return Σᵢ cᵢGᵢ, by a matmul on a CPU only: a matrix unit would round the gradients."""
-    if platform is not CPU:
-        return jnp.sum(weigh(rows, factors), axis=0)
-    vectors = select(rows, factors).reshape(len(rows), math.prod(rows.shape[1:]))
-    return platform.product("n,nd->d", factors.astype(rows.dtype), vectors).reshape(rows.shape[1:])
+def kept_sums(
+    rows: Mapping[int, jax.Array], platform: Platform, factors: jax.Array
+) -> dict[int, jax.Array]:
+    """Return Σᵢ cᵢGᵢ of each leaf, by a matmul on a CPU only: a matrix unit would round rows."""
+    joined = joined_rows(rows)
+    if platform is CPU:
+        vectors = select(joined, factors).reshape(len(joined), math.prod(joined.shape[1:]))
+        total = platform.product("n,nd->d", factors.astype(joined.dtype), vectors)
+    else:
+        total = jnp.sum(weigh(joined, factors), axis=0)
+    ends = list(accumulate(math.prod(x.shape[1:]) for x in rows.values()))
+    parts = jnp.split(total, ends[:-1]) if len(rows) > 1 else [total]
+    leaves = zip(rows.items(), parts, strict=True)
+    return {index: part.reshape(x.shape[1:]) for (index, x), part in leaves}
 
 
 def _form_term(
     term: Term, index: int, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> jax.Array:
     """Return one term of every example's gradient of leaf `index`."""
-    if _is_formed_by_xla(term, rounded.platform):
+    platform, inputs = rounded.platform, term.size.inputs
+    if _is_formed_by_xla(term, platform):
         formed = _transposed_convolutions(term, operand, cotangent)
     else:
-        factors = piece_factors(term.use, term.piece, operand, cotangent)
-        formed = jax.vmap(partial(to_weight, term))(
-            _products(factors, term.piece.matrix.shape[1], rounded.platform)
-        )
+        a, g = term_factors(term, operand, cotangent)
+        if is_one_hot(a):
+            products = jax.vmap(partial(scatter, inputs=inputs))(a, widen(g))
+        elif platform is CPU and inputs > g.shape[-1]:  # fastest with the longer side last
+            products = platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
+        else:
+            products = platform.product("nbtp,nbtq->nbpq", a, g)
+        formed = jax.vmap(partial(to_weight, term))(products)
     return jax.vmap(partial(to_leaf, term, index, rounded))(formed)
 
 
@@ -104,16 +113,6 @@ def _transposed_convolutions(term: Term, image: jax.Array, cotangent: jax.Array)
         return widen(gradient)
 
     return jax.vmap(form)(image, cotangent)
-
-
-def _products(term: Factors, inputs: int, platform: Platform) -> jax.Array:
-    """Return every example's Σ_t a_t ⊗ g_t: (n, blocks, inputs, outputs)."""
-    a, g = term
-    if term.is_one_hot:
-        return jax.vmap(lambda a, g: scatter(a, widen(g), inputs))(a, g)
-    if platform is CPU and inputs > g.shape[-1]:  # XLA on CPUs is fastest with the longer side last
-        return platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
-    return platform.product("nbtp,nbtq->nbpq", a, g)
 
 
 def _in_chunks(

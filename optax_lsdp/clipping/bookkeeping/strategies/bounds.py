@@ -1,4 +1,8 @@
-"""Gram matrices: ‖Σ_t a_t ⊗ g_t‖² = Σ_ts ⟨a_t, a_s⟩⟨g_t, g_s⟩, without forming the gradient."""
+"""Bound the gradient norms of examples, and the rounding errors of their weighted sums.
+
+A strategy computes the norm of G = Σ_t a_t ⊗ g_t for each example. The factors a and g are rounded,
+so that their products are exact (see `_platforms`). Only additions round.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +15,147 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lsdp._trees import wide_dtype
+from optax_lsdp._trees import wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
-from optax_lsdp.clipping.bookkeeping.strategies._bounds import (
-    Factors,
-    NormBound,
-    block_bound,
-    is_one_hot,
-    root,
-    spectral_square,
-)
+
+
+class Factors(NamedTuple):
+    """The factors of one term Σ_t a_t ⊗ g_t of a gradient, for n examples.
+
+    Attributes:
+        a: (n, blocks, rows, inputs). If the rows are one-hot, the index of each one instead,
+            (n, blocks, rows), as integers; −1 stands for a row of zeros.
+        g: (n, blocks, rows, outputs).
+    """
+
+    a: jax.Array
+    g: jax.Array
+
+
+class NormBound(NamedTuple):
+    """What a strategy knows about each example's gradient of one leaf. All arrays are (n,).
+
+    Attributes:
+        norm: the computed ‖G‖.
+        upper: an upper bound on ‖G‖.
+        rounding: an upper bound on ‖Ĝ − G‖, where Ĝ is the sum over t of the rounded a_t ⊗ g_t.
+            The weighted sum adds c·Ĝ for a clip factor c, and so its norm is at most
+            c·(upper + rounding).
+    """
+
+    norm: jax.Array
+    upper: jax.Array
+    rounding: jax.Array
+
+
+def is_one_hot(rows: jax.Array) -> bool:
+    """Return whether an array holds the indices of one-hot rows."""
+    return jnp.issubdtype(rows.dtype, jnp.integer)
+
+
+def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
+    """Return the bound of several gradients with disjoint entries: √Σ² of each quantity."""
+    if len(bounds) == 1:
+        return bounds[0]
+    squares = [[x * x for x in items] for items in zip(*bounds, strict=True)]
+    return _roots(NormBound(*(sum(x[1:], x[0]) for x in squares)), len(bounds), platform)
+
+
+def block_bound(bound: NormBound, platform: Platform) -> NormBound:
+    """Return the bound over disjoint blocks: √Σ² of each quantity, (n, blocks) → (n,)."""
+    blocks = bound.upper.shape[1]
+    if blocks == 1:
+        return NormBound(*(x[:, 0] for x in bound))
+    return _roots(NormBound(*(jnp.sum(x * x, axis=1) for x in bound)), blocks, platform)
+
+
+def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
+    """Return the square roots of sums of squares, the bounds rounded up.
+
+    Squares that underflow count as zero. With automatic clipping to a huge clip norm, the bound
+    would be too small without them.
+    """
+    dtype = squares.upper.dtype
+    grow = platform.growth(terms / 2 + 1, dtype)
+    underflow = 2 * terms * float(jnp.finfo(dtype).tiny)
+    upper, rounding = (grow * jnp.sqrt(x + underflow) for x in squares[1:])
+    return NormBound(jnp.sqrt(squares.norm), upper, rounding)
+
+
+def _sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
+    """Return Σx² over all axes but the first, and how often a term is rounded: (n, …) → (n,).
+
+    Long sums are split into parts. The barrier keeps XLA from merging the parts into one sum, whose
+    order would be unknown.
+    """
+    x, roundings, longest = jnp.square(widen(x)), 1, platform.longest_sum
+    while math.prod(x.shape[1:]) > longest:
+        last = x.shape[-1]
+        if last > longest or x.ndim == 2:
+            part = next((b for b in range(longest, longest // 4, -1) if last % b == 0), longest)
+            x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -last % part)])
+            x = x.reshape(*x.shape[:-1], x.shape[-1] // part, part)
+        roundings += x.shape[-1] - 1
+        x = lax.optimization_barrier(jnp.sum(x, axis=-1))
+    return jnp.sum(x, axis=tuple(range(1, x.ndim))), roundings + math.prod(x.shape[1:]) - 1
+
+
+def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
+    """Return √square for a computed square, or `fallback` where the square overflows."""
+    return jnp.where(jnp.isfinite(square), jnp.sqrt(jnp.maximum(square, 0)), fallback)
+
+
+def spectral_square(
+    square: jax.Array, trace: jax.Array, size: int, roundings: int, platform: Platform
+) -> jax.Array:
+    """Return an upper bound on the spectral norm of a Gram matrix K, which is at most ‖K‖.
+
+    Args:
+        square: ‖K‖² as computed.
+        trace: an upper bound on tr K.
+        size: how many rows K has.
+        roundings: how often an entry of K is rounded. K is then off by at most roundings·u·tr K.
+        platform: the kind of device.
+    """
+    dtype = square.dtype
+    underflow = 2 * size**2 * float(jnp.finfo(dtype).tiny)
+    computed = root(square + underflow, trace) * platform.growth(size + 2, dtype)
+    return computed + roundings * platform.unit(dtype) * trace
+
+
+def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
+    """Return the bound of gradients that are summed as they are: (n, …)."""
+    squares, roundings = _sum_of_squares(rows, platform)
+    underflow = 2 * math.prod(rows.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
+    grow = platform.growth(roundings / 2 + 1, squares.dtype)
+    upper = jnp.sqrt(squares + underflow) * grow
+    return NormBound(jnp.sqrt(squares), upper, platform.unit(squares.dtype) * upper)
+
+
+def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
+    """Return the bound of a single term with one row per block.
+
+    A weighted row is rounded once more, so ‖Ĝ − G‖ ≤ u·‖G‖.
+    """
+    (term,) = terms
+    (a, rounded_a), (g, rounded_g) = (_row_lengths(x, platform) for x in term)
+    lengths = a.astype(g.dtype) * g
+    upper = lengths * platform.growth(rounded_a + rounded_g + 1, g.dtype)
+    unit = platform.unit(g.dtype) if is_one_hot(term.a) else platform.weighting_error(*term)
+    return block_bound(NormBound(lengths, upper, unit * upper), platform)
+
+
+def _row_lengths(rows: jax.Array, platform: Platform) -> tuple[jax.Array, float]:
+    """Return ‖row‖ for each example and block, (n, blocks), and how often it is rounded.
+
+    The length is rounded up by what squares can lose to underflow.
+    """
+    if is_one_hot(rows):
+        return (rows[..., 0] >= 0).astype(jnp.float32), 0
+    shape = rows.shape[:2]
+    squares, roundings = _sum_of_squares(rows.reshape(math.prod(shape), rows.shape[-1]), platform)
+    underflow = 2 * rows.shape[-1] * float(jnp.finfo(wide_dtype(rows)).tiny)
+    return jnp.sqrt(squares + underflow).reshape(shape), roundings / 2 + 1
 
 
 class Gram(NamedTuple):
@@ -93,7 +228,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     for gram in grams:
         a, g = gram.a.astype(dtype), gram.g.astype(dtype)
         times = 2 if gram.weighting is None else 1  # a pair of different terms counts twice
-        sums = _sum_of_rows(platform, a * g, a * a, g * g)
+        sums, added = _sum_of_rows(platform, a * g, a * a, g * g)
         total, norm_a, norm_g = (
             x + times * more for x, more in zip((total, norm_a, norm_g), sums, strict=True)
         )
@@ -117,7 +252,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
             trace_a, trace_g, reach = trace_a + own_a, trace_g + own_g, reach + along
             coarse += jnp.minimum(max(error_a, error_g) * along, changed)
             rows += height
-        adding = max(adding, _added_in_rows(platform, *gram.a.shape[-2:]))
+        adding = max(adding, added)
     adding += len(grams)
     # What was just computed is rounded too.
     grow = platform.growth(rounded_a + rounded_g + adding + rows, dtype)
@@ -134,20 +269,16 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     return block_bound(NormBound(root(total, upper), upper, rounding), platform)
 
 
-def _sum_of_rows(platform: Platform, *items: jax.Array) -> list[jax.Array]:
-    """Return the sum over the last two axes of each array.
+def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array], int]:
+    """Return the sum over the last two axes of each array, and how often a term is rounded.
 
     The barrier keeps XLA from merging the two sums of long rows, whose order would be unknown.
     """
-    if math.prod(items[0].shape[-2:]) <= platform.longest_sum:
-        return [jnp.sum(x, axis=(-2, -1)) for x in items]
-    rows = lax.optimization_barrier([jnp.sum(x, axis=-1) for x in items])
-    return [jnp.sum(x, axis=-1) for x in rows]
-
-
-def _added_in_rows(platform: Platform, rows: int, columns: int) -> int:
-    """Return how often `_sum_of_rows` rounds a term."""
-    return rows * columns if rows * columns <= platform.longest_sum else rows + columns
+    rows, columns = items[0].shape[-2:]
+    if rows * columns <= platform.longest_sum:
+        return [jnp.sum(x, axis=(-2, -1)) for x in items], rows * columns
+    sums = lax.optimization_barrier([jnp.sum(x, axis=-1) for x in items])
+    return [jnp.sum(x, axis=-1) for x in sums], rows + columns
 
 
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:

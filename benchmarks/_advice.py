@@ -1,0 +1,108 @@
+"""Generate the tables and the figure of the page on choosing settings."""
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks import choosing
+from benchmarks._results import RESULTS, load, markdown
+
+COLORS = ("#c1121f", "#e07a5f", "#2a6f97", "#8ecae6")
+
+
+def _noise_table(part: str, symbol: str, values: tuple[int, ...]) -> str:
+    """Return z, and the noise of a whole run relative to the last column, for each ε."""
+    found = load("choosing")[part]
+    rows = []
+    for epsilon in choosing.EPSILONS:
+        row = [found[f"{epsilon:g} {value}"] for value in values]
+        times = [x["whole_run"] / row[-1]["whole_run"] for x in row]
+        shown = zip(times, row, strict=True)
+        rows.append(
+            [f"{epsilon:g}", *(f"{t:.2f} (z = {x['noise_multiplier']:.2f})" for t, x in shown)]
+        )
+    return markdown(["ε", *(f"{symbol} = {value:,}" for value in values)], rows)
+
+
+def batch_sizes() -> str:
+    """Return the noise of a whole run by batch size, relative to the largest batch."""
+    return _noise_table("batches", "b", choosing.BATCHES)
+
+
+def step_counts() -> str:
+    """Return the noise of a whole run by the number of steps, relative to the longest run."""
+    return _noise_table("steps", "T", choosing.STEPS)
+
+
+def deltas() -> str:
+    """Return ε by δ for some noise multipliers."""
+    found = load("choosing")["deltas"]
+    rows = [
+        [f"{noise:g}", *(f"{found[f'{noise:g} {delta:g}']:.2f}" for delta in choosing.DELTAS)]
+        for noise in choosing.NOISES
+    ]
+    return markdown(["z", *(f"δ = {delta:g}" for delta in choosing.DELTAS)], rows)
+
+
+def learning_rates() -> str:
+    """Return validation accuracies of softmax regression by learning rate, without smoothing."""
+    found = _rates()
+    rates = sorted({rate for row in found.values() for rate in row})
+    rows = [
+        [f"{epsilon:g}", str(steps), *(f"{row[rate]:.1f}" for rate in rates)]
+        for (epsilon, steps), row in sorted(found.items())
+    ]
+    return markdown(["ε", "steps", *(f"rate {rate:g}" for rate in rates)], rows)
+
+
+def _rates() -> dict[tuple[float, int], dict[float, float]]:
+    """Return accuracies by learning rate, for each ε and number of steps."""
+    found: dict[tuple[float, int], dict[float, float]] = {}
+    for name, part in load("paper/best")["search"].items():
+        epsilon = float(name.split()[0])
+        for row in part["found"]:
+            if row["smoothing"] == 0 and row["layout"] == "inputs" and epsilon in (0.1, 0.3):
+                rates = found.setdefault((epsilon, row["steps"]), {})
+                rates[row["step_size"]] = row["accuracy"]
+    return found
+
+
+def _plot_noise(axes: Axes, part: str, values: tuple[int, ...]) -> None:
+    found = load("choosing")[part]
+    for epsilon, color in zip(choosing.EPSILONS, COLORS, strict=True):
+        noise = [found[f"{epsilon:g} {value}"]["whole_run"] for value in values]
+        axes.loglog(values, noise, "o-", color=color, label=f"ε = {epsilon:g}", markersize=4)
+    axes.set_ylabel("noise on the mean of all gradients / C")
+
+
+def draw() -> None:
+    """Draw noise by batch size and by steps, and accuracy by learning rate."""
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    middle.sharey(left)
+    _plot_noise(left, "batches", choosing.BATCHES)
+    left.set_xlabel(f"batch size, {choosing.EPOCHS} epochs")
+    left.legend(frameon=False)
+    _plot_noise(middle, "steps", choosing.STEPS)
+    middle.set_xlabel(f"steps, batches of {choosing.BATCH:,}")
+    for (line, row), color in zip(sorted(_rates().items()), COLORS, strict=True):
+        label = f"ε = {line[0]:g}, {line[1]} steps"
+        points = zip(*sorted(row.items()), strict=True)
+        right.plot(*points, "o-", color=color, label=label, markersize=4)
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter("{x:g}")
+    right.set_xlabel("learning rate of softmax regression")
+    right.set_ylabel("validation accuracy, %")
+    right.legend(frameon=False, loc="lower left")
+    right.set_ylim(75, 89)
+    for axes in (left, middle, right):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(RESULTS / "choosing.png", dpi=150)
+
+
+TABLES = {
+    "batch sizes": batch_sizes,
+    "step counts": step_counts,
+    "deltas": deltas,
+    "learning rates": learning_rates,
+}

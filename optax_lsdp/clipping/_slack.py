@@ -1,0 +1,395 @@
+"""Estimate the distribution of gradient norms from the room that clipping leaves, at no cost in ε.
+
+Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
+the example leaves room below the sensitivity. K slack coordinates fill this room: the first
+m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
+together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, and its
+noise and ε are those without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the
+number of examples with r ≤ C·√(1 − j/K).
+
+Reference: SlaClip, ICML 2026, which fills the room below the clip norm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+
+from optax_lsdp._checks import check_positive, frozen_number
+from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.clipping._clip_norm import (
+    AdaptiveClip,
+    CheckedClipNorm,
+    ExampleNorms,
+    checked_clip_norm,
+)
+
+_ROUNDED_DOWN = 1 - 2.0**-20  # of the value of a coordinate; see `count_slack`
+_UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this many C, with rounding
+_RECENT = 10  # steps
+_SLOW_FALL, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
+
+
+class WithSlack(NamedTuple):
+    """A clipped sum and its slack, to which one mechanism adds noise.
+
+    Attributes:
+        total: the clipped sum, with the structure of the parameters.
+        slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
+    """
+
+    total: optax.Updates
+    slack: PyTree
+
+
+def count_slack(
+    norms: ExampleNorms, groups: Sequence[ClipGroup], norm: CheckedClipNorm
+) -> dict[str, jax.Array]:
+    """Return how many examples set each slack coordinate, by the path of the group: (n,) → (K,).
+
+    The counts are whole numbers in float32, so adding up those of disjoint examples is exact. An
+    example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
+    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
+    `AdaptiveClip`, the one number is ½ for each example that is not clipped, and −½ for the others.
+
+    Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
+    more than 4u, so the computed x = r²/C² is not below the true one, unless squares underflow,
+    which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) exceeds the exact one by a
+    factor of at most 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates. `slack_value`
+    is below (1 − 16u)·(1 + 2u)·C/√K, so their squares sum to less than (1 − x)C².
+    """
+
+    def count(bounds: jax.Array, clip_norm: ArrayLike) -> jax.Array:
+        ratios = bounds / jnp.asarray(clip_norm, bounds.dtype)
+        if _is_quantile(norm):
+            halves = jnp.where(ratios < _UNCLIPPED, 0.5, -0.5)
+            return jnp.sum(jnp.where(jnp.isfinite(bounds), halves, 0.0), dtype=jnp.float32)[None]
+        room = norm.slack * (1 - ratios * ratios)
+        places = jnp.arange(1, norm.slack + 1, dtype=bounds.dtype)
+        return jnp.sum(room[:, None] >= places, axis=0, dtype=jnp.int32).astype(jnp.float32)
+
+    pairs = dict(groups).items() if norm.slack else ()
+    return {path: count(norms.bounds[path], clip_norm) for path, clip_norm in pairs}
+
+
+def append_slack(
+    total: optax.Updates, counts: dict[str, jax.Array], norm: CheckedClipNorm, now: ClipNorm
+) -> optax.Updates:
+    """Return a clipped sum with the slack of each group, or alone if there is no slack.
+
+    `now` are the clip norms of this step. Sums of adaptive clip norms are in units of them.
+    """
+    if not counts:
+        return total
+    norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
+    values = dict(zip(norm.addresses, norms, strict=True))
+    slack = {path: slack_value(values[path], norm) * count for path, count in counts.items()}
+    return WithSlack(total, norm.in_tree(slack))
+
+
+def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
+    """Return the value of a coordinate, C/√K or w·C rounded down: float32 without axes."""
+    factor = 1 / math.sqrt(norm.slack)
+    if norm.adaptive is not None and _is_quantile(norm):
+        factor = norm.adaptive.indicator_weight
+    return jnp.asarray(clip_norm, jnp.float32) * jnp.float32(_ROUNDED_DOWN * factor)
+
+
+def _is_quantile(norm: CheckedClipNorm) -> bool:
+    return norm.adaptive is not None and norm.adaptive.method == "quantile"
+
+
+class GroupEstimates(NamedTuple):
+    """What is known of the norms of one group; see `NormEstimates` and `AdaptiveClip`."""
+
+    shares: jax.Array  # (K,) means over all steps
+    variance: jax.Array  # of each of the shares
+    clipped: jax.Array  # the share that is clipped, in the last steps
+    clipped_variance: jax.Array
+    excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
+    waited: jax.Array  # how many steps are in this sum
+    settled: jax.Array  # whether the clip norm was once about right
+    useful: jax.Array  # whether the clip norm of the last step is known not to be far too large
+
+
+class EstimateNormsState(NamedTuple):
+    """What `estimate_norms` has seen. All of it has noise, so it may be released.
+
+    Attributes:
+        step: how many steps were taken.
+        clip_norm: the clip norms of the next step, with the structure of the clip norm.
+        radii: (K,) norms in units of the clip norm.
+        groups: the estimates of each group.
+    """
+
+    step: jax.Array
+    clip_norm: PyTree
+    radii: jax.Array
+    groups: tuple[GroupEstimates, ...]
+
+
+class NormEstimates(NamedTuple):
+    """A distribution of gradient norms, estimated from noisy sums. It may be released.
+
+    If the clip norm is a prefix tree, all fields but `radii` and `steps` are trees of the same
+    structure, with estimates of each group.
+
+    Attributes:
+        radii: (K,) norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to
+            small. If the clip norm changes, each step counts in units of its own clip norm.
+        shares: (K,) estimates of the share of examples whose clipped gradient is at most
+            `radii` · C long, the mean over all steps. A share is a number of examples, divided by
+            the expected batch size. The noise can carry an estimate below 0 or above 1. Norms are
+            rounded up; see `explain_clipping`. Examples that are not finite count nowhere.
+        standard_errors: the standard deviation of the noise in each of the `shares`. It does not
+            include the random choice of the batches.
+        clipped: an estimate of the share of examples that are clipped, more exactly of those longer
+            than `radii[0]` · C: the mean over the first ten steps, then an exponential mean over
+            about ten steps. Examples that are missing from a small batch count as clipped.
+        clipped_error: the standard deviation of the noise in `clipped`.
+        clip_norm: C, of the next step.
+        steps: how many steps the estimates cover.
+    """
+
+    radii: jax.Array
+    shares: PyTree
+    standard_errors: PyTree
+    clipped: PyTree
+    clipped_error: PyTree
+    clip_norm: PyTree
+    steps: jax.Array
+
+
+def estimate_norms(
+    clip_norm: ClipNorm,
+    *,
+    slack: int | None = None,
+    stddev: optax.ScalarOrSchedule,
+    expected_batch_size: float,
+) -> optax.GradientTransformationExtraArgs:
+    """Take the slack out of a noisy sum, and estimate the distribution of gradient norms from it.
+
+    Put this transform right after `add_gaussian_noise`, in a chain that starts with
+    `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
+    estimates with `norm_estimates(state)`. They are computed from noisy numbers alone, so they cost
+    no privacy.
+
+    The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
+    the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
+    `AdaptiveClip`, this transform also moves it, and multiplies the sum by it.
+
+    Args:
+        clip_norm: C, as in `clip_per_example`.
+        slack: K, as in `clip_per_example`. An `AdaptiveClip` has its own.
+        stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
+        expected_batch_size: b, by which counts are divided.
+
+    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])  # norms 5 and 1/2
+    >>> import optax_lsdp as lsdp
+    >>> tx = optax.chain(
+    ...     lsdp.clip_per_example(1.0, slack=4),
+    ...     lsdp.add_gaussian_noise(1e-6, key=jax.random.key(0)),
+    ...     estimate_norms(1.0, slack=4, stddev=1e-6, expected_batch_size=2),
+    ... )
+    >>> _, state = tx.update(stacked, tx.init(params), params)
+    >>> print(norm_estimates(state).shares.round(3))  # norms up to √¾, √½, ½ and 0
+    [0.5 0.5 0.5 0. ]
+    """
+    norm = checked_clip_norm(clip_norm, slack)
+    if not norm.slack:
+        raise ValueError(
+            "`slack` must be a whole number, 1 or more, got None; pass the K of the sum."
+        )
+    check_positive("stddev", stddev, schedule=True)
+    check_positive("expected_batch_size", expected_batch_size)
+    stddev = frozen_number(stddev)
+
+    def fixed_norms(step: jax.Array) -> PyTree:
+        """Return the clip norms at a step, unless they adapt: then those of the first step."""
+        norms = jax.tree.map(lambda x: x.initial, norm.value) if norm.adaptive else norm.at(step)
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), norms)
+
+    def init(params: optax.Params) -> EstimateNormsState:
+        del params
+        step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+        radii = jnp.sqrt(1 - jnp.arange(1, norm.slack + 1, dtype=jnp.float32) / norm.slack)
+        group = GroupEstimates(zero + radii * 0, zero, zero, zero, zero, step, step > 0, step > 0)
+        groups = (group,) * len(norm.addresses)
+        radii = jnp.ones(1) if _is_quantile(norm) else radii
+        return EstimateNormsState(step, fixed_norms(step), radii, groups)
+
+    def update(
+        updates: WithSlack,
+        state: EstimateNormsState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, EstimateNormsState]:
+        del params, extra_args
+        if not isinstance(updates, WithSlack):
+            raise ValueError(
+                "`updates` must have slack, got a sum without slack; pass `slack` to "
+                "`clip_per_example` as well."
+            )
+        scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
+        step = optax.safe_increment(state.step)
+        groups, moved, factors = [], [], []
+        settings = jax.tree.leaves(norm.value) if norm.adaptive else [None] * len(state.groups)
+        noisy, now = jax.tree.leaves(updates.slack), jax.tree.leaves(state.clip_norm)
+        for group, one, clip, setting in zip(state.groups, noisy, now, settings, strict=True):
+            unit = slack_value(1.0 if setting else clip, norm) * expected_batch_size
+            shares = one / unit + (0.5 if _is_quantile(norm) else 0.0)
+            group = _averaged(group, shares, scale / unit, step)
+            if setting is not None:
+                new, group = _moved(setting, group, clip, shares, scale / unit, expected_batch_size)
+                # If the clip norm falls, the update is mostly noise: the new one makes less of it.
+                factors.append(jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
+                moved.append(new)
+            groups.append(group)
+        structure = jax.tree.structure(state.clip_norm)
+        if not moved:
+            after = fixed_norms(step)
+            return updates.total, EstimateNormsState(step, after, state.radii, tuple(groups))
+        after = jax.tree.unflatten(structure, moved)
+        leaves, shape = jax.tree.flatten(updates.total)
+        by_leaf = norm.groups(updates.total, jax.tree.unflatten(structure, factors))
+        scaled = [
+            leaf * group.clip_norm.astype(leaf.dtype)
+            for leaf, group in zip(leaves, by_leaf, strict=True)
+        ]
+        total = jax.tree.unflatten(shape, scaled)
+        return total, EstimateNormsState(step, after, state.radii, tuple(groups))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _averaged(
+    group: GroupEstimates, shares: jax.Array, error: jax.Array, step: jax.Array
+) -> GroupEstimates:
+    """Add the shares of a step, whose noise has the standard deviation `error`, to the means."""
+    gain = 1 / step.astype(jnp.float32)
+    recent = jnp.maximum(gain, 1 / _RECENT)
+    return group._replace(
+        shares=group.shares + gain * (shares - group.shares),
+        variance=jnp.square(1 - gain) * group.variance + jnp.square(gain * error),
+        clipped=group.clipped + recent * (1 - shares[0] - group.clipped),
+        clipped_variance=jnp.square(1 - recent) * group.clipped_variance
+        + jnp.square(recent * error),
+    )
+
+
+def _moved(
+    setting: AdaptiveClip,
+    group: GroupEstimates,
+    clip_norm: jax.Array,
+    shares: jax.Array,
+    error: jax.Array,
+    expected_batch_size: float,
+) -> tuple[jax.Array, GroupEstimates]:
+    """Return the next clip norm by the rule of `AdaptiveClip`, and the state of the rule."""
+    if setting.method == "fixed":
+        return clip_norm, group._replace(useful=jnp.ones_like(group.useful))
+    if setting.method == "quantile":
+        off = 1 - shares[0] - setting.target
+        new = clip_norm * jnp.exp(setting.rate * off)
+        useful = jnp.ones_like(group.useful)
+        return jnp.clip(new, setting.least, setting.most), group._replace(useful=useful)
+    # ⌊K(1 − t²)⌋/(K − 1) has the mean 1 − t² if t² is uniform.
+    excess = group.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
+    waited = group.waited + 1
+    count = waited.astype(jnp.float32)
+    variance = jnp.square(error) / setting.slack + 1 / expected_batch_size
+    is_due = count >= 16 * variance / setting.target**2
+    found = excess / count
+    least = jnp.maximum(0.5 / setting.slack, jnp.sqrt(variance / count))
+    ratio = jnp.clip(found, least, 1.0) / setting.target
+    is_high = found > (1 + setting.target) / 2
+    is_low = (found < setting.target / 2) & (clip_norm > setting.least)
+    slowed = jnp.where(ratio < 1, ratio**_SLOW_FALL, ratio)
+    started = jnp.where(is_high, _FAST_RISE**2, ratio)
+    ratio = jnp.where(group.settled, slowed, started) ** (setting.rate / 2)
+    new = jnp.clip(clip_norm * ratio, setting.least, setting.most)
+    group = group._replace(
+        excess=jnp.where(is_due, 0.0, excess),
+        waited=jnp.where(is_due, 0, waited),
+        settled=group.settled | (is_due & ~is_low & ~is_high),
+        useful=group.settled | jnp.where(is_due, ~is_low, group.useful),
+    )
+    return jnp.where(is_due, new, clip_norm), group
+
+
+def norm_estimates(state: optax.OptState) -> NormEstimates:
+    """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
+
+    Args:
+        state: the state of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a
+            chain with `estimate_norms`.
+
+    >>> from optax_lsdp import privatize
+    >>> private = dict(clip_norm=1.0, noise_multiplier=1e-6, expected_batch_size=2, slack=4)
+    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
+    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])  # norms 5 and 1/2
+    >>> _, state = tx.update(stacked, tx.init(params), params)
+    >>> found = norm_estimates(state)
+    >>> print(found.radii.round(3), found.shares.round(3))
+    [0.866 0.707 0.5   0.   ] [0.5 0.5 0.5 0. ]
+    """
+    found = _find_state(state)
+    structure = jax.tree.structure(found.clip_norm)
+    names = ("shares", "variance", "clipped", "clipped_variance")
+    shares, variance, clipped, clipped_variance = (
+        jax.tree.unflatten(structure, [getattr(group, name) for group in found.groups])
+        for name in names
+    )
+    return NormEstimates(
+        radii=found.radii,
+        shares=shares,
+        standard_errors=jax.tree.map(jnp.sqrt, variance),
+        clipped=clipped,
+        clipped_error=jax.tree.map(jnp.sqrt, clipped_variance),
+        clip_norm=found.clip_norm,
+        steps=found.step,
+    )
+
+
+def current_clip_norm(state: optax.OptState) -> PyTree:
+    """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
+
+    With groups of clip norms, return a tree of the same structure. The clip norm has noise already,
+    so it may be released.
+
+    >>> from optax_lsdp import privatize
+    >>> clip = AdaptiveClip(2.0)
+    >>> private = dict(clip_norm=clip, noise_multiplier=1.0, expected_batch_size=4)
+    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
+    >>> print(current_clip_norm(tx.init(jnp.zeros(3))))
+    2.0
+    """
+    return _find_state(state).clip_norm
+
+
+def has_estimates(state: optax.OptState) -> bool:
+    """Return whether an optimizer's state has estimates of norms."""
+    return any(map(_is_estimate, jax.tree.leaves(state, is_leaf=_is_estimate)))
+
+
+def _find_state(state: optax.OptState) -> EstimateNormsState:
+    leaves = jax.tree.leaves(state, is_leaf=_is_estimate)
+    found = next((leaf for leaf in leaves if _is_estimate(leaf)), None)
+    if found is None:
+        raise ValueError(
+            "`state` must be the state of an optimizer with slack, got a state without estimates; "
+            "pass `slack` or an `AdaptiveClip` to `privatize` and `clipped_grad`."
+        )
+    # Flax NNX wraps the arrays of a state.
+    return jax.tree.map(jnp.asarray, found, is_leaf=lambda x: hasattr(x, "__jax_array__"))
+
+
+def _is_estimate(node: object) -> bool:
+    return isinstance(node, EstimateNormsState)

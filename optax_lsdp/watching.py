@@ -1,0 +1,399 @@
+"""Estimate from the releases of a private run alone how far the training loss has come down.
+
+A release yₜ is the noisy mean of clipped gradients at the parameters wₜ. Its conditional mean is
+ḡₜ, the clipped gradient averaged over the whole dataset, and its error is εₜ = ξₜ + ζₜ. The noise
+ξₜ is Gaussian with covariance s²I. The sampling error ζₜ has a covariance Σₜ of trace at most v²:
+v² = C²(1 − q)/b with Poisson batches, because Σₜ = (1 − q)/b times the mean of cᵢcᵢᵀ over all
+clipped gradients cᵢ, and ‖cᵢ‖ ≤ C. Batches without replacement have (n − b)/((n − 1)b) times the
+*centred* second moment, which is smaller, so v² = C²(n − b)/((n − 1)b). Full batches have v = 0.
+
+The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩. Its two ends are estimated as follows.
+
+- *The end of the step*: Δₜ is known before εₜ₊₁ is drawn, so ⟨Δₜ, yₜ₊₁⟩ has the conditional mean
+  ⟨Δₜ, ḡₜ₊₁⟩ and at most the conditional variance (s² + v²)‖Δₜ‖².
+- *The start of the step*: Δₜ depends on εₜ. By Stein's identity E⟨Δₜ, ξₜ⟩ = s² E tr Jₜ for the
+  Jacobian Jₜ = ∂Δₜ/∂yₜ, and Hutchinson's estimate of s² tr Jₜ is subtracted: the optimizer is
+  asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
+  both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
+  itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
+  the entries within h of the jump.
+
+The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
+½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
+martingale differences, so their variances add. With full batches, the variance of the first is
+¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again), and of the second at most ½s⁴‖Jₜ‖²_F; the
+expectation of (s/h)²‖p‖² is s²‖Jₜ‖²_F, which is at least s² tr Jₜ².
+
+If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
+optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
+releases reveals it, because the releases only show its sum with the curvature ΔₜᵀHΔₜ. So the middle
+estimate is a lower limit, and there are two upper limits: the middle estimate plus ½λv² per step,
+and the sum of all ends, which is too high by half the curvature where this is positive. The curve
+is the smaller upper limit, and half its distance to the lower limit is added to the standard error.
+
+The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. The
+part of sampling is therefore estimated by half the squared differences of consecutive ends, less
+the known part of noise. On average this is too much, since the ends also change for other reasons.
+Because it is uncertain after few steps, a share 1/t of the bound is added after t steps.
+
+References:
+    Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution.
+    Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
+from optax_lsdp._mesh import (
+    Shard,
+    axis_size,
+    check_shard_specs,
+    explicit_spec,
+    read_shards,
+    with_automatic_axes,
+)
+from optax_lsdp._trees import compute_once, widen
+from optax_lsdp._types import PyTree
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_PROBE = 1 / 8  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
+
+
+class WatchSums(NamedTuple):
+    """Sums over all steps. For the terms, see the docstring of the module."""
+
+    ends: jax.Array  # ⟨Δₜ, yₜ₊₁⟩
+    ends_noise: jax.Array  # the variance of `ends` that comes from noise
+    sampling: jax.Array  # a bound on the variance of `ends` that comes from sampling
+    jumps: jax.Array  # half the squared differences of consecutive ends
+    middle: jax.Array  # the middle estimate, and the start of a step that has not ended
+    middle_noise: jax.Array  # the variance of `middle` that comes from noise
+    lowered: jax.Array  # a bound on how much sampling has lowered `middle`
+
+
+class WatchState(NamedTuple):
+    """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
+
+    optimizer: optax.OptState
+    step: jax.Array  # how many releases were seen
+    move: optax.Updates  # Δ, the last step
+    length: jax.Array  # ‖Δ‖²
+    end: jax.Array  # the last ⟨Δₜ, yₜ₊₁⟩
+    sums: WatchSums
+    ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
+    last: jax.Array  # the last point of the curve and its standard error: (2,)
+    curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
+
+
+class TrainingCurve(NamedTuple):
+    """How far the clipped loss has come down, estimated from releases alone; see `watch`.
+
+    Attributes:
+        steps: 0, 1, 2, …: how many steps were taken.
+        work: the estimated change of the clipped loss in these steps.
+        stderr: the standard error of `work`.
+        signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
+            d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
+            The sampling of batches counts as signal.
+    """
+
+    steps: np.ndarray
+    work: np.ndarray
+    stderr: np.ndarray
+    signal_to_noise: PyTree
+
+    def __repr__(self) -> str:
+        text = f"{len(self.steps)} points, " + describe_work(self.work[-1], self.stderr[-1])
+        return f"TrainingCurve({text if len(self.steps) else 'no points'})"
+
+    def plot(self, ax: Axes | None = None) -> Axes:
+        """Draw the curve with a band of two standard errors. The default is a new figure."""
+        if ax is None:
+            try:
+                from matplotlib import pyplot
+            except ImportError as error:
+                raise ImportError(
+                    "`plot` needs matplotlib, got none; install matplotlib, or draw `work` and "
+                    "`stderr` with another library."
+                ) from error
+            ax = pyplot.subplots()[1]
+        ax.plot(self.steps, self.work)
+        ax.fill_between(
+            self.steps, self.work - 2 * self.stderr, self.work + 2 * self.stderr, alpha=0.3
+        )
+        ax.set_xlabel("steps")
+        ax.set_ylabel("change of the clipped loss")
+        return ax
+
+
+def watch(
+    optimizer: optax.GradientTransformation,
+    *,
+    steps: int,
+    stddev: optax.ScalarOrSchedule,
+    sampling_stddev: optax.ScalarOrSchedule = 0.0,
+    shard_specs: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the same optimizer, which also estimates how far the training loss has come down.
+
+    `privatize` and `PrivacyPlan.optimizer` use this transform if you ask them to. Use it yourself
+    in a chain of your own, around everything that follows the noisy mean. The updates do not
+    change. The estimate uses nothing but the noisy means, so it costs no privacy, and
+    `training_curve(state)` may be released. It needs memory for one copy of the parameters.
+
+    **What is estimated.** Let ḡ be the mean of all clipped gradients over the dataset. A step from
+    w to w + Δ does the work ½⟨Δ, ḡ(w) + ḡ(w + Δ)⟩, which is each example's change of loss, weighted
+    by its clip factor and averaged, up to third order in Δ. The curve is the sum over the steps. If
+    nothing is clipped, it is the change of the training loss. Otherwise call it the change of the
+    *clipped loss*. Clipped gradients are not the gradient of any function in general, so
+    the change depends on the path, and the clipped loss has no value at a point.
+
+    **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
+    other optimizers, such as Adam, its bias is small but not zero. With batches that are sampled,
+    the curve errs upward: it counts the curvature along a step twice, or it takes all clipped
+    gradients to be as long as the clip norm, whichever is less. The standard error covers this,
+    the noise and the sampling, if the curvature along the steps is positive on the whole. With
+    small batches and large step sizes it is wide. The module's docstring has the proofs.
+
+    The estimate would be wrong with noise that is correlated between steps, with a standard
+    deviation or smoothing that depends on the release itself, with batches that depend on earlier
+    batches, as those of `ShuffledSampler`, and with Poisson batches that are often truncated.
+
+    Args:
+        optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
+        steps: how many steps to record.
+        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule.
+        sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
+            q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
+        shard_specs: see `add_gaussian_noise`.
+
+    >>> tx = watch(optax.sgd(0.5), steps=3, stddev=1e-6)
+    >>> params = jnp.array(4.0)
+    >>> state = tx.init(params)
+    >>> for _ in range(3):  # the loss is w²/2, and w goes from 4 to 2 to 1 to 0.5
+    ...     updates, state = tx.update(params, state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> print(training_curve(state).work.round(3))  # 0, (2² − 4²)/2, (1² − 4²)/2
+    [ 0.  -6.  -7.5]
+    """
+    check_whole("steps", steps)
+    check_positive("stddev", stddev, schedule=True)
+    check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
+    check_shard_specs(shard_specs)
+    stddev, sampling_stddev = frozen_number(stddev), frozen_number(sampling_stddev)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: optax.Params) -> WatchState:
+        zero = jnp.zeros([])
+        return WatchState(
+            optimizer=inner.init(params),
+            step=jnp.zeros([], jnp.int32),
+            move=jax.tree.map(jnp.zeros_like, params),
+            length=zero,
+            end=zero,
+            sums=WatchSums(*[zero] * len(WatchSums._fields)),
+            ratio=jax.tree.map(lambda _: zero, params),
+            last=jnp.zeros(2),
+            curve=jnp.zeros((steps, 2)),
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: WatchState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, WatchState]:
+        releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
+        s, v = (_value_at(x, state.step) for x in (stddev, sampling_stddev))
+        shards = read_shards(shard_specs, jax.tree.leaves(releases))
+        signs = _public_signs(releases, state.step, shards)
+        probes = jax.tree.map(lambda y, w: y + (_PROBE * s * w).astype(y.dtype), releases, signs)
+        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
+        others, _ = inner.update(probes, state.optimizer, params, **extra_args)
+        move = _change(params, moves)
+        turn = jax.tree.map(jnp.subtract, _change(params, others), move)
+        total = partial(_total, shards)
+        end = total(jnp.multiply, state.move, releases)
+        start = total(jnp.multiply, move, releases) - s / _PROBE * total(jnp.multiply, signs, turn)
+        both = total(lambda a, b: jnp.square(a + b), state.move, move)
+        bends = total(jnp.square, turn) / _PROBE**2
+        steepest = _largest(shards, turn) / (_PROBE * s)
+        sums = state.sums
+        jump = jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
+        ended = sums._replace(
+            ends=sums.ends + end,
+            ends_noise=sums.ends_noise + s**2 * state.length,
+            sampling=sums.sampling + v**2 * state.length,
+            jumps=sums.jumps + jump,
+            middle=sums.middle + end / 2,
+            middle_noise=sums.middle_noise + s**2 * state.length / 4,
+        )
+        point = _combine(ended, state.step)
+        started = ended._replace(
+            middle=ended.middle + start / 2,
+            middle_noise=sums.middle_noise + s**2 * (both + 3 * bends) / 4,
+            lowered=sums.lowered + v**2 * steepest / 2,
+        )
+        squares = _per_leaf(shards, jnp.square, releases)
+        ratios = [
+            square / (s**2 * leaf.size * axis_size(shard.split_axes)) - 1
+            for square, leaf, shard in zip(squares, jax.tree.leaves(releases), shards, strict=True)
+        ]
+        structure = jax.tree.structure(releases)
+        return moves, WatchState(
+            optimizer=after,
+            step=optax.safe_increment(state.step),
+            move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
+            length=total(jnp.square, move),
+            end=end,
+            sums=started,
+            ratio=jax.tree.map(jnp.add, state.ratio, jax.tree.unflatten(structure, ratios)),
+            last=point,
+            curve=state.curve.at[state.step].set(point, mode="drop"),
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def training_curve(state: PyTree) -> TrainingCurve:
+    """Return the curve that a watched optimizer has recorded in its state; see `watch`.
+
+    The work of a step is known after the next release. So after t releases, the curve has the
+    t points from 0 to t − 1 steps.
+
+    Args:
+        state: the state of `watch`, or a tree that contains it, such as the state of `privatize`,
+            a `TrainState` or an `nnx.Optimizer`'s state.
+    """
+    watched = find_watch_state(state)
+    if watched is None:
+        raise ValueError(
+            "`state` must be the state of a watched optimizer, got one without a curve; pass "
+            "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
+        )
+    taken, curve, ratio = jax.device_get((watched.step, watched.curve, watched.ratio))
+    work, stderr = curve[:taken].T
+    mean = jax.tree.map(lambda x: float(x) / max(int(taken), 1), ratio)
+    return TrainingCurve(np.arange(len(work)), work, stderr, mean)
+
+
+def find_watch_state(state: PyTree) -> WatchState | None:
+    """Return the first state of `watch` in a tree, or None if there is none."""
+    leaves = jax.tree.leaves(state, is_leaf=_is_watch_state)
+    return next(filter(_is_watch_state, leaves), None)
+
+
+def describe_work(work: float, stderr: float) -> str:
+    """Return the work and its standard error as a text.
+
+    >>> describe_work(-0.2134, 0.0312)
+    'clipped loss −0.213 ± 0.031'
+    """
+    digits = max(1 - math.floor(math.log10(stderr)), 0) if 0 < stderr < math.inf else 2
+    return f"clipped loss {work:.{digits}f} ± {stderr:.{digits}f}".replace("-", "−")
+
+
+def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
+    """Return the estimated work of the first `count` steps, and its standard error: (2,).
+
+    The lower limit is the middle estimate. Without sampling, it is the only one.
+    """
+    gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
+    is_sampled = sums.lowered > 0
+    noise = jnp.where(
+        is_sampled, jnp.maximum(sums.ends_noise, sums.middle_noise), sums.middle_noise
+    )
+    count = jnp.maximum(count, 1).astype(float)
+    found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
+    sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
+    # Not in squares: the gap is no random error, and must be covered beside two random errors.
+    return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
+
+
+def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyTree:
+    """Return a tree of ±1 that depends on the step, the leaf and the shard alone."""
+    leaves, structure = jax.tree.flatten(tree)
+    signs = []
+    for index, (leaf, shard) in enumerate(zip(leaves, shards, strict=True)):
+        seed = 31 * step + index
+        for axis in shard.split_axes:
+            seed = 31 * seed + jax.lax.axis_index(axis)
+        draw = with_automatic_axes(partial(_signs, leaf.shape), explicit_spec(leaf))
+        signs.append(draw(seed))
+    return jax.tree.unflatten(structure, signs)
+
+
+def _signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+    """Return pseudo-random ±1 by hashing each entry's index, which fuses with what uses them."""
+    mixed = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    mixed += seed.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons' lowbias32
+        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+    return 1 - 2 * (mixed >> 31).astype(jnp.float32)
+
+
+def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
+    """Return how updates change the parameters, in float32 or wider.
+
+    Parameters in half precision change by less or more than their updates, because they are
+    rounded.
+    """
+    if params is None:
+        return jax.tree.map(widen, updates)
+
+    def change(param: jax.Array, update: jax.Array) -> jax.Array:
+        kind = jnp.finfo(param.dtype)
+        # Explicitly: XLA may leave out a rounding that is only a cast.
+        new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
+        return new - widen(param)
+
+    return jax.tree.map(change, params, updates)
+
+
+def _per_leaf(
+    shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree
+) -> list[jax.Array]:
+    """Return the sum of `term` over all entries of each leaf, on all shards."""
+    sums = []
+    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
+        here = jnp.sum(term(*map(widen, leaves))).astype(float)
+        sums.append(_over_shards(jax.lax.psum, shard, here))
+    return sums
+
+
+def _total(shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree) -> jax.Array:
+    """Return the sum of `term` over all entries of all leaves, on all shards."""
+    return jnp.asarray(sum(_per_leaf(shards, term, *trees)), float)
+
+
+def _largest(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
+    """Return the largest magnitude of an entry."""
+    largest = jnp.zeros([])
+    for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True):
+        here = jnp.max(jnp.abs(leaf), initial=0).astype(float)
+        largest = jnp.maximum(largest, _over_shards(jax.lax.pmax, shard, here))
+    return largest
+
+
+def _over_shards(reduce: Callable[..., jax.Array], shard: Shard, value: jax.Array) -> jax.Array:
+    return reduce(value, shard.split_axes) if shard.split_axes else value
+
+
+def _value_at(value: optax.ScalarOrSchedule, step: jax.Array) -> jax.Array:
+    return jnp.asarray(value(step) if callable(value) else value, float)
+
+
+def _is_watch_state(node: object) -> bool:
+    return isinstance(node, WatchState)

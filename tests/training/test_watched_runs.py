@@ -1,0 +1,68 @@
+"""Runs that are watched: the curve of `fit`, on the bar, in reports, and after a crash."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from optax_lsdp import training
+from tests.training.problem import SHORT, Crash, bits, fit, make_plan, raise_at
+
+FULL = make_plan(
+    steps=12, sampling="full", neighbouring="zero_out", expected_batch_size=400, smoothing=0.5
+)
+
+
+def test_a_run_is_watched_only_if_asked():
+    assert fit(SHORT).curve is None
+
+
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_run(tmp_path):
+    expected = fit(SHORT, watch=True)
+    with pytest.raises(Crash):
+        fit(SHORT, watch=True, folder=tmp_path, save_every=2, callbacks=[raise_at(3)])
+    resumed = fit(SHORT, watch=True, folder=tmp_path, save_every=2)
+    assert bits(resumed.curve) == bits(expected.curve)
+    assert bits(resumed.params) == bits(expected.params)
+    with pytest.raises(ValueError, match="same model, optimizer, average and `watch`"):
+        fit(SHORT, folder=tmp_path)
+
+
+def test_reports_bar_and_curve_agree(capsys):
+    seen = []
+    done = fit(
+        FULL,
+        watch=True,
+        progress=True,
+        optimizer=optax.sgd(0.5),
+        callbacks=[lambda report: seen.append(np.asarray(report.work).copy())],
+    )
+    curve = done.curve
+    np.testing.assert_array_equal(np.stack([curve.work, curve.stderr], 1), np.stack(seen))
+    assert list(curve.steps) == list(range(12))
+    text = repr(curve).removesuffix(")").split(", ", 1)[1]
+    assert text.startswith("clipped loss −0.") and text in capsys.readouterr().err
+    # The loss begins at log 2 and cannot fall below 0; the noise is small.
+    assert -0.7 < curve.work[-1] < -5 * curve.stderr[-1]
+    assert curve.signal_to_noise.keys() == {"kernel", "bias"}
+
+
+def test_a_mesh_changes_no_curve():
+    alone = fit(FULL, watch=True).curve
+    split = fit(FULL, watch=True, mesh=jax.make_mesh((8,), ("examples",))).curve
+    rounding = 1e-4  # of sums over shards, for differences of the first steps
+    np.testing.assert_allclose(alone.work, split.work, rtol=rounding, atol=1e-6)
+    np.testing.assert_allclose(alone.stderr, split.stderr, rtol=rounding, atol=1e-6)
+
+
+def test_shuffled_batches_are_refused():
+    plan = make_plan(steps=2, sampling="shuffled", neighbouring="zero_out")
+    with pytest.raises(ValueError, match="`watch` must be False with sampling='shuffled'"):
+        training.fit(
+            plan,
+            lambda w, x: w @ x,
+            np.zeros(2),
+            np.zeros((400, 2)),
+            optimizer=optax.sgd(0.1),
+            watch=True,
+        )
