@@ -50,7 +50,7 @@ class StepReport(NamedTuple):
     average: optax.Params
     epsilon: float
     private_loss: jax.Array
-    work: jax.Array | None
+    work: jax.Array | None = None
     norms: NormEstimates | None = None
 
     def __repr__(self) -> str:
@@ -79,7 +79,7 @@ class FitResult(NamedTuple):
     steps: int
     ledger: Ledger
     stopped: Stopped
-    curve: TrainingCurve | None
+    curve: TrainingCurve | None = None
     norms: NormEstimates | None = None
 
     def __repr__(self) -> str:

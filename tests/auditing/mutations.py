@@ -55,8 +55,8 @@ def _first_half_twice(normal, keys, shape, dtype):
     return jnp.concatenate([drawn[:half], drawn[: shape[0] - half]])
 
 
-def _without_axes(draw, state, addresses, leaves, axes):
-    return draw(state, addresses, leaves, [()] * len(axes))
+def _without_axes(draw, state, addresses, leaves, shards):
+    return draw(state, addresses, leaves, [shard._replace(named=()) for shard in shards])
 
 
 def _paths_as_text(tree):
@@ -168,13 +168,13 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         MISTAKES, (replace(f"{NOISE}:leaf_addresses", _paths_as_text),)
     ),
     "noise for the mean added to the sum": Mutation(
-        CANARY, (wrap(f"{OPTIMIZERS}:_stddev", lambda stddev, *args: stddev(*args) / 16),)
+        CANARY, (wrap(f"{OPTIMIZERS}:_product", lambda stddev, *args: stddev(*args) / 16),)
     ),
     "smoothing before less noise": Mutation(
         CANARY,
         (
             Patch(f"{OPTIMIZERS}:optax", _with_smoothing_first),
-            wrap(f"{OPTIMIZERS}:_stddev", _as_small_as_smoothed),
+            wrap(f"{OPTIMIZERS}:_product", _as_small_as_smoothed),
         ),
     ),
     "nine tenths of the discrete noise": Mutation(
@@ -250,9 +250,9 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
         "a step of fit on neighbouring data",
         rewrite(
             f"{TRAINING}._step:make_step",
-            "add_microbatch(state.params, sums, microbatch)",
-            "add_microbatch(state.params, add_microbatch(state.params, sums, microbatch)[0], "
-            "microbatch)",
+            "(total, loss_sum), _ = add_microbatch(state, sums, microbatch)",
+            "(total, loss_sum), _ = add_microbatch(state, "
+            "add_microbatch(state, sums, microbatch)[0], microbatch)",
         ),
     ),
     "a constant nonce": Mutation(RUNS, (_drawn_as(lambda size: "00" * size),)),
