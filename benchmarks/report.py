@@ -5,6 +5,7 @@ In README.md, in the manual and in the READMEs of the benchmarks, this script ow
 """
 
 import json
+import math
 import re
 import statistics
 from collections.abc import Callable
@@ -251,7 +252,7 @@ def users() -> str:
         "δ = 1e-5: mean and standard deviation of five seeds, with\nthe best of six step sizes. "
         "Nothing accounts for the choice of the step size.\n\n"
         f"With the best m for each, user level is ahead by {', '.join(gains)}.\nUser level "
-        f"with m = 16 is at most {missed:.1f} points below its best m.\n\n"
+        f"with m = 16 is at most {math.ceil(10 * missed) / 10:.1f} points below its best m.\n\n"
         f"With m = 16, a clipped gradient takes {min(flops.values()):.2f} to "
         f"{max(flops.values()):.2f} times the floating-point operations of the same number of\n"
         f"examples without users, as XLA counts them for {len(flops)} models."
