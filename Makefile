@@ -92,6 +92,7 @@ accelerators: $(TPU)/.ready $(GPU)/.ready $(READY)
 PAPER := table1 degradation step_sizes best when errors theory denoising cnn cnn_effects cnn_budgets cnn_best cifar
 paper: $(READY)
 	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script $(if $(DATA),--data-dir $(DATA)); done
+	$(BIN)/python -m benchmarks.clip_norms $(if $(DATA),--data-dir $(DATA))
 	$(BIN)/python -m benchmarks.report
 
 clean:

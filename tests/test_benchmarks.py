@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data, _timing, effective_clip_norm, users, zoo
+from benchmarks import _data, _timing, clip_norms, effective_clip_norm, users, zoo
 from benchmarks._results import RESULTS
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
@@ -113,6 +113,16 @@ def test_a_smoke_run_of_users_goes_on_where_it_stopped(tmp_path, monkeypatch):
 def test_users_take_hardly_more_operations_than_examples_on_record():
     for name, row in _timing.load_record(RESULTS / "users.json")["operations"].items():
         assert row["users"] <= 1.1 * row["examples"], name
+
+
+def test_a_smoke_run_of_clip_norms_writes_a_record(tmp_path, monkeypatch):
+    output = tmp_path / "clip_norms.json"
+    monkeypatch.setattr(sys, "argv", ["clip_norms", "--smoke", "--output", str(output)])
+    clip_norms.main()
+    record = json.loads(output.read_text())
+    assert record["is_whole"] and len(record["final"]) == len(clip_norms.METHODS)
+    slack = record["final"]["softmax regression, slack, ε = 0.5, 0.01"]
+    assert slack["clip_norms"][0] == pytest.approx(0.01) and slack["clip_norms"][1] > 0.02
 
 
 def test_examples_of_the_zoo_get_nearly_the_clip_norm_on_record():

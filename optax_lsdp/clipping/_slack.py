@@ -191,7 +191,8 @@ def estimate_norms(
         stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
         expected_batch_size: b, by which counts are divided.
 
-    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])  # norms 5 and 1/2
+    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.4]])  # norms 5 and 0.4
+    >>> import numpy as np
     >>> import optax_lsdp as lsdp
     >>> tx = optax.chain(
     ...     lsdp.clip_per_example(1.0, slack=4),
@@ -199,7 +200,7 @@ def estimate_norms(
     ...     estimate_norms(1.0, slack=4, stddev=1e-6, expected_batch_size=2),
     ... )
     >>> _, state = tx.update(stacked, tx.init(params), params)
-    >>> print(norm_estimates(state).shares.round(3))  # norms up to √¾, √½, ½ and 0
+    >>> print(np.asarray(norm_estimates(state).shares).round(3))  # norms up to √¾, √½, ½ and 0
     [0.5 0.5 0.5 0. ]
     """
     norm = checked_clip_norm(clip_norm, slack)
@@ -331,14 +332,16 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
         state: the state of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a
             chain with `estimate_norms`.
 
+    >>> import numpy as np
     >>> from optax_lsdp import privatize
     >>> private = dict(clip_norm=1.0, noise_multiplier=1e-6, expected_batch_size=2, slack=4)
     >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
-    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.5]])  # norms 5 and 1/2
+    >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.4]])  # norms 5 and 0.4
     >>> _, state = tx.update(stacked, tx.init(params), params)
     >>> found = norm_estimates(state)
-    >>> print(found.radii.round(3), found.shares.round(3))
-    [0.866 0.707 0.5   0.   ] [0.5 0.5 0.5 0. ]
+    >>> print(np.asarray([found.radii, found.shares]).round(3))
+    [[0.866 0.707 0.5   0.   ]
+     [0.5   0.5   0.5   0.   ]]
     """
     found = _find_state(state)
     structure = jax.tree.structure(found.clip_norm)
