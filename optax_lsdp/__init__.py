@@ -25,6 +25,7 @@ _HOME = {
     "check_model": "model_check",
     "clip_per_example": "clipping",
     "clipped_grad": "clipping",
+    "correlation": "correlation",
     "discrete": "discrete",
     "dp_adam": "optimizers",
     "dp_lsadam": "optimizers",
