@@ -21,6 +21,7 @@ _HOME = {
     "ShuffledSampler": "sampling",
     "accounting": "accounting",
     "auditing": "auditing",
+    "add_correlated_noise": "correlated_noise",
     "add_gaussian_noise": "noise",
     "check_model": "model_check",
     "clip_per_example": "clipping",

@@ -21,7 +21,7 @@ from scipy.linalg import svdvals, toeplitz
 from scipy.optimize import minimize, minimize_scalar
 from scipy.signal import fftconvolve, lfilter
 
-from optax_lsdp import _checks as checks
+import optax_lsdp._checks as checks
 
 __all__ = ["Correlation", "Workload", "banded_inverse", "independent", "least_error"]
 __all__ += ["optimize_banded", "square_root"]
