@@ -11,6 +11,7 @@ from typing import Any
 
 _HOME = {
     "Clipped": "clipping",
+    "CyclicPoissonSampler": "sampling",
     "FixedSizeSampler": "sampling",
     "FullBatchSampler": "sampling",
     "Grid": "smoothing",

@@ -1,4 +1,4 @@
-"""Samplers, one for each sampling scheme: they choose the examples of each step's batch.
+"""Samplers, which choose the examples of each step's batch.
 
 A batch depends only on the key and the step, so any host can draw the batch of any step, in NumPy
 or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset.
@@ -23,8 +23,8 @@ from scipy.stats import binom
 from optax_lsdp._checks import check_at_most, check_rate, check_whole
 from optax_lsdp._keys import check_key, is_threefry, threefry
 
-__all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
-__all__ += ["ShuffledSampler", "room_for_batch"]
+__all__ = ["Batch", "CyclicPoissonSampler", "FixedSizeSampler", "FullBatchSampler"]
+__all__ += ["PoissonSampler", "Sampler", "ShuffledSampler", "room_for_batch"]
 
 Array: TypeAlias = np.ndarray | jax.Array
 Step: TypeAlias = int | np.integer | jax.Array
@@ -133,6 +133,56 @@ class PoissonSampler:
 
 
 @dataclass(frozen=True, eq=False)
+class CyclicPoissonSampler:
+    """Assign each example at random to one of `cycle` parts; step t draws from part t mod cycle.
+
+    No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires. The
+    part of an example depends only on the key and its index. A batch is truncated with probability
+    2e-15 or less. It takes `cycle` times as long as a Poisson batch. See also `PoissonSampler`.
+
+    Args:
+        sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
+            its part with probability q·cycle, which must be at most 1.
+        cycle: the number of parts, at least the number of bands of the correlation.
+
+    >>> sampler = CyclicPoissonSampler(60_000, 256 / 60_000, cycle=8, key=jax.random.key(0))
+    >>> int(sampler.batch(step=7).mask.sum())
+    259
+    """
+
+    dataset_size: int
+    sampling_rate: float
+    cycle: int
+    key: jax.Array = field(repr=False)
+    multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
+    _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
+    _bits: "RandomBits" = field(init=False, repr=False)  # of a step that no run takes
+
+    def __post_init__(self) -> None:
+        check_whole("cycle", self.cycle)
+        n, q, key = self.dataset_size, self.sampling_rate, self.key
+        size = PoissonSampler(n, q, key, multiple_of=self.multiple_of).size
+        object.__setattr__(self, "size", size)
+        check_at_most("cycle", self.cycle, math.floor((1 + 1e-12) / q), "1/sampling_rate")
+        candidates = PoissonSampler(n, min(1.0, q * self.cycle), key, multiple_of=size)
+        object.__setattr__(self, "_candidates", candidates)
+        object.__setattr__(self, "_bits", RandomBits(key, 10**18))
+
+    def part(self, indices: Array) -> Array:
+        """Return the part of each example, from 0 to cycle − 1."""
+        place = indices.astype(np.uint32)
+        return _below(*threefry(self._bits.key, (place, 0 * place)), self.cycle)
+
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
+        drawn = self._candidates.batch(step)
+        is_kept = drawn.mask & (self.part(drawn.indices) == step % self.cycle)
+        order = _namespace(step).argsort(~is_kept, stable=True)[: self.size]
+        return Batch(drawn.indices[order], is_kept[order])
+
+
+@dataclass(frozen=True, eq=False)
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
@@ -165,7 +215,8 @@ class ShuffledSampler:
     Here n is `dataset_size` and b is `batch_size`. The accountant (`sampling="shuffled"`) claims no
     amplification by sampling, so the same ε needs many times the noise. Use this sampler for
     comparison, or if the data cannot be read in any other way. It sorts n numbers once per epoch,
-    or, inside `jit`, once per step. For the other arguments, see `PoissonSampler`.
+    or, inside `jit`, once per step. With `reshuffle=False`, all epochs have the same order, and two
+    uses of an example are ⌊n/b⌋ steps apart. For the other arguments, see `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -176,6 +227,7 @@ class ShuffledSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    reshuffle: bool = True
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
@@ -184,9 +236,8 @@ class ShuffledSampler:
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
-        batches = self.dataset_size // self.batch_size
-        epoch, place = step // batches, step % batches
-        order = self._order(epoch)
+        epoch, place = divmod(step, self.dataset_size // self.batch_size)
+        order = self._order(epoch if self.reshuffle else 0 * epoch)
         within = _namespace(step).arange(self.size, dtype=np.int32)
         indices = order[(place * self.batch_size + within) % np.int32(self.dataset_size)]
         return Batch(indices, within < self.batch_size)
@@ -292,11 +343,7 @@ class RandomBits:
 
     def indices(self, bound: int, size: int) -> Array:
         """Return `size` random indices ⌊bound·u⌋, with 64 random bits for each u in [0, 1)."""
-        high, low = self.draw(1, size)
-        times = np.uint32(bound)
-        carried = high * times + _high_product(low, times)
-        overflow = (carried < high * times).astype(np.uint32)
-        return (_high_product(high, times) + overflow).astype(np.int32)
+        return _below(*self.draw(1, size), bound)
 
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different random indices below `bound`.
@@ -335,6 +382,14 @@ def _repeats_last(indices: Array, xp: ModuleType) -> Array:
     is_new = indices[order][1:] != indices[order][:-1]
     first = xp.concatenate([xp.ones(1, bool), is_new])[xp.argsort(order, stable=True)]
     return indices[xp.argsort(~first, stable=True)]
+
+
+def _below(high: Array, low: Array, bound: int) -> Array:
+    """Return ⌊bound·u⌋, where `high` and `low` are the 64 bits of u in [0, 1)."""
+    times = np.uint32(bound)
+    carried = high * times + _high_product(low, times)
+    overflow = (carried < high * times).astype(np.uint32)
+    return (_high_product(high, times) + overflow).astype(np.int32)
 
 
 def _high_product(one: Array, other: np.uint32) -> Array:
