@@ -20,7 +20,7 @@ import optax
 from optax_lsdp._checks import check_positive, frozen_number, refusal
 from optax_lsdp._keys import check_key
 from optax_lsdp._mesh import check_shard_specs, vary, varying_axes
-from optax_lsdp._trees import describe_arrays, widen
+from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.correlation import Correlation
 from optax_lsdp.noise import (
@@ -136,7 +136,8 @@ def add_correlated_noise(
         past = state.past
         if rows:
             _check_past(updates, past, rows)
-            noises = _subtract_past(coefficients, state.step, draw_noise(independent, total), past)
+            drawn = draw_noise(independent, total)
+            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
             past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
         else:
@@ -184,6 +185,7 @@ def _combine_draws(
 
 def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:
     """Raise unless the past noises have the structure, shapes and precision of the updates."""
+    check_structure(updates, past)
     leaves, noises = jax.tree.leaves(updates), jax.tree.leaves(past)
     needed = [((rows, *leaf.shape), widen(leaf).dtype) for leaf in leaves]
     is_alike = [(one.shape, one.dtype) for one in noises] == needed

@@ -230,6 +230,10 @@ BAD = {
     "key": (lambda: add(BANDED, key=0), "`key` must be one typed key, got 0"),
     "specs": (lambda: add(BANDED, shard_specs=5), "`shard_specs` must be None, a PartitionSpec"),
     "no parameters": (lambda: add(BANDED).init(None), "`params` must be passed to `init`"),
+    "other names": (
+        lambda: add(BANDED).update({"a": jnp.zeros(3)}, add(BANDED).init({"b": jnp.zeros(3)})),
+        "`updates` must have the structure of `params`",
+    ),
     "other shapes": (
         lambda: add(BANDED).update(jnp.zeros(4), add(BANDED).init(jnp.zeros(3))),
         "`updates` must have the structure, shapes and precision",
