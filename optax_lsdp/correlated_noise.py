@@ -43,8 +43,8 @@ class AddCorrelatedNoiseState(NamedTuple):
         step: the number of steps so far.
         fingerprint: a hash of the correlation: (2,) uint32. If `add_correlated_noise` has another
             correlation, the result is NaN.
-        past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`: (b − 1,
-            *shape). The noise of step t is in row t mod (b − 1). Without past noises, it is ().
+        past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
+            a first axis. The noise of step t is in row t mod (b − 1). If there are none, it is ().
     """
 
     key: jax.Array
