@@ -1,9 +1,9 @@
 """Add Gaussian noise to a clipped sum.
 
-`add_gaussian_noise` derives one key per step and leaf, from which `_keys.standard_normal` draws
-Gaussian numbers. To add another distribution, or noise that is correlated between steps, write
-another transform in this file, with a state that holds its key. Exact discrete noise is in
-`optax_lsdp.discrete`.
+`draw_noise` derives one key per step and leaf, from which `_keys.standard_normal` draws Gaussian
+numbers. To add another distribution, write another transform in this file, with a state that holds
+its key. Noise that is correlated between steps is in `correlated_noise`, exact discrete noise in
+`discrete`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def add_gaussian_noise(
     check_positive("stddev", stddev, remedy, schedule=True)
     stddev = frozen_number(stddev)
     if not callable(stddev):
-        _check_stddev(stddev)
+        check_stddev(stddev)
     check_key("key", key)
     check_shard_specs(shard_specs)
 
@@ -119,29 +119,10 @@ def add_gaussian_noise(
         **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
-        leaves, structure = unmarked_leaves("add_gaussian_noise", updates)
+        total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
-        next_state = AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
-        if not leaves:
-            return updates, next_state
-        wide, addresses = [widen(leaf) for _, leaf in leaves], leaf_addresses(updates)
-        shards = read_shards(spread_specs(shard_specs, updates), wide)
-        _check_stddev(scale)
-        if jax.tree.structure(params) == structure:
-            check_shapes(updates, params, "put `clip_per_example` before `add_gaussian_noise`")
-        _check_shards(leaves, shards, state)
-
-        def add_noise(leaf: jax.Array, noise: jax.Array) -> jax.Array:
-            stddev = jnp.asarray(scale, noise.dtype)
-            is_good = (stddev >= jnp.finfo(stddev.dtype).tiny) & (state.step < _LAST_STEP)
-            return leaf + jnp.where(is_good, stddev * noise, jnp.nan)
-
-        noises = _draw(state, addresses, wide, shards)
-        noisy = [
-            add_noise(leaf, noise).astype(narrow.dtype)
-            for leaf, noise, (_, narrow) in zip(wide, noises, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(structure, noisy), next_state
+        noisy = add_scaled(total, draw_noise(state, total), scale, state.step < _LAST_STEP)
+        return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -151,21 +132,68 @@ def is_noise_state(node: object) -> bool:
     return isinstance(node, AddGaussianNoiseState)
 
 
-def _draw(
+class SumLeaves(NamedTuple):
+    """The leaves of a clipped sum to which a transform adds noise."""
+
+    structure: jax.tree_util.PyTreeDef
+    narrow: list[jax.Array]  # the leaves
+    wide: list[jax.Array]  # the leaves in float32 or float64
+    addresses: list[str]
+    axes: list[tuple[str, ...]]  # the mesh axes along which a leaf's shards draw different noise
+
+
+def read_sum(
+    name: str,
+    updates: optax.Updates,
+    params: optax.Params | None,
     state: AddGaussianNoiseState,
-    addresses: Sequence[str],
-    leaves: Sequence[jax.Array],
-    shards: Sequence[Shard],
-) -> list[jax.Array]:
-    """Return standard Gaussian noise for each leaf; leaves are float32 or float64.
+    shard_specs: PyTree,
+) -> SumLeaves:
+    """Return the leaves of a clipped sum, or raise if it cannot get noise.
+
+    `name` is the name of the transform.
+    """
+    named, structure = unmarked_leaves(name, updates)
+    narrow = [leaf for _, leaf in named]
+    wide = [widen(leaf) for leaf in narrow]
+    shards = read_shards(spread_specs(shard_specs, updates), wide) if wide else []
+    if jax.tree.structure(params) == structure:
+        check_shapes(updates, params, f"put `clip_per_example` before `{name}`")
+    _check_shards(named, shards, state)
+    axes = [shard.split_axes for shard in shards]
+    return SumLeaves(structure, narrow, wide, leaf_addresses(updates), axes)
+
+
+def add_scaled(
+    total: SumLeaves, noises: Sequence[jax.Array], scale: ArrayLike, is_good: jax.Array
+) -> optax.Updates:
+    """Return total + scale·noise, or NaN unless `is_good` and the scale is positive."""
+    check_stddev(scale)
+
+    def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:
+        stddev = jnp.asarray(scale, noise.dtype)
+        is_positive = stddev >= jnp.finfo(stddev.dtype).tiny
+        return leaf + jnp.where(is_positive & is_good, stddev * noise, jnp.nan)
+
+    noisy = [
+        add_one(leaf, noise).astype(narrow.dtype)
+        for leaf, noise, narrow in zip(total.wide, noises, total.narrow, strict=True)
+    ]
+    return jax.tree.unflatten(total.structure, noisy)
+
+
+def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array]:
+    """Return standard Gaussian noise for each leaf, in float32 or float64.
 
     The key of a leaf is the state's key, into which are folded: the step, the leaf's address, and
     the index of this shard along the mesh axes that split the leaf. Small leaves of similar size
     share one draw, which compiles to fewer kernels.
     """
-    axes = [shard.split_axes for shard in shards]
+    if not total.wide:
+        return []
+    leaves, axes = total.wide, total.axes
     step_key = jax.random.fold_in(fold_in_text(state.key, "noise"), state.step)
-    keys = fold_in_texts(step_key, addresses)
+    keys = fold_in_texts(step_key, total.addresses)
     draws_together = is_threefry(keys)
     groups: dict[tuple[object, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
@@ -203,7 +231,7 @@ def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) ->
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
-def _check_stddev(stddev: ArrayLike) -> None:
+def check_stddev(stddev: ArrayLike) -> None:
     """Raise unless `stddev` is one number in float32 or float64."""
     if jnp.shape(stddev):
         raise ValueError(f"`stddev` must give one number, got the shape {jnp.shape(stddev)}.")

@@ -1,4 +1,4 @@
-"""Samplers, one for each sampling scheme: they choose the examples of each step's batch.
+"""Samplers, which choose the examples of each step's batch.
 
 A batch depends only on the key and the step, so any host can draw the batch of any step, in NumPy
 or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset.
@@ -12,22 +12,19 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_at_most, check_rate, check_whole
 from optax_lsdp._keys import check_threefry_key, threefry
+from optax_lsdp._random_bits import Array, RandomBits, Step, namespace, repeats_last, scaled
 
-__all__ = ["Batch", "FixedSizeSampler", "FullBatchSampler", "PoissonSampler", "Sampler"]
-__all__ += ["ShuffledSampler", "room_for_batch"]
+__all__ = ["Batch", "CyclicPoissonSampler", "FixedSizeSampler", "FullBatchSampler"]
+__all__ += ["PoissonSampler", "Sampler", "ShuffledSampler", "room_for_batch"]
 
-Array: TypeAlias = np.ndarray | jax.Array
-Step: TypeAlias = int | np.integer | jax.Array
 
 _MOST = 2**31 - 1  # examples, since indices are int32
 _RARE = 1e-15  # a batch exceeds the default `max_batch_size`, about b + 8√b, with this probability
@@ -133,6 +130,56 @@ class PoissonSampler:
 
 
 @dataclass(frozen=True, eq=False)
+class CyclicPoissonSampler:
+    """Assign each example at random to one of `cycle` parts; step t draws from part t mod cycle.
+
+    No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires. The
+    part of an example depends only on the key and its index. A batch is truncated with probability
+    2e-15 or less. It takes `cycle` times as long as a Poisson batch. See also `PoissonSampler`.
+
+    Args:
+        sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
+            its part with probability q·cycle, which must be at most 1.
+        cycle: the number of parts, at least the number of bands of the correlation.
+
+    >>> sampler = CyclicPoissonSampler(60_000, 256 / 60_000, cycle=8, key=jax.random.key(0))
+    >>> int(sampler.batch(step=7).mask.sum())
+    259
+    """
+
+    dataset_size: int
+    sampling_rate: float
+    cycle: int
+    key: jax.Array = field(repr=False)
+    multiple_of: int = 1
+    size: int = field(init=False, repr=False)  # the length of a batch's arrays
+    _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
+    _bits: "RandomBits" = field(init=False, repr=False)  # of a step that no run takes
+
+    def __post_init__(self) -> None:
+        check_whole("cycle", self.cycle)
+        n, q, key = self.dataset_size, self.sampling_rate, self.key
+        size = PoissonSampler(n, q, key, multiple_of=self.multiple_of).size
+        object.__setattr__(self, "size", size)
+        check_at_most("cycle", self.cycle, math.floor((1 + 1e-12) / q), "1/sampling_rate")
+        candidates = PoissonSampler(n, min(1.0, q * self.cycle), key, multiple_of=size)
+        object.__setattr__(self, "_candidates", candidates)
+        object.__setattr__(self, "_bits", RandomBits(key, 10**18))
+
+    def part(self, indices: Array) -> Array:
+        """Return the part of each example, from 0 to cycle − 1."""
+        place = indices.astype(np.uint32)
+        return scaled(*threefry(self._bits.key, (place, 0 * place)), np.uint32(self.cycle))
+
+    def batch(self, step: Step) -> Batch:
+        """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
+        drawn = self._candidates.batch(step)
+        is_kept = drawn.mask & (self.part(drawn.indices) == step % self.cycle)
+        order = namespace(step).argsort(~is_kept, stable=True)[: self.size]
+        return Batch(drawn.indices[order], is_kept[order])
+
+
+@dataclass(frozen=True, eq=False)
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
@@ -165,7 +212,8 @@ class ShuffledSampler:
     Here n is `dataset_size` and b is `batch_size`. The accountant (`sampling="shuffled"`) claims no
     amplification by sampling, so the same ε needs many times the noise. Use this sampler for
     comparison, or if the data cannot be read in any other way. It sorts n numbers once per epoch,
-    or, inside `jit`, once per step. For the other arguments, see `PoissonSampler`.
+    or, inside `jit`, once per step. With `reshuffle=False`, all epochs have the same order, and two
+    uses of an example are ⌊n/b⌋ steps apart. For the other arguments, see `PoissonSampler`.
 
     >>> sampler = ShuffledSampler(10, batch_size=5, key=jax.random.key(0))
     >>> sorted(np.concatenate([sampler.batch(step).indices for step in (0, 1)]).tolist())
@@ -176,6 +224,7 @@ class ShuffledSampler:
     batch_size: int
     key: jax.Array = field(repr=False)
     multiple_of: int = 1
+    reshuffle: bool = True
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
@@ -184,10 +233,9 @@ class ShuffledSampler:
 
     def batch(self, step: Step) -> Batch:
         """Return the batch of a step: NumPy arrays, or JAX arrays if `step` is a JAX array."""
-        batches = self.dataset_size // self.batch_size
-        epoch, place = step // batches, step % batches
-        order = self._order(epoch)
-        within = _namespace(step).arange(self.size, dtype=np.int32)
+        epoch, place = divmod(step, self.dataset_size // self.batch_size)
+        order = self._order(epoch if self.reshuffle else 0 * epoch)
+        within = namespace(step).arange(self.size, dtype=np.int32)
         indices = order[(place * self.batch_size + within) % np.int32(self.dataset_size)]
         return Batch(indices, within < self.batch_size)
 
@@ -221,7 +269,7 @@ class FullBatchSampler:
 
     def batch(self, step: Step) -> Batch:
         """Return all examples, in every step."""
-        place = _namespace(step).arange(self.size, dtype=np.int32)
+        place = namespace(step).arange(self.size, dtype=np.int32)
         return Batch(place % np.int32(self.dataset_size), place < self.dataset_size)
 
 
@@ -254,54 +302,6 @@ def _set_size(sampler: Any, name: str) -> None:
     object.__setattr__(sampler, "size", -(-room // sampler.multiple_of) * sampler.multiple_of)
 
 
-def _namespace(step: Step) -> ModuleType:
-    """Return `jax.numpy` if the step is a JAX array, and `numpy` otherwise."""
-    return jnp if isinstance(step, jax.Array) else np
-
-
-class RandomBits:
-    """The random bits of one step: Threefry with a key for each step, in NumPy or JAX."""
-
-    def __init__(self, key: jax.Array, step: Step) -> None:
-        self.xp = _namespace(step)
-        data: Array = jax.random.key_data(key)
-        if not isinstance(step, jax.Array):
-            check_whole("step", step, least=0)
-            data = np.asarray(data)
-            halves: tuple[Step, Step] = int(step) & 0xFFFFFFFF, int(step) >> 32
-        else:  # `step >> 32` would return a 32-bit step unchanged
-            halves = step, step >> 31 >> 1
-        count = [self.xp.asarray(word).astype(np.uint32)[None] for word in halves]
-        self.key = threefry((data[:1], data[1:]), (count[0], count[1]))
-
-    def draw(self, stream: int, size: int) -> tuple[Array, Array]:
-        """Return `size` pairs of 32-bit words. Different streams are independent."""
-        place = self.xp.arange(size, dtype=np.uint32)
-        return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
-
-    def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
-        """Draw a random 64-bit number x. Return how many numbers in a table are at most x."""
-        high, low = self.draw(0, 1)
-        return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
-
-    def indices(self, bound: int, size: int) -> Array:
-        """Return `size` random indices ⌊bound·u⌋, with 64 random bits for each u in [0, 1)."""
-        return _scaled(*self.draw(1, size), np.uint32(bound))
-
-    def different(self, bound: int, size: int) -> Array:
-        """Return an array whose first `size` entries are different random indices below `bound`.
-
-        `size` must be at most bound/4. More indices are drawn than needed, and repeated ones are
-        moved to the end. Too few would remain only if their number were twenty standard deviations
-        below its mean.
-        """
-        return _repeats_last(self.indices(bound, size + size // 2 + 64), self.xp)
-
-    def permutation(self, size: int) -> Array:
-        """Return all indices below `size`, sorted by a random 64-bit number for each index."""
-        return self.xp.lexsort(self.draw(2, size)).astype(np.int32)
-
-
 def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, size: int) -> Batch:
     """Return a batch of `count` different random indices, where `count` is at most `room`.
 
@@ -315,17 +315,9 @@ def subset(bits: RandomBits, dataset_size: int, count: Array | int, room: int, s
         order = bits.different(dataset_size, size if _DENSE * size <= dataset_size else room)
         if _DENSE * size > dataset_size:
             others = xp.arange(dataset_size, dtype=np.int32)
-            order = _repeats_last(xp.concatenate([order[:room], others]), xp)[:dataset_size]
+            order = repeats_last(xp.concatenate([order[:room], others]), xp)[:dataset_size]
     place = xp.arange(size, dtype=np.int32)
     return Batch(order[place % np.int32(len(order))], place < count)
-
-
-def _repeats_last(indices: Array, xp: ModuleType) -> Array:
-    """Return the indices in the same order, but with repeated indices moved to the end."""
-    order = xp.argsort(indices, stable=True)
-    is_new = indices[order][1:] != indices[order][:-1]
-    first = xp.concatenate([xp.ones(1, bool), is_new])[xp.argsort(order, stable=True)]
-    return indices[xp.argsort(~first, stable=True)]
 
 
 def choose_within(
@@ -355,7 +347,7 @@ def choose_within(
     places = np.broadcast_to(np.arange(room), (len(users), room)).copy()
     is_partial = counts > room
     last = counts[is_partial, None] - room + np.arange(room)  # j
-    drawn = _scaled(high[is_partial], low[is_partial], (last + 1).astype(np.uint32))
+    drawn = scaled(high[is_partial], low[is_partial], (last + 1).astype(np.uint32))
     chosen = np.zeros_like(last)
     for k in range(room):
         is_known = (chosen[:, :k] == drawn[:, k, None]).any(axis=1)
@@ -363,18 +355,3 @@ def choose_within(
     places[is_partial] = chosen
     mask = np.arange(room) < counts[:, None]
     return np.where(mask, places, 0), mask
-
-
-def _scaled(high: Array, low: Array, times: np.uint32 | np.ndarray) -> Array:
-    """Return ⌊times·u⌋ as int32, for u = (2³² high + low) / 2⁶⁴."""
-    carried = high * times + _high_product(low, times)
-    overflow = (carried < high * times).astype(np.uint32)
-    return (_high_product(high, times) + overflow).astype(np.int32)
-
-
-def _high_product(one: Array, other: np.uint32 | np.ndarray) -> Array:
-    """Return the upper 32 bits of the product of two 32-bit numbers."""
-    half, lower = np.uint32(16), np.uint32(0xFFFF)
-    a, b, c, d = one >> half, one & lower, other >> half, other & lower
-    middle = (b * d >> half) + (a * d & lower) + (b * c & lower)
-    return a * c + (a * d >> half) + (b * c >> half) + (middle >> half)

@@ -269,3 +269,34 @@ def work_along(path: np.ndarray, gradients: np.ndarray) -> np.ndarray:
     moves = np.diff(path, axis=-2)
     works = 0.5 * (moves * (gradients[..., :-1, :] + gradients[..., 1:, :])).sum(-1)
     return np.concatenate([np.zeros_like(works[..., :1]), works.cumsum(-1)], axis=-1)
+
+
+def toeplitz_dense(column: np.ndarray) -> np.ndarray:
+    """Return the lower-triangular Toeplitz matrix with a given first column."""
+    size = len(column)
+    return np.array([[column[i - j] if i >= j else 0.0 for j in range(size)] for i in range(size)])
+
+
+def workload_dense(
+    steps: int, momentum: float = 0.0, rates: np.ndarray | None = None
+) -> np.ndarray:
+    """Return the matrix that maps gradients to the parameters after each step of SGD."""
+    matrix = np.zeros((steps, steps))
+    for source in range(steps):
+        velocity = place = 0.0
+        for step in range(steps):
+            velocity = momentum * velocity + (step == source)
+            place += velocity * (1.0 if rates is None else rates[step])
+            matrix[step, source] = place
+    return matrix
+
+
+def largest_movement(matrix: np.ndarray, separation: int) -> float:
+    """Return the largest norm of a signed sum of columns that are `separation` or more apart."""
+    size = matrix.shape[1]
+    largest = 0.0
+    for signs in itertools.product((-1, 0, 1), repeat=size):
+        used = np.flatnonzero(signs)
+        if (np.diff(used) >= separation).all():
+            largest = max(largest, float(np.linalg.norm(matrix @ np.array(signs))))
+    return largest

@@ -42,12 +42,14 @@ MAY_IMPORT = {
     "_isolation": {"jax", "optax"} | own("_jaxpr", "_mesh"),
     "_layers": {"jax", "optax"} | own("_jaxpr", "_trees"),
     "_loss": {"jax", "optax"} | own("_layers", "_trees"),
-    "accounting": LIGHT | {"dp_accounting"},
+    "accounting": LIGHT | {"dp_accounting"} | own("correlation"),
+    "correlation": LIGHT,
     "sampling": {"jax", "numpy", "scipy"} | own("_keys"),
     "clipping": JAX | SHARED,
     "discrete": JAX | SHARED,
     "discrete._sampler": {"numpy"} | own("_keys"),
     "noise": JAX | SHARED,
+    "correlated_noise": JAX | SHARED | own("correlation", "noise"),
     "smoothing": JAX | SHARED,
     "smoothing._spectrum": {"numpy"},
     "watching": JAX | SHARED | {"matplotlib"},
@@ -151,8 +153,8 @@ def test_every_public_name_can_be_loaded_and_helps():
         optax_lsdp.dpsgd  # noqa: B018  # the access is the test
 
 
-FOLDERS = ("accounting", "auditing", "clipping", "discrete", "model_check", "planning", "sampling")
-FOLDERS += ("smoothing", "training")
+FOLDERS = ("accounting", "auditing", "clipping", "correlation", "discrete", "model_check")
+FOLDERS += ("planning", "sampling", "smoothing", "training")
 RESULTS = {  # returned by functions, and not made by users
     *("AddDiscreteNoiseState", "Batch", "DataError", "EpsilonReport", "FitResult", "ModelReport"),
     *("NormEstimates",),

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import optax_lsdp as lsdp
+from optax_lsdp.correlation import banded_inverse, square_root
 
 PARAMS = {"kernel": jnp.ones((3, 3, 2, 4)), "bias": jnp.ones(7)}
 STACK = jax.tree.map(lambda x: jnp.ones((5, *x.shape)), PARAMS)
@@ -14,6 +15,14 @@ PRIVATE = dict(clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=4, key=j
 TRANSFORMS = {
     "clip_per_example": (lsdp.clip_per_example(1.0), STACK),
     "add_gaussian_noise": (lsdp.add_gaussian_noise(1.0, key=jax.random.key(0)), PARAMS),
+    "add_correlated_noise": (
+        lsdp.add_correlated_noise(1.0, square_root(9, 3), key=jax.random.key(0)),
+        PARAMS,
+    ),
+    "add_correlated_noise, inverse": (
+        lsdp.add_correlated_noise(1.0, banded_inverse(9, 3), key=jax.random.key(0)),
+        PARAMS,
+    ),
     "laplacian_smooth": (lsdp.laplacian_smooth(1.0), PARAMS),
     "laplacian_smooth, tree": (lsdp.laplacian_smooth(1.0, scope="tree"), PARAMS),
     "laplacian_smooth, grid": (

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from scipy.stats import binom, chisquare
 
-from optax_lsdp import FixedSizeSampler, FullBatchSampler, PoissonSampler, ShuffledSampler
+from optax_lsdp import (
+    CyclicPoissonSampler,
+    FixedSizeSampler,
+    FullBatchSampler,
+    PoissonSampler,
+    ShuffledSampler,
+)
 from optax_lsdp._keys import threefry
 from optax_lsdp.sampling import RandomBits, room_for_batch
 
@@ -21,7 +27,11 @@ SAMPLERS = {
     "fixed": FixedSizeSampler(1000, 50, KEY),
     "all but one": FixedSizeSampler(12, 11, KEY, multiple_of=8),
     "shuffle": ShuffledSampler(103, 10, KEY, multiple_of=4),
+    "one order": ShuffledSampler(103, 10, KEY, multiple_of=4, reshuffle=False),
     "full": FullBatchSampler(50, multiple_of=8),
+    "cyclic": CyclicPoissonSampler(1000, 0.02, 10, KEY, multiple_of=8),
+    "cyclic, whole parts": CyclicPoissonSampler(100, 0.25, 4, KEY),
+    "cyclic, padded much": CyclicPoissonSampler(100, 0.05, 2, KEY, multiple_of=130),
 }
 TAIL = 1e-6  # the probability that a statistical test rejects a correct sampler
 
@@ -177,6 +187,45 @@ def test_a_shuffled_epoch_uses_no_example_twice():
     assert one != other
 
 
+def test_without_reshuffling_two_uses_of_an_example_are_an_epoch_apart():
+    sampler = SAMPLERS["one order"]
+    first = [sampler.batch(step).indices.tolist() for step in range(10)]
+    assert [sampler.batch(30 + step).indices.tolist() for step in range(10)] == first
+    assert first[0] == SAMPLERS["shuffle"].batch(0).indices.tolist()
+
+
+def test_a_cyclic_step_draws_independently_from_its_part_alone():
+    sampler, steps = SAMPLERS["cyclic"], 2000
+    found = chosen(sampler, steps).reshape(-1, 10, 1000)  # cycle, part, example
+    part = sampler.part(np.arange(1000))
+    own = found[:, part, np.arange(1000)].astype(float)  # (200, 1000): once per cycle
+    assert found.sum() == own.sum()
+    cycles, rate = len(own), 0.02 * 10
+    deviations = (own.sum(0) - cycles * rate) / np.sqrt(cycles * rate * (1 - rate))
+    assert np.abs(deviations).max() < 6 and 0.9 < deviations.std() < 1.1
+    sizes = own[:, part == 3].sum(1)  # binomial, so examples of a part are drawn independently
+    assert sizes.var() == pytest.approx((part == 3).sum() * rate * (1 - rate), rel=0.4)
+    products = (own[1:] - rate) * (own[:-1] - rate) / (rate * (1 - rate))
+    assert np.abs(products.mean(0)).max() < 6 / np.sqrt(cycles - 1)
+
+
+def test_parts_are_uniform_and_one_more_example_changes_no_other_part():
+    sampler = CyclicPoissonSampler(40_000, 0.01, 8, KEY)
+    part = sampler.part(np.arange(40_000))
+    assert chisquare(np.bincount(part, minlength=8)).pvalue > TAIL
+    pairs = np.bincount(8 * part[:-1] + part[1:], minlength=64)
+    assert chisquare(pairs).pvalue > TAIL
+    smaller = CyclicPoissonSampler(39_999, 0.02, 8, KEY)
+    np.testing.assert_array_equal(smaller.part(np.arange(39_999)), part[:-1])
+    other = CyclicPoissonSampler(40_000, 0.01, 8, jax.random.key(8))
+    assert 0.8 < (other.part(np.arange(40_000)) != part).mean() < 0.95
+
+
+def test_whole_parts_use_every_example_once_per_cycle():
+    found = chosen(SAMPLERS["cyclic, whole parts"], 8)
+    assert (found[:4].sum(0) == 1).all() and (found[:4] == found[4:]).all()
+
+
 def test_different_keys_and_steps_draw_different_batches():
     other = PoissonSampler(1000, 0.05, jax.random.key(8))
     assert not np.array_equal(SAMPLERS["poisson"].batch(0).indices, other.batch(0).indices)
@@ -197,6 +246,12 @@ def test_different_keys_and_steps_draw_different_batches():
             "`key` must be a Threefry",
         ),
         (lambda: FixedSizeSampler(10, 5, KEY, multiple_of=0), "`multiple_of` must be a whole"),
+        (
+            lambda: CyclicPoissonSampler(100, 0.1, 11, KEY),
+            "`cycle` must be at most 1/sampling_rate",
+        ),
+        (lambda: CyclicPoissonSampler(100, 0.1, 0, KEY), "`cycle` must be a whole number"),
+        (lambda: CyclicPoissonSampler(100, 0.0, 2, KEY), "`sampling_rate` must be above 0"),
     ],
 )
 def test_wrong_arguments_are_refused(make, message):

@@ -53,7 +53,8 @@ class Ledger(Mechanism):
         """
         if not isinstance(phase, SampledGaussian):
             raise TypeError(
-                f"`phase` must be a SampledGaussian, got {phase!r}; append each phase separately."
+                f"`phase` must be a SampledGaussian, got {repr(phase)[:200]}; append each phase "
+                "separately, and `dominating` of a CorrelatedGaussian, which has no single steps."
             )
         can_merge = continues or not SCHEMES[phase.sampling].once_per_epoch
         if phase is self._last and can_merge:  # the usual case, made fast

@@ -1,4 +1,4 @@
-"""The mechanisms that the accountant knows: continuous and discrete Gaussian noise."""
+"""The mechanisms that the accountant knows: Gaussian noise, also correlated or discrete."""
 
 import math
 import sys
@@ -12,8 +12,9 @@ import optax_lsdp._checks as checks
 from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import analyse
 from optax_lsdp.accounting._composition import Mechanism
+from optax_lsdp.correlation import Correlation
 
-_ROUNDING = 1e-9  # relative amount that covers rounding in bounds for discrete noise
+_ROUNDING = 1e-9  # relative amount that covers rounding, for discrete and correlated noise
 DEFAULT_RELATION = cast(Neighbouring, None)  # `SampledGaussian` replaces None by the default
 
 
@@ -116,6 +117,130 @@ class SampledGaussian(Mechanism):
         """Return this phase for groups of `size` examples; see `Mechanism.group`."""
         checks.check_whole("size", size)
         return replace(self, group_size=self.group_size * size)
+
+
+@dataclass(frozen=True)
+class CorrelatedGaussian:
+    """Steps of `add_correlated_noise`, with cyclic Poisson batches or one order for all epochs.
+
+    With `sampling_rate`, batches come from a `CyclicPoissonSampler`. Two uses of an example are a
+    multiple of `cycle` steps apart. If C has at most `cycle` bands, the columns of C for these
+    steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉ steps of a
+    Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified) Banded
+    Matrix Factorization, Theorem 4). This requires that the part of each example is chosen
+    beforehand: for "add_remove" independently of all other examples, as that sampler does. An equal
+    split of the data supports "zero_out" and "replace_one" only. A matrix with a banded inverse
+    has T bands, so this analysis does not help it.
+
+    With `min_separation`, two uses of an example are at least so many steps apart, such as ⌊n/b⌋
+    with `ShuffledSampler(…, reshuffle=False)`. A new order in every epoch can bring two uses next
+    to each other. All steps together are one Gaussian mechanism, whose sensitivity is
+    `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
+
+    A run that goes on with new noise is a second mechanism. The noise multiplier is the same in
+    all steps.
+
+    Attributes:
+        noise_multiplier: z, the standard deviation of Z divided by C, the largest norm that one
+            example can contribute to a sum; see `SampledGaussian`.
+        correlation: the matrix.
+        steps: how many steps have been taken; all, if None.
+        sampling_rate: q, the expected share of the dataset in a batch.
+        cycle: the number of parts of the data; if None, the number of bands.
+        min_separation: the smallest number of steps between two uses of an example.
+        neighbouring: the neighbouring relation; see `SampledGaussian`. The default is "add_remove"
+            with `sampling_rate`. With `min_separation`, it must be "zero_out" or "replace_one".
+
+    >>> from optax_lsdp.correlation import optimize_banded
+    >>> run = CorrelatedGaussian(1.0, optimize_banded(100, bands=64), sampling_rate=0.01)
+    >>> round(run.epsilon(1e-5), 2)  # 2 steps at the rate 0.64
+    5.45
+    """
+
+    noise_multiplier: float
+    correlation: Correlation
+    steps: int = cast(int, None)  # __post_init__ replaces None
+    _: KW_ONLY
+    sampling_rate: float | None = None
+    cycle: int | None = None
+    min_separation: int | None = None
+    neighbouring: Neighbouring = DEFAULT_RELATION
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.correlation, Correlation):
+            raise TypeError(
+                f"`correlation` must be a Correlation, got {self.correlation!r}; make one with "
+                "optax_lsdp.correlation."
+            )
+        if callable(self.noise_multiplier):
+            demand = "one number, because schedules of correlated noise have no analysis"
+            raise checks.refusal("noise_multiplier", demand, self.noise_multiplier)
+        checks.check_positive("noise_multiplier", self.noise_multiplier)
+        if self.steps is None:
+            object.__setattr__(self, "steps", self.correlation.steps)
+        checks.check_whole("steps", self.steps, least=0)
+        most = self.correlation.steps
+        checks.check_at_most("steps", self.steps, most, "the steps of the correlation")
+        if (self.sampling_rate is None) == (self.min_separation is None):
+            got = f"{self.sampling_rate!r} and {self.min_separation!r}"
+            raise ValueError(
+                "Either `sampling_rate` or `min_separation` must be given, and not both, because "
+                f"correlated noise has no other analysis, got {got}."
+            )
+        if self.sampling_rate is None:
+            if self.cycle is not None:
+                demand = "None without `sampling_rate`"
+                raise checks.refusal("cycle", demand, self.cycle)
+            checks.check_whole("min_separation", self.min_separation)
+            relations = SCHEMES["shuffled"].neighbouring
+        else:
+            relations = self._check_cycle(self.sampling_rate)
+        if self.neighbouring is None and "add_remove" in relations:
+            object.__setattr__(self, "neighbouring", "add_remove")
+        checks.check_choice("neighbouring", self.neighbouring, relations)
+
+    def _check_cycle(self, sampling_rate: float) -> tuple[Neighbouring, ...]:
+        """Check and set `cycle`. Return the relations for which there is an analysis."""
+        checks.check_rate("sampling_rate", sampling_rate)
+        bands = self.correlation.bands
+        if self.cycle is None:
+            object.__setattr__(self, "cycle", bands)
+        checks.check_whole("cycle", self.cycle)
+        cycle = cast(int, self.cycle)
+        if cycle < bands:
+            demand = f"at least the number of bands of the correlation, {bands}"
+            is_inverse = self.correlation.is_inverse
+            remedy = "use one fixed order and `min_separation` if only the inverse is banded"
+            raise checks.refusal("cycle", demand, cycle, remedy if is_inverse else "")
+        if sampling_rate * cycle > 1 + 1e-12:
+            demand = f"at most 1/{cycle}, because it is multiplied by the cycle of {cycle} steps"
+            remedy = "take smaller batches or fewer bands"
+            raise checks.refusal("sampling_rate", demand, sampling_rate, remedy)
+        return SCHEMES["poisson"].neighbouring
+
+    @property
+    def dominating(self) -> SampledGaussian:
+        """A phase that reveals at least as much, with independent noise, about one example.
+
+        Compose runs as `first.dominating + second.dominating`, and find noise by `calibrate_scale`.
+        Do not call `group`: members of a group may be in different parts of the data.
+        """
+        noise, relation = float(self.noise_multiplier) * (1 - _ROUNDING), self.neighbouring
+        if self.sampling_rate is not None and self.cycle is not None:
+            rate = min(1.0, self.sampling_rate * self.cycle * (1 + 1e-15))
+            return SampledGaussian(noise, rate, -(-self.steps // self.cycle), neighbouring=relation)
+        uses = self.correlation.sensitivity(self.min_separation or 1, self.steps)
+        count = min(self.steps, 1)
+        noise = noise / uses if count else noise
+        return SampledGaussian(noise, 1.0, count, sampling="full", neighbouring=relation)
+
+    def epsilon(self, delta: float) -> float:
+        """Return an ε for which (ε, δ)-differential privacy is certified."""
+        return self.dominating.epsilon(delta)
+
+    def delta(self, epsilon: float) -> float:
+        """Return a δ for which (ε, δ)-differential privacy is certified."""
+        return self.dominating.delta(epsilon)
 
 
 @dataclass(frozen=True)

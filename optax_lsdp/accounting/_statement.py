@@ -3,18 +3,23 @@
 import math
 import textwrap
 from dataclasses import replace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 from optax_lsdp._checks import check_choice
-from optax_lsdp._schemes import RELATIONS, SCHEMES, Unit
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Unit
 from optax_lsdp.accounting._analysis import steps_per_epoch
 from optax_lsdp.accounting._composition import Mechanism
+from optax_lsdp.accounting._mechanisms import CorrelatedGaussian
 
 _LARGE = 8.0  # above this ε, the statement says that ε promises little
 
 
 def statement(
-    mechanism: Mechanism, delta: float, *, reserved: float = 0.0, unit: Unit = "example"
+    mechanism: Mechanism | CorrelatedGaussian,
+    delta: float,
+    *,
+    reserved: float = 0.0,
+    unit: Unit = "example",
 ) -> str:
     """Return a mechanism's guarantee at δ and all its assumptions, in plain words.
 
@@ -27,8 +32,67 @@ def statement(
     ε = 2.386 at δ = 1e-05.
     """
     check_choice("unit", unit, get_args(Unit))
-    one, several = ("example", "examples") if unit == "example" else ("person", "people")
+    words = _WORDS[unit]
     epsilon = mechanism.epsilon(delta - reserved)
+    if isinstance(mechanism, CorrelatedGaussian):
+        facts = _correlated_facts(mechanism, words)
+    else:
+        facts = _facts(mechanism, words)
+    is_large = epsilon > _LARGE
+    factor = "e^" + show_epsilon(epsilon) if is_large else show_epsilon(math.exp(epsilon))
+    meaning = (
+        "An attacker sees everything that training releases, the model after every step and all "
+        f"settings, and tries to find out {facts.secret}. Nothing that they could conclude becomes "
+        f"more than {factor} times as probable, except with a probability of {delta:g}."
+    )
+    if is_large:
+        meaning += " So large an ε promises little; more noise or fewer steps make it smaller."
+    assumed = [
+        f"{facts.steps:,} step{'s' if facts.steps > 1 else ''}; {facts.batches};",
+        f"the contribution of each {words.one} to a step's sum is clipped to a norm of C;",
+        f"{facts.noise};",
+        "a mean divides by the expected batch size, not by the realised one;",
+        "no setting was chosen by looking at these data;",
+        "arithmetic is exact.",
+    ]
+    if unit == "user":
+        ids = f"a person has at most {facts.group_size} user ids"
+        ids = "a person has one user id" if facts.group_size == 1 else ids
+        assumed.insert(2, f"{ids}, which all examples of this person carry;")
+    at_most = "" if facts.is_tight else " at most (an upper bound; the exact value is not known)"
+    title = f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}."
+    lines = [title, "", *textwrap.wrap(meaning, 88), "", "Assumed:"]
+    for assumption in assumed:
+        lines += textwrap.wrap(assumption, 88, initial_indent="- ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+class _Words(NamedTuple):
+    """The unit of privacy in words."""
+
+    unit: str
+    one: str
+    several: str
+
+
+_WORDS: dict[Unit, _Words] = {
+    "example": _Words("example", "example", "examples"),
+    "user": _Words("user", "person", "people"),
+}
+
+
+class _Facts(NamedTuple):
+    """What a statement says about a mechanism, in words."""
+
+    steps: int
+    secret: str
+    batches: str
+    noise: str
+    is_tight: bool
+    group_size: int = 1
+
+
+def _facts(mechanism: Mechanism, words: _Words) -> _Facts:
     phase, noises = mechanism.phases[0], [part.noise_multiplier for part in mechanism.phases]
     alike = {replace(part, steps=1, noise_multiplier=1.0) for part in mechanism.phases}
     if len(alike) > 1:
@@ -39,46 +103,55 @@ def statement(
     scheme = SCHEMES[phase.sampling]
     least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
     noise = least if least == most else f"{least} to {most}, as scheduled,"
-    relation = RELATIONS[phase.neighbouring]
-    secret = relation.secret if unit == "example" else relation.secret_of_user
+    secret = _secret(phase.neighbouring, words)
     if phase.group_size > 1:
-        secret += f", or any {phase.group_size} {unit}s that change together"
-    batches = scheme.describe(f"{phase.sampling_rate:.4g}", f"{steps_per_epoch(phase)}", one)
+        secret += f", or any {phase.group_size} {words.unit}s that change together"
+    rate, epoch = f"{phase.sampling_rate:.4g}", f"{steps_per_epoch(phase)}"
+    batches = scheme.describe(rate, epoch, words.one)
     if phase.max_batch_size is not None:
-        batches += f"; of a larger batch, {phase.max_batch_size:,} {several} are kept at random"
-    is_large = epsilon > _LARGE
-    factor = "e^" + show_epsilon(epsilon) if is_large else show_epsilon(math.exp(epsilon))
-    meaning = (
-        "An attacker sees everything that training releases, the model after every step and all "
-        f"settings, and tries to find out {secret}. Nothing that they could conclude becomes more "
-        f"than {factor} times as probable, except with a probability of {delta:g}."
+        kept = f"{phase.max_batch_size:,} {words.several} are kept at random"
+        batches += f"; of a larger batch, {kept}"
+    return _Facts(
+        steps=sum(part.steps for part in mechanism.phases),
+        secret=secret,
+        batches=batches,
+        noise=f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every "
+        "step",
+        is_tight=scheme.tight and phase.max_batch_size is None,
+        group_size=phase.group_size,
     )
-    if is_large:
-        meaning += " So large an ε promises little; more noise or fewer steps make it smaller."
-    steps = sum(part.steps for part in mechanism.phases)
-    assumed = [
-        f"{steps:,} step{'s' if steps > 1 else ''}; {batches};",
-        f"the contribution of each {one} to a step's sum is clipped to a norm of C;",
-        f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every step;",
-        "a mean divides by the expected batch size, not by the realised one;",
-        "no setting was chosen by looking at these data;",
-        "arithmetic is exact.",
-    ]
-    if unit == "user":
-        ids = f"a person has at most {phase.group_size} user ids"
-        ids = "a person has one user id" if phase.group_size == 1 else ids
-        assumed.insert(2, f"{ids}, which all examples of this person carry;")
-    is_tight = scheme.tight and phase.max_batch_size is None
-    at_most = "" if is_tight else " at most (an upper bound; the exact value is not known)"
-    title = f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}."
-    lines = [title, "", *textwrap.wrap(meaning, 88), "", "Assumed:"]
-    for assumption in assumed:
-        lines += textwrap.wrap(assumption, 88, initial_indent="- ", subsequent_indent="  ")
-    return "\n".join(lines)
+
+
+def _secret(neighbouring: Neighbouring, words: _Words) -> str:
+    relation = RELATIONS[neighbouring]
+    return relation.secret_of_user if words.unit == "user" else relation.secret
+
+
+def _correlated_facts(mechanism: CorrelatedGaussian, words: _Words) -> _Facts:
+    rate, cycle = mechanism.sampling_rate, mechanism.cycle
+    is_independent = mechanism.neighbouring == "add_remove"
+    chosen = "at random, independently of all else," if is_independent else "beforehand"
+    batches = (
+        f"two uses of one {words.one} are at least {mechanism.min_separation} steps apart, in an "
+        "order that may be known"
+        if rate is None or cycle is None
+        else f"each {words.one} is assigned {chosen} to one of {cycle} parts of the data; step t "
+        f"draws each {words.one} of part t mod {cycle} with probability "
+        f"{min(1.0, rate * cycle):.4g}, independently of all else"
+    )
+    return _Facts(
+        steps=mechanism.steps,
+        secret=_secret(mechanism.neighbouring, words),
+        batches=batches,
+        noise=f"Gaussian noise of standard deviation {mechanism.noise_multiplier:g}·C is "
+        "multiplied by the inverse of a lower-triangular matrix with "
+        f"{mechanism.correlation.bands} bands and no column of norm above 1, and added to the sums",
+        is_tight=False,
+    )
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
-    """Return ε with `digits` significant digits, rounded up, or down if `is_lower_bound`.
+    """Return the first `digits` digits of ε, rounded up. With `is_lower_bound`, round down.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')

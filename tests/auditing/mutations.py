@@ -55,8 +55,8 @@ def _first_half_twice(normal, keys, shape, dtype):
     return jnp.concatenate([drawn[:half], drawn[: shape[0] - half]])
 
 
-def _without_axes(draw, state, addresses, leaves, shards):
-    return draw(state, addresses, leaves, [shard._replace(named=()) for shard in shards])
+def _without_axes(draw, state, total):
+    return draw(state, total._replace(axes=[()] * len(total.axes)))
 
 
 def _paths_as_text(tree):
@@ -148,7 +148,7 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "nine tenths of the noise": Mutation(SMALL, (wrap(f"{NOISE}:standard_normal", _nine_tenths),)),
     "noise without its lower tail": Mutation(SMALL, (wrap(f"{KEYS}:_quantile", _cut_at_three),)),
     "one key for all small leaves": Mutation(
-        SMALL, rewrite(f"{NOISE}:_draw", "keys[np.asarray(members)]", _ONE_KEY_FOR_SMALL)
+        SMALL, rewrite(f"{NOISE}:draw_noise", "keys[np.asarray(members)]", _ONE_KEY_FOR_SMALL)
     ),
     "the same noise in every step": Mutation(SMALL, (fold_in_of_step(lambda step: 0 * step),)),
     "noise that repeats every 1,000 steps": Mutation(
@@ -160,7 +160,9 @@ MUTATIONS = MUTATIONS_OF_CLIPPING | {
     "the same noise in both halves of large leaves": Mutation(
         LARGE, (wrap(f"{NOISE}:standard_normal", _first_half_twice),)
     ),
-    "the same noise on all devices": Mutation(ON_DEVICES, (wrap(f"{NOISE}:_draw", _without_axes),)),
+    "the same noise on all devices": Mutation(
+        ON_DEVICES, (wrap(f"{NOISE}:draw_noise", _without_axes),)
+    ),
     "shards that share noise accepted": Mutation(
         "collectives on several devices", (replace(f"{NOISE}:_check_shards", lambda *args: None),)
     ),

@@ -1,0 +1,198 @@
+"""Add Gaussian noise that is correlated between steps to a clipped sum.
+
+The noise of step t is row t of C⁻¹Z, where Z is what `add_gaussian_noise` would draw. If C is
+banded, a recursion over the last noises computes the row. If C⁻¹ is banded, the row is a sum of a
+few draws, and since a draw depends only on key, step and path, past draws are drawn again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lsdp._checks import check_positive, frozen_number, refusal
+from optax_lsdp._keys import check_key
+from optax_lsdp._mesh import check_shard_specs, vary, varying_axes
+from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
+from optax_lsdp._types import PyTree
+from optax_lsdp.correlation import Correlation
+from optax_lsdp.noise import (
+    AddGaussianNoiseState,
+    SumLeaves,
+    add_scaled,
+    check_stddev,
+    draw_noise,
+    read_sum,
+)
+
+__all__ = ["AddCorrelatedNoiseState", "add_correlated_noise"]
+
+
+class AddCorrelatedNoiseState(NamedTuple):
+    """The key and the past noises, which are secrets, and the number of steps.
+
+    Attributes:
+        key: the key of all draws.
+        step: the number of steps so far.
+        fingerprint: a hash of the correlation: (2,) uint32. If `add_correlated_noise` has another
+            correlation, the result is NaN.
+        past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
+            a first axis. The noise of step t is in row t mod (b − 1). If there are none, it is ().
+    """
+
+    key: jax.Array
+    step: jax.Array
+    fingerprint: jax.Array
+    past: PyTree
+
+    def __repr__(self) -> str:
+        return f"AddCorrelatedNoiseState(key=<secret>, step={self.step!r}, past=<secret>)"
+
+
+def add_correlated_noise(
+    stddev: float, correlation: Correlation, *, key: jax.Array, shard_specs: PyTree = None
+) -> optax.GradientTransformationExtraArgs:
+    """Add Gaussian noise that is correlated between steps: row t of S + stddev·C⁻¹Z.
+
+    The sum of such noises over many steps is smaller than with independent noise; see
+    `optax_lsdp.correlation`. `accounting.CorrelatedGaussian` computes ε, which requires batches of
+    a `CyclicPoissonSampler`, or the same order of examples in every epoch. A `PrivacyPlan` cannot
+    have correlated noise.
+
+    If C has b bands, the state holds the noises of the last b − 1 steps, in float32 or float64. If
+    C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. Noise beyond
+    `correlation.steps` is NaN. A run that goes on after its last step starts again with a new key
+    and a new state, and counts as a second mechanism. Everything else is as in
+    `add_gaussian_noise`: the same noise after resuming and on any mesh.
+
+    Args:
+        stddev: the standard deviation of Z: the noise multiplier times `sensitivity(clip_norm)`.
+            One number for all steps. If a value of `optax.inject_hyperparams` is not positive, the
+            result is NaN.
+        correlation: C. If it differs from that of the state, the result is NaN.
+        key: one typed key; see `add_gaussian_noise`.
+        shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. It splits `past`
+            in the same way, along all axes but the first.
+
+    Raises:
+        TypeError: if `correlation` is not a Correlation; for other arguments, see
+            `add_gaussian_noise`.
+        ValueError: if `stddev` is a schedule, or `updates` differ from the parameters for which
+            the state was made; see also `add_gaussian_noise`.
+
+    >>> from optax_lsdp.correlation import optimize_banded
+    >>> tx = add_correlated_noise(1.0, optimize_banded(100, bands=8), key=jax.random.key(0))
+    >>> zeros, total, update = jnp.zeros(10_000), 0.0, jax.jit(tx.update)
+    >>> state = tx.init(zeros)
+    >>> for _ in range(100):
+    ...     noise, state = update(zeros, state)
+    ...     total += noise
+    >>> print(round(float(total.std()), 1))  # of independent noise: 10
+    4.1
+    """
+    if callable(stddev):
+        demand = "one number, because schedules of correlated noise have no analysis"
+        raise refusal("stddev", demand, stddev)
+    check_positive("stddev", stddev, "for a chain without privacy, leave the noise out")
+    stddev = frozen_number(stddev)
+    check_stddev(stddev)
+    if not isinstance(correlation, Correlation):
+        remedy = "make one with optax_lsdp.correlation"
+        raise TypeError(f"`correlation` must be a Correlation, got {correlation!r}; {remedy}.")
+    check_key("key", key)
+    check_shard_specs(shard_specs)
+    coefficients = np.array(correlation.coefficients)
+    rows = 0 if correlation.is_inverse else len(coefficients) - 1
+    digest = hashlib.blake2b(repr(correlation).encode(), digest_size=8).digest()
+    fingerprint = np.frombuffer(digest, "<u4").astype(np.uint32)
+
+    def init(params: optax.Params) -> AddCorrelatedNoiseState:
+        if rows and params is None:
+            raise ValueError("`params` must be passed to `init` for past noises, got None.")
+
+        def zeros(param: jax.Array) -> jax.Array:
+            one = vary(jnp.zeros_like(widen(param)), varying_axes(param))
+            return jnp.broadcast_to(one, (rows, *one.shape))
+
+        past = jax.tree.map(zeros, params) if rows else ()
+        return AddCorrelatedNoiseState(jnp.copy(key), jnp.int32(0), jnp.array(fingerprint), past)
+
+    def update(
+        updates: optax.Updates,
+        state: AddCorrelatedNoiseState,
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
+        del extra_args
+        independent = AddGaussianNoiseState(state.key, state.step)
+        total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
+        past = state.past
+        if rows:
+            _check_past(updates, past, rows)
+            drawn = draw_noise(independent, total)
+            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
+            put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
+            past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
+        else:
+            noises = _combine_draws(coefficients, independent, total)
+        is_good = (state.step < correlation.steps) & (state.fingerprint == fingerprint).all()
+        noisy = add_scaled(total, noises, stddev, is_good)
+        step = optax.safe_increment(state.step)
+        return noisy, AddCorrelatedNoiseState(state.key, step, state.fingerprint, past)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _subtract_past(
+    coefficients: np.ndarray, step: jax.Array, drawn: Sequence[jax.Array], past: PyTree
+) -> list[jax.Array]:
+    """Return w = (z − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf, which is row t of C⁻¹Z for a banded C."""
+    rows = len(coefficients) - 1
+    lags = (
+        1 + (step - 1 - jnp.arange(rows, dtype=step.dtype)) % rows
+    )  # of the noise in each row of `past`
+    noises = []
+    for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
+        weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
+        noise = noise / jnp.asarray(coefficients[0], noise.dtype)
+        for row in range(rows):  # one expression for each entry: the same bits on any mesh
+            noise = noise - weights[row] * its_past[row]
+        noises.append(noise)
+    return noises
+
+
+def _combine_draws(
+    coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
+) -> list[jax.Array]:
+    """Return Σₖ cₖ·zₜ₋ₖ for each leaf, which is row t of C⁻¹Z for a banded C⁻¹."""
+    noises: list[jax.Array] = []
+    for lag, coefficient in enumerate(coefficients.tolist()):
+        drawn = draw_noise(
+            AddGaussianNoiseState(state.key, jnp.maximum(state.step - lag, 0)), total
+        )
+        weight = jnp.where(state.step >= lag, coefficient, 0.0)
+        terms = [weight.astype(noise.dtype) * noise for noise in drawn]
+        noises = [a + b for a, b in zip(noises, terms, strict=True)] if lag else terms
+    return noises
+
+
+def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:
+    """Raise unless the past noises have the structure, shapes and precision of the updates."""
+    check_structure(updates, past)
+    leaves, noises = jax.tree.leaves(updates), jax.tree.leaves(past)
+    needed = [((rows, *leaf.shape), widen(leaf).dtype) for leaf in leaves]
+    is_alike = [(one.shape, one.dtype) for one in noises] == needed
+    if not is_alike:
+        raise ValueError(
+            "`updates` must have the structure, shapes and precision of the parameters that `init` "
+            "got, and the state as many past noises as the correlation needs, got "
+            f"{describe_arrays(updates)} for {describe_arrays(past)}; call `init` with the "
+            "parameters, and resume with the same correlation."
+        )

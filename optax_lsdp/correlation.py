@@ -1,0 +1,400 @@
+"""Correlations of noise between steps: matrix factorisation, also known as DP-FTRL.
+
+Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻¹Z, where C is a
+lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
+much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most its
+clip norm, as with independent noise. But the sum of the noises over all steps is smaller, because
+C⁻¹ subtracts from each step's noise a part of the noise of earlier steps.
+
+A `Correlation` holds a Toeplitz matrix C: its first column determines all others. Either C is
+banded, or C⁻¹ is. `add_correlated_noise` draws the noise, and `accounting.CorrelatedGaussian`
+computes ε. This module needs no JAX.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.linalg import svdvals, toeplitz
+from scipy.optimize import minimize, minimize_scalar
+from scipy.signal import fftconvolve, lfilter
+
+import optax_lsdp._checks as checks
+
+__all__ = ["Correlation", "Workload", "banded_inverse", "independent", "least_error"]
+__all__ += ["optimize_banded", "square_root"]
+
+_ROUNDING = 1e-9  # relative amount that covers rounding in norms and sensitivities
+_MOST_STEPS = 10**6
+_LARGEST_MATRIX = 5000  # rows of a dense matrix: 200 MB
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How the optimizer sums the noisy gradients: SGD with momentum and learning rates.
+
+    After step t, the noise in the parameters is Σ_{s ≤ t} ηₛ Σ_{r ≤ s} μˢ⁻ʳ·noiseᵣ. The default is
+    the prefix sum, for SGD without momentum and with a constant learning rate.
+
+    Attributes:
+        momentum: μ, at least 0 and below 1, as in `optax.sgd`.
+        learning_rates: η of each step, or None if all are 1.
+
+    >>> Workload(momentum=0.9, learning_rates=(1.0, 0.5, 0.25)).momentum
+    0.9
+    """
+
+    momentum: float = 0.0
+    learning_rates: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not (checks.is_number(self.momentum) and 0 <= self.momentum < 1):
+            raise checks.refusal("momentum", "at least 0 and below 1", self.momentum)
+        if self.learning_rates is not None:
+            object.__setattr__(self, "learning_rates", tuple(map(float, self.learning_rates)))
+            if not (min(self.learning_rates) >= 0 and 0 < max(self.learning_rates) < math.inf):
+                demand = "finite, none below 0 and one above 0"
+                raise checks.refusal("learning_rates", demand, self.learning_rates)
+
+    def rates(self, steps: int) -> np.ndarray | None:
+        """Return the learning rates as an array, or None. Raise unless there is one per step."""
+        if self.learning_rates is None:
+            return None
+        if len(self.learning_rates) != steps:
+            demand = f"as many as there are steps, {steps}"
+            raise checks.refusal("learning_rates", demand, len(self.learning_rates))
+        return np.array(self.learning_rates)
+
+
+_PREFIX_SUM = Workload()
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """A lower-triangular Toeplitz matrix C of which no column has a norm above 1.
+
+    The functions of this module make good correlations. The columns of a Toeplitz matrix get
+    shorter towards the end, so the last steps have somewhat more noise than necessary.
+
+    Attributes:
+        steps: T, the number of rows. Noise for later steps does not exist.
+        coefficients: the first column of C without its zeros, at most T numbers, the first of
+            which is positive; with `is_inverse`, the first column of C⁻¹.
+        is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
+            draws, which are drawn again, so that no past noise is stored. C has T bands.
+
+    Raises:
+        ValueError: if there are more coefficients than steps, or a column's norm is above 1.
+
+    >>> Correlation(steps=4, coefficients=(0.8, 0.6)).column()
+    array([0.8, 0.6, 0. , 0. ])
+    """
+
+    steps: int
+    coefficients: tuple[float, ...]
+    is_inverse: bool = False
+
+    def __post_init__(self) -> None:
+        checks.check_whole("steps", self.steps)
+        checks.check_at_most("steps", self.steps, _MOST_STEPS)
+        found = np.asarray(self.coefficients, float)
+        if found.ndim != 1 or not found.size or not np.isfinite(found).all() or found[0] <= 0:
+            demand = "the first column of a lower-triangular matrix with a positive diagonal"
+            raise checks.refusal("coefficients", demand, self.coefficients)
+        _check_bands(found.size, self.steps, "coefficients")
+        object.__setattr__(self, "steps", int(self.steps))
+        object.__setattr__(self, "coefficients", tuple(found.tolist()))
+        norm = float(np.linalg.norm(self.column()))
+        if not norm <= 1 + _ROUNDING:
+            remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
+            demand = "the coefficients of a matrix C without a column of norm above 1"
+            raise checks.refusal("coefficients", demand, f"a norm of {norm:.9g}", remedy)
+
+    @property
+    def bands(self) -> int:
+        """The number of diagonals of C that are not zero."""
+        is_dense = self.is_inverse and len(self.coefficients) > 1
+        return self.steps if is_dense else len(self.coefficients)
+
+    def column(self) -> np.ndarray:
+        """Return the first column of C: (steps,)."""
+        return self._first_column(self.is_inverse)
+
+    def noise_column(self) -> np.ndarray:
+        """Return the first column of C⁻¹: (steps,). Noise of step t is Σₖ column[k]·Z[t − k]."""
+        return self._first_column(not self.is_inverse)
+
+    def _first_column(self, solve: bool) -> np.ndarray:
+        zeros = np.zeros(self.steps - len(self.coefficients))
+        return _inverse(self.coefficients, self.steps) if solve else np.r_[self.coefficients, zeros]
+
+    def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
+        """Return the variance of the noise in each parameter after each step: (steps,).
+
+        Multiply by stddev², the variance of Z, and by the squared learning rate. Of the result,
+        `mean()` and `max()` are the mean and the largest squared error.
+
+        >>> independent(3).squared_errors()
+        array([1., 2., 3.])
+        """
+        rates, summed = workload.rates(self.steps), _filtered(self.noise_column(), workload)
+        if rates is None:
+            return np.cumsum(np.cumsum(summed) ** 2)
+        errors = np.zeros(self.steps)
+        for step in range(self.steps):  # the noise Z of this step, in all later parameters
+            errors[step:] += np.cumsum(rates[step:] * summed[: self.steps - step]) ** 2
+        return errors
+
+    def sensitivity(self, min_separation: int, steps: int | None = None) -> float:
+        """Return how far one example can move CX, in clip norms, if it is used several times.
+
+        Two uses of the example are at least `min_separation` steps apart. The result is exact, up
+        to 1e-9, if C has at most `min_separation` bands, since columns of C are then orthogonal; or
+        if the first column is non-negative and does not increase (arXiv 2405.13763, Theorem 2).
+        Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 4).
+
+        Args:
+            min_separation: the smallest number of steps between two uses, such as the steps of an
+                epoch if every epoch has the same order.
+            steps: how many steps are taken; all, if None.
+
+        >>> round(independent(100).sensitivity(min_separation=25), 6)  # 4 uses
+        2.0
+        """
+        checks.check_whole("min_separation", min_separation)
+        taken = self.steps if steps is None else steps
+        checks.check_whole("steps", taken, least=0)
+        checks.check_at_most("steps", taken, self.steps, "the steps of the correlation")
+        column, min_separation = self.column()[:taken], min(min_separation, max(taken, 1))
+        if min(self.bands, taken) <= min_separation:
+            squared = float(_most(np.cumsum(column**2)[::-1], min_separation))
+        elif column.min() >= 0 and (np.diff(column) <= 0).all():
+            total = column.copy()
+            for first in range(min_separation, taken, min_separation):
+                total[first:] += column[: taken - first]
+            squared = float(total @ total)
+        else:
+            checks.check_at_most("steps", taken, _LARGEST_MATRIX)
+            matrix = toeplitz(column, np.zeros(taken))
+            rows = _most(np.abs(matrix.T @ matrix), min_separation)
+            squared = float(_most(rows, min_separation))
+        return math.sqrt(squared) * (1 + _ROUNDING)
+
+
+def independent(steps: int) -> Correlation:
+    """Return the identity: independent noise in every step, as in DP-SGD.
+
+    >>> independent(2000).bands
+    1
+    """
+    return Correlation(steps, (1.0,))
+
+
+def square_root(steps: int, bands: int, *, momentum: float = 0.0) -> Correlation:
+    """Return the square root of the workload, cut off after some bands, in closed form.
+
+    The prefix sum has the generating function 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ. C
+    holds the first coefficients of its square root (arXiv 2405.13763). If `bands` equals
+    `steps`, no Toeplitz matrix has a smaller largest error of the prefix sums.
+
+    >>> np.array(square_root(4, 3).coefficients).round(3)  # proportional to 1, 1/2, 3/8
+    array([0.848, 0.424, 0.318])
+    """
+    _check_bands(bands, steps)
+    return _scaled(_power_series(-0.5, bands, Workload(momentum)), steps)
+
+
+def banded_inverse(
+    steps: int,
+    bands: int,
+    *,
+    power: float | None = None,
+    min_separation: int | None = None,
+    workload: Workload = _PREFIX_SUM,
+) -> Correlation:
+    """Return a matrix C whose inverse is banded: the first coefficients of (1 − x)^γ.
+
+    With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
+    factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
+    γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
+
+    Such noise needs no memory. It suits several epochs in one fixed order. Sampling does not
+    amplify its privacy.
+
+    Args:
+        steps: T.
+        bands: the bands of C⁻¹, which is how many draws the noise of a step combines.
+        power: γ in [0, 1]. If None, the γ with the smallest mean squared error.
+        min_separation: the smallest number of steps between two uses of an example, for which γ is
+            chosen. If None, an example is used once.
+        workload: how the optimizer sums the noise.
+
+    >>> chosen = banded_inverse(100, bands=2, min_separation=25)
+    >>> bool(chosen.squared_errors().mean() < independent(100).squared_errors().mean())
+    True
+    """
+    _check_bands(bands, steps)
+
+    def made(power: float) -> Correlation:
+        return _scaled(_power_series(power, bands, workload), steps, is_inverse=True)
+
+    def error(power: float) -> float:
+        found = made(power)
+        uses = found.sensitivity(steps if min_separation is None else min_separation)
+        return math.log(found.squared_errors(workload).mean()) + 2 * math.log(uses)
+
+    if power is None:
+        return made(float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x))
+    if not (checks.is_number(power) and 0 <= power <= 1):
+        raise checks.refusal("power", "from 0 to 1, or None", power)
+    return made(power)
+
+
+def optimize_banded(
+    steps: int,
+    bands: int,
+    *,
+    workload: Workload = _PREFIX_SUM,
+    error: Literal["mean", "max"] = "mean",
+) -> Correlation:
+    """Return the banded matrix C with the smallest squared error, found by L-BFGS.
+
+    Args:
+        steps: T.
+        bands: b. More bands cancel more noise. But noise needs memory for b − 1 copies of the
+            parameters, and with cyclic Poisson sampling, ε grows with b.
+        workload: how the optimizer sums the noise.
+        error: minimize the mean over all steps, or, with a constant learning rate, the maximum.
+
+    >>> best = optimize_banded(100, bands=8)
+    >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
+    True
+    """
+    checks.check_choice("error", error, ("mean", "max"))
+    start = square_root(steps, bands, momentum=workload.momentum)
+    error_of = _error_function(steps, workload, error)
+
+    def objective(rest: np.ndarray) -> tuple[float, np.ndarray]:
+        """Return log(error·norm²) and its gradient. Scaling C does not change it, so c₀ is 1."""
+        column = np.r_[1.0, rest]
+        with np.errstate(over="ignore", invalid="ignore"):
+            noise = _inverse(column, steps)
+            squared, slope = error_of(noise)
+            product = fftconvolve(noise, noise)[:steps]  # the derivative of 1/c is −1/c²
+            change = -fftconvolve(slope, product[::-1])[steps - 1 : steps - 1 + bands]
+            total = math.log(squared * (column @ column))
+            gradient = change / squared + 2 * column / (column @ column)
+        if not (math.isfinite(total) and np.isfinite(gradient).all()):
+            return 1e6, np.zeros(bands - 1)  # the line search turns back
+        return total, gradient[1:]
+
+    found = np.array(start.coefficients) / start.coefficients[0]
+    if bands > 1:
+        found[1:] = minimize(objective, found[1:], jac=True, method="L-BFGS-B", tol=1e-12).x
+    return _scaled(found, steps)
+
+
+def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
+    """Return a lower bound on the mean, and so on the largest, squared error of any matrix C.
+
+    If A = BC and no column of C has a norm above 1, the sum of the singular values of A is at most
+    ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms, and ‖B‖²/T is the mean squared error.
+
+    >>> best = optimize_banded(100, bands=100).squared_errors().mean()
+    >>> float(round(best / least_error(100), 2))
+    1.13
+    """
+    checks.check_whole("steps", steps)
+    if workload == _PREFIX_SUM:
+        angles = (2 * np.arange(1, steps + 1) - 1) * np.pi / (4 * steps + 2)
+        values = 1 / (2 * np.sin(angles))
+    else:
+        checks.check_at_most("steps", steps, _LARGEST_MATRIX)
+        powers = workload.momentum ** np.arange(steps)
+        matrix, rates = toeplitz(powers, np.zeros(steps)), workload.rates(steps)
+        values = svdvals(np.cumsum(matrix if rates is None else rates[:, None] * matrix, axis=0))
+    return float(values.sum() / steps) ** 2
+
+
+def _error_function(
+    steps: int, workload: Workload, error: str
+) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
+    """Return a function from the first column of C⁻¹ to the squared error and its gradient."""
+    rates = workload.rates(steps)
+    if rates is None:
+        # After step t, the error is the sum of the first t squares.
+        weights = np.arange(steps, 0, -1) / steps if error == "mean" else np.ones(steps)
+
+        def of_constant_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
+            summed = np.cumsum(_filtered(noise, workload))
+            slope = np.cumsum((2 * weights * summed)[::-1])
+            return float(weights @ summed**2), _filtered(slope, workload)[::-1]
+
+        return of_constant_rate
+    if error == "max":
+        demand = "None with error='max', because the last step need not have the largest error"
+        raise checks.refusal("learning_rates", demand, workload.learning_rates)
+    checks.check_at_most("steps", steps, _LARGEST_MATRIX, "with learning rates")
+    # The error is quadratic in the column g of C⁻¹ after momentum: gᵀSg, where S[a, a − d] is the
+    # sum over i ≥ a of ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
+    form = np.zeros((steps, steps))
+    weights = rates * np.arange(steps, 0, -1) / steps
+    for lag in range(steps):
+        sums = np.cumsum((weights[lag:] * rates[: steps - lag])[::-1])[::-1]
+        np.fill_diagonal(form[lag:], sums)
+        np.fill_diagonal(form[:, lag:], sums)
+
+    def of_scheduled_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
+        summed = _filtered(noise, workload)
+        slope = form @ summed
+        return float(summed @ slope), _filtered(2 * slope[::-1], workload)[::-1]
+
+    return of_scheduled_rate
+
+
+def _filtered(values: np.ndarray, workload: Workload) -> np.ndarray:
+    """Return the values after momentum: out[t] = values[t] + μ·out[t − 1]."""
+    return lfilter([1.0], [1.0, -workload.momentum], values) if workload.momentum else values
+
+
+def _inverse(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
+    """Return the first column of the inverse of a lower-triangular Toeplitz matrix: (steps,)."""
+    return lfilter([1.0], column, np.r_[1.0, np.zeros(steps - 1)])
+
+
+def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
+    """Return the first coefficients of (1 − x)^power, or of ((1 − x)(1 − μx))^power."""
+    order = np.arange(1, size)
+    series = np.r_[1.0, np.cumprod((order - 1 - power) / order)]
+    if not workload.momentum:
+        return series
+    return np.convolve(series, series * workload.momentum ** np.arange(size))[:size]
+
+
+def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -> Correlation:
+    """Return the correlation whose first column has norm 1, rounded down."""
+    column = _inverse(coefficients, steps) if is_inverse else coefficients
+    norm = np.linalg.norm(column) * (1 + 1e-15)
+    scaled = coefficients * norm if is_inverse else coefficients / norm
+    return Correlation(steps, tuple(scaled.tolist()), is_inverse)
+
+
+def _most(values: np.ndarray, separation: int) -> np.ndarray:
+    """Return the largest sum of non-negative values at places at least `separation` apart.
+
+    The places are along the last axis.
+    """
+    size = values.shape[-1]
+    best = np.zeros((*values.shape[:-1], size + separation))
+    for place in range(size - 1, -1, -1):
+        used = values[..., place] + best[..., place + separation]
+        best[..., place] = np.maximum(used, best[..., place + 1])
+    return best[..., 0]
+
+
+def _check_bands(bands: int, steps: int, name: str = "bands") -> None:
+    checks.check_whole("steps", steps)
+    checks.check_whole(name, bands)
+    checks.check_at_most(name, bands, steps, "the number of steps")

@@ -1,0 +1,212 @@
+"""Correlations have the errors, norms and sensitivities of their dense matrices."""
+
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from optax_lsdp.correlation import (
+    Correlation,
+    Workload,
+    banded_inverse,
+    independent,
+    least_error,
+    optimize_banded,
+    square_root,
+)
+from tests.oracles import largest_movement, toeplitz_dense, workload_dense
+
+STEPS = 40
+RATES = tuple(np.cos(np.linspace(0, np.pi / 2, STEPS)))
+WORKLOADS = {
+    "prefix sum": Workload(),
+    "momentum": Workload(0.9),
+    "decay": Workload(learning_rates=RATES),
+    "momentum and decay": Workload(0.5, RATES),
+}
+MADE = {
+    "independent": independent(STEPS),
+    "square root": square_root(STEPS, 5),
+    "square root with momentum": square_root(STEPS, STEPS, momentum=0.9),
+    "optimized": optimize_banded(STEPS, 5),
+    "optimized maximum": optimize_banded(STEPS, 5, error="max"),
+    "optimized for decay": optimize_banded(STEPS, 5, workload=WORKLOADS["momentum and decay"]),
+    "inverse": banded_inverse(STEPS, 4, power=0.5),
+    "inverse of two bands": banded_inverse(STEPS, 2),
+    "inverse with momentum": banded_inverse(STEPS, 3, min_separation=8, workload=Workload(0.9)),
+    "signs": Correlation(STEPS, (0.5, -0.5, 0.3)),
+}
+ROUNDING = 1e-10  # sums of 40 terms in float64, of matrices with entries below 100
+
+
+@pytest.mark.parametrize("correlation", MADE.values(), ids=list(MADE))
+def test_errors_are_the_squared_norms_of_rows_of_a_dense_product(correlation):
+    inverse = np.linalg.inv(toeplitz_dense(correlation.column()))
+    np.testing.assert_allclose(inverse[:, 0], correlation.noise_column(), atol=ROUNDING)
+    for workload in WORKLOADS.values():
+        dense = workload_dense(STEPS, workload.momentum, workload.learning_rates)
+        expected = np.square(dense @ inverse).sum(axis=1)
+        np.testing.assert_allclose(correlation.squared_errors(workload), expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("correlation", MADE.values(), ids=list(MADE))
+def test_no_column_has_a_norm_above_one(correlation):
+    norms = np.linalg.norm(toeplitz_dense(correlation.column()), axis=0)
+    assert norms.max() <= 1 + 1e-15
+    assert norms.argmax() == 0
+
+
+@pytest.mark.parametrize(
+    ("workload", "error"),
+    [(name, "mean") for name in WORKLOADS] + [("prefix sum", "max"), ("momentum", "max")],
+)
+def test_no_small_change_of_an_optimized_correlation_has_a_smaller_error(workload, error):
+    workload = WORKLOADS[workload]
+    best = optimize_banded(STEPS, 5, workload=workload, error=error)
+    draw = np.random.default_rng(0)
+
+    def measured(coefficients):
+        scaled = tuple(coefficients / np.linalg.norm(coefficients) * (1 - 1e-15))
+        return getattr(Correlation(STEPS, scaled).squared_errors(workload), error)()
+
+    least = measured(np.array(best.coefficients))
+    for size in (1e-3, 1e-2, 0.1):
+        for _ in range(20):
+            changed = np.array(best.coefficients) + size * draw.normal(size=5)
+            assert measured(changed) >= least * (1 - 1e-9)  # the search stops at 1e-12
+    assert least >= least_error(STEPS, workload)
+
+
+PEERS_VALUES = [  # `jax_privacy.matrix_factorization` 2.0, optimize_banded_toeplitz, in float64
+    (2000, 8, "mean", 134.09541992819655),
+    (2000, 8, "max", 261.3679453992285),
+    (2000, 32, "mean", 42.02465456957093),
+    (2000, 32, "max", 76.26741546179883),
+]
+
+
+@pytest.mark.parametrize(("steps", "bands", "error", "expected"), PEERS_VALUES)
+def test_an_optimized_correlation_is_as_good_as_the_best_known(steps, bands, error, expected):
+    found = getattr(optimize_banded(steps, bands, error=error).squared_errors(), error)()
+    assert found <= expected * (1 + 1e-9)
+
+
+def test_jax_privacy_finds_the_same_correlation():
+    toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
+    with jax.numpy_dtype_promotion("standard"):
+        theirs = toeplitz.optimize_banded_toeplitz(64, 4)
+        error = float(toeplitz.per_query_error(strategy_coef=theirs, n=64).mean())
+    ours = optimize_banded(64, 4)
+    np.testing.assert_allclose(ours.coefficients, theirs, atol=1e-3)  # they search in float32
+    assert ours.squared_errors().mean() <= error * (1 + 1e-5)
+
+
+def test_the_bound_on_all_errors_is_that_of_the_singular_values():
+    for workload in WORKLOADS.values():
+        dense = workload_dense(STEPS, workload.momentum, workload.learning_rates)
+        expected = (np.linalg.norm(dense, "nuc") / STEPS) ** 2
+        assert least_error(STEPS, workload) == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_whole_square_root_is_the_square_root_of_the_workload():
+    for momentum in (0.0, 0.9):
+        whole = toeplitz_dense(square_root(STEPS, STEPS, momentum=momentum).column())
+        expected = workload_dense(STEPS, momentum)
+        np.testing.assert_allclose(whole @ whole / whole[0, 0] ** 2, expected, rtol=1e-9)
+        inverse = banded_inverse(STEPS, STEPS, power=0.5, workload=Workload(momentum))
+        np.testing.assert_allclose(toeplitz_dense(inverse.column()), whole, atol=ROUNDING)
+
+
+def test_an_inverse_of_two_bands_subtracts_a_part_of_the_last_draw():
+    first, second = banded_inverse(STEPS, 2, power=0.7).coefficients
+    assert second / first == pytest.approx(-0.7)
+
+
+@pytest.mark.parametrize("separation", [1, 2, 3, 5, 9])
+def test_sensitivity_is_that_of_the_worst_pattern_of_uses(separation):
+    exact = {
+        "banded, with signs": Correlation(9, (0.5, -0.5, 0.3)) if separation >= 3 else None,
+        "banded, increasing": Correlation(9, (0.3, 0.5)) if separation >= 2 else None,
+        "decreasing": square_root(9, 4),
+        "inverse": banded_inverse(9, 3),
+    }
+    for name, correlation in exact.items():
+        if correlation is not None:
+            worst = largest_movement(toeplitz_dense(correlation.column()), separation)
+            assert correlation.sensitivity(separation) == pytest.approx(worst, rel=2e-9), name
+            assert correlation.sensitivity(separation) >= worst, name
+
+
+@pytest.mark.parametrize("separation", [1, 2])
+def test_sensitivity_without_an_exact_answer_is_an_upper_bound(separation):
+    # Uses of the last one are worst three steps apart, not two.
+    for coefficients in ((0.5, -0.5, 0.3), (0.3, 0.5, 0.6), (0.6, 0.0, 0.0, 0.6)):
+        correlation = Correlation(9, coefficients)
+        worst = largest_movement(toeplitz_dense(correlation.column()), separation)
+        assert worst <= correlation.sensitivity(separation) <= 1.5 * worst
+
+
+def test_the_sensitivity_of_fewer_steps_is_that_of_a_shorter_run():
+    for correlation in (square_root(9, 4), banded_inverse(9, 3), Correlation(9, (0.5, -0.5, 0.3))):
+        dense = toeplitz_dense(correlation.column())[:6, :6]
+        for separation in (3, 6):
+            worst = largest_movement(dense, separation)
+            assert worst <= correlation.sensitivity(separation, steps=6) <= worst * (1 + 1e-3)
+    assert independent(9).sensitivity(3, steps=0) == 0
+
+
+def test_the_chosen_power_is_the_best():
+    for separation in (None, 10):
+
+        def error(correlation, separation=separation):
+            uses = correlation.sensitivity(separation or STEPS)
+            return correlation.squared_errors().mean() * uses**2
+
+        best = error(banded_inverse(STEPS, 3, min_separation=separation))
+        for power in np.linspace(0, 1, 21):
+            assert best <= error(banded_inverse(STEPS, 3, power=float(power))) * (1 + 1e-6)
+
+
+BAD = {
+    "norm": (lambda: Correlation(4, (1.0, 0.5)), "norm above 1, got 'a norm of 1.118.*; divide"),
+    "norm of the inverse": (
+        lambda: Correlation(4, (1.0, -0.5), is_inverse=True),
+        "norm above 1, got .*; multiply",
+    ),
+    "diagonal": (lambda: Correlation(4, (0.0, 0.5)), "`coefficients` .* positive diagonal, got"),
+    "no coefficients": (lambda: Correlation(4, ()), r"`coefficients` .* got \(\)"),
+    "NaN": (lambda: Correlation(4, (float("nan"),)), "`coefficients` .* got"),
+    "more coefficients than steps": (lambda: Correlation(1, (0.8, 0.6)), "at most .* 1, got 2"),
+    "more bands than steps": (lambda: square_root(4, 5), "`bands` .* number of steps, 4, got 5"),
+    "no bands": (lambda: optimize_banded(4, 0), "`bands` .* 1 or more, got 0"),
+    "power": (lambda: banded_inverse(4, 2, power=2.0), "`power` .* from 0 to 1, or None, got 2.0"),
+    "momentum": (lambda: Workload(1.0), "`momentum` .* below 1, got 1.0"),
+    "rates": (lambda: Workload(learning_rates=(1.0, -1.0)), "`learning_rates` .* none below 0"),
+    "number of rates": (
+        lambda: optimize_banded(4, 2, workload=Workload(learning_rates=(1.0,))),
+        "`learning_rates` .* steps, 4, got 1",
+    ),
+    "largest error with rates": (
+        lambda: optimize_banded(2, 2, workload=Workload(0, (1.0, 0.5)), error="max"),
+        "`learning_rates` must be None with error='max'",
+    ),
+    "separation": (lambda: independent(4).sensitivity(0), "`min_separation` .* got 0"),
+    "beyond the end": (lambda: independent(4).sensitivity(1, steps=5), "`steps` .* 4, got 5"),
+}
+
+
+@pytest.mark.parametrize(("call", "sentence"), BAD.values(), ids=list(BAD))
+def test_bad_input_is_answered_in_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        call()
+    assert str(caught.value).count(". ") == 0 and str(caught.value).endswith(".")
+
+
+def test_correlations_need_no_jax():
+    script = (
+        "import sys; sys.modules.update(jax=None, jaxlib=None, optax=None)\n"
+        "from optax_lsdp.correlation import optimize_banded; optimize_banded(10, 2)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
