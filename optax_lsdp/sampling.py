@@ -19,8 +19,16 @@ import numpy as np
 from scipy.stats import binom
 
 from optax_lsdp._checks import check_at_most, check_rate, check_whole
-from optax_lsdp._keys import check_threefry_key, threefry
-from optax_lsdp._random_bits import Array, RandomBits, Step, namespace, repeats_last, scaled
+from optax_lsdp._keys import (
+    Array,
+    RandomBits,
+    Step,
+    check_threefry_key,
+    namespace,
+    repeats_last,
+    scaled,
+    threefry,
+)
 
 __all__ = ["Batch", "CyclicPoissonSampler", "FixedSizeSampler", "FullBatchSampler"]
 __all__ += ["PoissonSampler", "Sampler", "ShuffledSampler", "room_for_batch"]
