@@ -22,7 +22,8 @@ Key = tuple[int, ...]  # the ids of an equation and of its operands
 
 # Primitives that keep all entries in their places.
 _KEEP_ENTRIES = {
-    *("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast")
+    *("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"),
+    "sharding_constraint",
 }
 _KEEP_ORDER = _KEEP_ENTRIES | {"reshape", "squeeze", "broadcast_in_dim"}  # in row-major order
 _WORK = 10_000  # how far NumPy searches for an entry that two views share

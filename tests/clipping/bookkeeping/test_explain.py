@@ -128,3 +128,13 @@ def test_examples_without_a_usable_gradient_are_no_error():
     assert rows["w"] is None and rows["unused"] is None
     assert zero.effective_clip_norm is None  # tanh² is flat at 0
     assert broken.effective_clip_norm == 0 and "0.0000·C" in str(broken)
+
+
+def test_a_sharding_constraint_on_a_parameter_does_not_change_its_strategy():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.NamedSharding(mesh, jax.P())
+
+    def constrained(params, x):
+        return dense(jax.lax.with_sharding_constraint(params, sharding), x)
+
+    assert str(explain(X[None])) == str(explain(X[None], loss=constrained))
