@@ -106,7 +106,7 @@ def problems(folder: Path | None, smoke: bool) -> dict[str, Problem]:
             steps=80,
             clip_norms=(0.3, 1.0, 3.0),
             paces=(0.5, 1.5, 4.5),
-            rates=(0.15, 0.5, 1.5),
+            rates=(0.05, 0.15, 0.45),
             microbatch_size=32,  # on CPUs, small microbatches are fast
         ),
     }

@@ -63,8 +63,9 @@ class AdaptiveClip:
     moves C once after them. For fixed gradients the rule converges from any C: it is a fixed-point
     iteration for an M-estimate of scale. Until s is first between target/2 and (1 + target)/2, C
     grows by 3^rate if s is higher. Until s is first above target/2, updates are zero, because they
-    would be mostly noise. Once C is about right, it falls at a tenth of the rate, so that it does
-    not follow gradients that vanish. An update is multiplied by the smaller of old and new C.
+    would be mostly noise. Once C is about right, it moves at a tenth of the rate, so that it hardly
+    follows gradients that vanish or explode. An update is multiplied by the smaller of the old and
+    the new C.
 
     **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
     w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so the noise on everything grows by

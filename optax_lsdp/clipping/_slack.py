@@ -34,7 +34,7 @@ from optax_lsdp.clipping._clip_norm import (
 _ROUNDED_DOWN = 1 - 2.0**-20  # of the value of a coordinate; see `count_slack`
 _UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this many C, with rounding
 _RECENT = 10  # steps
-_SLOW_FALL, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
+_SETTLED, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
 
 
 class WithSlack(NamedTuple):
@@ -197,10 +197,11 @@ def estimate_norms(
     >>> tx = optax.chain(
     ...     lsdp.clip_per_example(1.0, slack=4),
     ...     lsdp.add_gaussian_noise(1e-6, key=jax.random.key(0)),
-    ...     estimate_norms(1.0, slack=4, stddev=1e-6, expected_batch_size=2),
+    ...     lsdp.estimate_norms(1.0, slack=4, stddev=1e-6, expected_batch_size=2),
     ... )
     >>> _, state = tx.update(stacked, tx.init(params), params)
-    >>> print(np.asarray(norm_estimates(state).shares).round(3))  # norms up to √¾, √½, ½ and 0
+    >>> shares = lsdp.norm_estimates(state).shares
+    >>> print(np.asarray(shares).round(3))  # norms up to √¾, √½, ½ and 0
     [0.5 0.5 0.5 0. ]
     """
     norm = checked_clip_norm(clip_norm, slack)
@@ -312,9 +313,8 @@ def _moved(
     ratio = jnp.clip(found, least, 1.0) / setting.target
     is_high = found > (1 + setting.target) / 2
     is_low = (found < setting.target / 2) & (clip_norm > setting.least)
-    slowed = jnp.where(ratio < 1, ratio**_SLOW_FALL, ratio)
     started = jnp.where(is_high, _FAST_RISE**2, ratio)
-    ratio = jnp.where(group.settled, slowed, started) ** (setting.rate / 2)
+    ratio = jnp.where(group.settled, ratio**_SETTLED, started) ** (setting.rate / 2)
     new = jnp.clip(clip_norm * ratio, setting.least, setting.most)
     group = group._replace(
         excess=jnp.where(is_due, 0.0, excess),
@@ -333,12 +333,12 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
             chain with `estimate_norms`.
 
     >>> import numpy as np
-    >>> from optax_lsdp import privatize
+    >>> import optax_lsdp as lsdp
     >>> private = dict(clip_norm=1.0, noise_multiplier=1e-6, expected_batch_size=2, slack=4)
-    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
+    >>> tx = lsdp.privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
     >>> params, stacked = jnp.zeros(2), jnp.array([[3.0, 4.0], [0.0, 0.4]])  # norms 5 and 0.4
     >>> _, state = tx.update(stacked, tx.init(params), params)
-    >>> found = norm_estimates(state)
+    >>> found = lsdp.norm_estimates(state)
     >>> print(np.asarray([found.radii, found.shares]).round(3))
     [[0.866 0.707 0.5   0.   ]
      [0.5   0.5   0.5   0.   ]]
@@ -367,11 +367,11 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
     With groups of clip norms, return a tree of the same structure. The clip norm has noise already,
     so it may be released.
 
-    >>> from optax_lsdp import privatize
-    >>> clip = AdaptiveClip(2.0)
+    >>> import optax_lsdp as lsdp
+    >>> clip = lsdp.AdaptiveClip(2.0)
     >>> private = dict(clip_norm=clip, noise_multiplier=1.0, expected_batch_size=4)
-    >>> tx = privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
-    >>> print(current_clip_norm(tx.init(jnp.zeros(3))))
+    >>> tx = lsdp.privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
+    >>> print(lsdp.current_clip_norm(tx.init(jnp.zeros(3))))
     2.0
     """
     return _find_state(state).clip_norm
