@@ -1,12 +1,24 @@
 """Generate the tables and the figure of the page on choosing settings."""
 
+import math
+import statistics
+
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy.stats import t
 
 from benchmarks import choosing
 from benchmarks._results import RESULTS, load, markdown
+from benchmarks._trust import NOT_RUN, is_run
+from benchmarks.clip_norms import STARTS
 
 COLORS = ("#c1121f", "#e07a5f", "#2a6f97", "#8ecae6")
+METHOD_NAMES = {
+    "slack": "adaptive, by slack",
+    "quantile": "adaptive, by quantiles",
+    "fixed": "fixed",
+    "automatic": "automatic clipping",
+}
 
 
 def _noise_table(part: str, symbol: str, values: tuple[int, ...]) -> str:
@@ -52,6 +64,58 @@ def learning_rates() -> str:
         for (epsilon, steps), row in sorted(found.items())
     ]
     return markdown(["ε", "steps", *(f"rate {rate:g}" for rate in rates)], rows)
+
+
+def clip_norms() -> str:
+    """Return final accuracies by the initial clip norm, for each method of `AdaptiveClip`."""
+    if not is_run("clip_norms"):
+        return NOT_RUN
+    rows = []
+    for (problem, epsilon, method), points in _final_accuracies().items():
+        shown = [f"{mean:.1f} ± {error:.1f}" for mean, error in points.values()]
+        shown = shown if len(shown) > 1 else ["", "", *shown, "", ""]
+        rows.append([problem, f"{epsilon:g}", METHOD_NAMES[method], *shown])
+    starts = [f"{start:g} × best" for start in STARTS]
+    return markdown(["problem", "ε", "clip norm", *starts], rows)
+
+
+def _final_accuracies() -> dict[tuple[str, float, str], dict[float, tuple[float, float]]]:
+    """Return mean accuracies and 95 % intervals by problem, ε and method, then by the start."""
+    found: dict[tuple[str, float, str], dict[float, tuple[float, float]]] = {}
+    for name, row in load("clip_norms")["final"].items():
+        problem, method, budget, _ = name.split(", ")
+        line = found.setdefault((problem, float(budget.removeprefix("ε = ")), method), {})
+        count = len(row["accuracies"])
+        error = t.ppf(0.975, count - 1) * statistics.stdev(row["accuracies"]) / math.sqrt(count)
+        line[row["start"]] = statistics.fmean(row["accuracies"]), error
+    return found
+
+
+def draw_clip_norms() -> None:
+    """Draw final accuracies by the initial clip norm."""
+    if not is_run("clip_norms"):
+        return
+    found = _final_accuracies()
+    figure = Figure(figsize=(12, 3.4), layout="constrained")
+    cases = list(dict.fromkeys(key[:2] for key in found))
+    for axes, case in zip(figure.subplots(1, len(cases)), cases, strict=True):
+        for method, color in zip(METHOD_NAMES, COLORS, strict=True):
+            points = found[(*case, method)]
+            label = METHOD_NAMES[method]
+            if len(points) == 1:
+                axes.axhline(points[1.0][0], color=color, label=label)
+                continue
+            means, errors = zip(*points.values(), strict=True)
+            axes.errorbar(list(points), means, errors, fmt="o-", color=color, label=label, ms=4)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=max(axes.get_ylim()[0], 50))
+        axes.set_title(f"{case[0]}, ε = {case[1]:g}", fontsize=10)
+        axes.set_xlabel("initial clip norm / best fixed one")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("test accuracy, %")
+    figure.axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(RESULTS / "clip_norms.png", dpi=150)
 
 
 def _rates() -> dict[tuple[float, int], dict[float, float]]:
@@ -105,4 +169,5 @@ TABLES = {
     "step counts": step_counts,
     "deltas": deltas,
     "learning rates": learning_rates,
+    "clip norms": clip_norms,
 }

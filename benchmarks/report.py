@@ -320,6 +320,7 @@ def main() -> None:
     for draw in (
         *_figures.FIGURES,
         _advice.draw,
+        _advice.draw_clip_norms,
         _front.draw,
         _priced.draw,
         _trust.draw_auditing,
