@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from scipy.stats import t
 
 from benchmarks import choosing
-from benchmarks._results import RESULTS, load, markdown
+from benchmarks._results import RESULTS, geometric_mean, load, markdown
 from benchmarks._trust import NOT_RUN, is_run
 from benchmarks.clip_norms import STARTS
 
@@ -116,6 +116,24 @@ def draw_clip_norms() -> None:
     figure.axes[0].set_ylabel("test accuracy, %")
     figure.axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(RESULTS / "clip_norms.png", dpi=150)
+
+
+def estimates() -> str:
+    """Return what free estimates add to a private step."""
+    if not is_run("estimates"):
+        return NOT_RUN
+    found = load("estimates")["milliseconds"]
+    ratios = {
+        way: {name: row[way] / row["plain"] for name, row in found.items()}
+        for way in ("norms", "curve")
+    }
+    rows = [
+        [name, f"{row['plain']:.3g} ms", *(f"{ratios[way][name]:.2f}" for way in ratios)]
+        for name, row in found.items()
+    ]
+    means = [geometric_mean(ratio.values()) for ratio in ratios.values()]
+    rows.append(["geometric mean", "", *(f"**{mean:.2f}**" for mean in means)])
+    return markdown(["model", "private step", "with norms", "with a curve"], rows)
 
 
 def _rates() -> dict[tuple[float, int], dict[float, float]]:

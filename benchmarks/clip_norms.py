@@ -234,11 +234,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "clip_norms.json")
     parser.add_argument("--data-dir", type=Path, help="a folder that holds mnist/")
     parser.add_argument("--smoke", action="store_true", help="digits instead of MNIST, in seconds")
+    names = ("softmax regression", "network")
+    parser.add_argument("--problems", nargs="*", choices=names, default=names)
     args = parser.parse_args()
     given = (args.data_dir, args.smoke)
     search, adaptive, finals = {}, {}, {}
     epsilons, starts = (EPSILONS[:1], STARTS[:1]) if args.smoke else (EPSILONS, STARTS)
-    for name, problem in problems(*given).items():
+    chosen = {n: problem for n, problem in problems(*given).items() if n in args.problems}
+    for name, problem in chosen.items():
         for epsilon in epsilons:
             for pace in problem.paces:
                 for clip_norm in problem.clip_norms:

@@ -275,6 +275,7 @@ MEASURED: Tables = {
     "effective clip norms": _trust.effective_clip_norms,
     "longer texts": _trust.longer_texts,
     "watching": _trust.watching,
+    "estimates": _advice.estimates,
     "scaling": scaling,
     **_priced.TABLES,
     "audits": _trust.audits,
