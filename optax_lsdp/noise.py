@@ -149,7 +149,7 @@ def read_sum(
     state: AddGaussianNoiseState,
     shard_specs: PyTree,
 ) -> SumLeaves:
-    """Return the leaves of a clipped sum, or raise if it cannot get noise.
+    """Return the leaves of a clipped sum. Raise if noise cannot be added to it.
 
     `name` is the name of the transform.
     """
@@ -246,7 +246,7 @@ def check_stddev(stddev: ArrayLike) -> None:
 def _check_shards(
     leaves: Sequence[tuple[str, jax.Array]], shards: Sequence[Shard], state: AddGaussianNoiseState
 ) -> None:
-    """Raise if shards of a leaf that may differ would get the same noise."""
+    """Raise if shards of a leaf may differ and would get the same noise."""
     for (name, _), shard in zip(leaves, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying

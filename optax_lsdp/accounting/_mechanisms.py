@@ -105,7 +105,7 @@ class SampledGaussian(Mechanism):
 
     @property
     def phases(self) -> tuple[Self, ...]:
-        """This phase alone."""
+        """A tuple of this phase alone."""
         return (self,)
 
     @property
@@ -132,12 +132,12 @@ class CorrelatedGaussian:
     split of the data supports "zero_out" and "replace_one" only. A matrix with a banded inverse
     has T bands, so this analysis does not help it.
 
-    With `min_separation`, two uses of an example are at least so many steps apart, such as ⌊n/b⌋
+    With `min_separation`, two uses of an example are at least that many steps apart, such as ⌊n/b⌋
     with `ShuffledSampler(…, reshuffle=False)`. A new order in every epoch can bring two uses next
     to each other. All steps together are one Gaussian mechanism, whose sensitivity is
     `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
 
-    A run that goes on with new noise is a second mechanism. The noise multiplier is the same in
+    A run that continues with new noise is a second mechanism. The noise multiplier is the same in
     all steps.
 
     Attributes:
@@ -184,7 +184,7 @@ class CorrelatedGaussian:
         if (self.sampling_rate is None) == (self.min_separation is None):
             got = f"{self.sampling_rate!r} and {self.min_separation!r}"
             raise ValueError(
-                "Either `sampling_rate` or `min_separation` must be given, and not both, because "
+                "Either `sampling_rate` or `min_separation` must be given, but not both, because "
                 f"correlated noise has no other analysis, got {got}."
             )
         if self.sampling_rate is None:
@@ -220,7 +220,7 @@ class CorrelatedGaussian:
 
     @property
     def dominating(self) -> SampledGaussian:
-        """A phase that reveals at least as much, with independent noise, about one example.
+        """A phase with independent noise that reveals at least as much about one example.
 
         Compose runs as `first.dominating + second.dominating`, and find noise by `calibrate_scale`.
         Do not call `group`: members of a group may be in different parts of the data.

@@ -61,7 +61,7 @@ class Examples:
         if self.users is None:
             return self.take(*batch)
         found = self.users.batch(batch, step, key=key)
-        # With one example each, the batch is the same as without users.
+        # If every user has one example, the batch is the same as without users.
         return found if self.has_user_axis else jax.tree.map(lambda x: x[:, 0], found.examples)
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
@@ -156,7 +156,7 @@ def _open_source(source: Source) -> Examples:
 
 
 def check_unit(plan: PrivacyPlan, data: object, examples: Examples) -> None:
-    """Raise unless the plan's unit of privacy fits the data, and their number is `dataset_size`."""
+    """Raise unless the data have the plan's unit of privacy, and `dataset_size` units."""
     if plan.unit == "user" and examples.users is None:
         raise TypeError(
             "`data` must be a UserData if the plan's unit is 'user', got "

@@ -24,7 +24,7 @@ from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
-_SECONDS = 0.5  # between two looks at the estimates, for which the devices must finish a step
+_SECONDS = 0.5  # between two reads of the estimates, which wait until a step is finished
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -155,7 +155,7 @@ class Reporter:
         return wants_stop
 
     def _released(self, step: int, state: State, work: jax.Array | None) -> str:
-        """Return the released estimates for the bar, and read them only now and then."""
+        """Return the estimates that the bar shows. Read them at most twice per second."""
         if time.monotonic() >= self._read_at + _SECONDS or step == self.bar.total:
             self._text, self._read_at = "", time.monotonic()
             if work is not None:
@@ -168,7 +168,7 @@ class Reporter:
         return self._text
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn once per run if the loss of a step is not finite, as after a wrong label."""
+        """Warn once per run if the loss of a step is not finite, such as from a wrong label."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True

@@ -25,7 +25,7 @@ from optax_lsdp.clipping.bookkeeping._uses import Path, Piece, Use, Uses, find_u
 from optax_lsdp.clipping.bookkeeping._weights import are_disjoint, merged, reshaped
 
 _LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scales and position embeddings
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scales and positions
 
 
 class Size(NamedTuple):

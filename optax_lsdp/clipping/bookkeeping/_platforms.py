@@ -38,7 +38,7 @@ class Platform(NamedTuple):
         per_byte: how many multiplications take the time in which memory moves one byte.
         lanes: the smallest number of rows and columns that the matrix unit processes.
         fuses: whether XLA slices operands and squares results of a product without storing either.
-        grouped: the cost of a multiplication in a convolution with many feature groups.
+        grouped: how many times more a multiplication costs if there are many feature groups.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Platform(NamedTuple):
     grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
-        """Return how many bits after the leading one a weighted operand keeps when it is rounded."""
+        """Return how many bits after the leading one a weighted operand is rounded to."""
         is_half = all(x.dtype == jnp.bfloat16 for x in operands)
         return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
 

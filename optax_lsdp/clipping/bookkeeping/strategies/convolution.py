@@ -88,7 +88,7 @@ def convolution_bound(
 
 
 def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> NormBound:
-    """Return the bound from the patches' Gram matrix: the sum of the Gram matrices of all offsets."""
+    """Return the bound from the patches' Gram matrix: the sum of Gram matrices of all offsets."""
     flat = [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (*seen, g)]
     *grams, gram_g = (platform.product("tnc,snc->nts", x, x) for x in flat)
     rounded = seen[0].shape[-1] + len(seen), g.shape[-1]

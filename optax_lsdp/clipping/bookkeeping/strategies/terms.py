@@ -158,7 +158,7 @@ def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
 
 
 def _cut(x: jax.Array, term: Term, axis: int, merged: tuple[int, ...]) -> jax.Array:
-    """Cut the piece of a term out of x. The axis of x consists of the axes `merged` of the weight."""
+    """Cut the piece of a term out of x, whose `axis` consists of axes `merged` of the weight."""
     piece, whole = term.piece, term.use.matrix.split
     if piece.start is None or piece.axis not in merged:
         return x
