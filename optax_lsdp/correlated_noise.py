@@ -153,7 +153,7 @@ def add_correlated_noise(
 def _subtract_past(
     coefficients: np.ndarray, step: jax.Array, drawn: Sequence[jax.Array], past: PyTree
 ) -> list[jax.Array]:
-    """Return w = (z − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf, which is row t of C⁻¹Z for a banded C."""
+    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf."""
     rows = len(coefficients) - 1
     lags = (
         1 + (step - 1 - jnp.arange(rows, dtype=step.dtype)) % rows
@@ -171,7 +171,7 @@ def _subtract_past(
 def _combine_draws(
     coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
 ) -> list[jax.Array]:
-    """Return Σₖ cₖ·zₜ₋ₖ for each leaf, which is row t of C⁻¹Z for a banded C⁻¹."""
+    """Return row t of C⁻¹Z for a banded C⁻¹: Σₖ cₖ·zₜ₋ₖ for each leaf."""
     noises: list[jax.Array] = []
     for lag, coefficient in enumerate(coefficients.tolist()):
         drawn = draw_noise(

@@ -119,11 +119,11 @@ class Correlation:
         return self.steps if is_dense else len(self.coefficients)
 
     def column(self) -> np.ndarray:
-        """Return the first column of C: (steps,)."""
+        """Return the first column of C, with `steps` entries."""
         return self._first_column(self.is_inverse)
 
     def noise_column(self) -> np.ndarray:
-        """Return the first column of C⁻¹: (steps,). Noise of step t is Σₖ column[k]·Z[t − k]."""
+        """Return the first column of C⁻¹. The noise of step t is Σₖ column[k]·Z[t − k]."""
         return self._first_column(not self.is_inverse)
 
     def _first_column(self, solve: bool) -> np.ndarray:
@@ -131,7 +131,7 @@ class Correlation:
         return _inverse(self.coefficients, self.steps) if solve else np.r_[self.coefficients, zeros]
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step: (steps,).
+        """Return the variance of the noise in each parameter, after each step.
 
         Multiply by stddev², the variance of Z, and by the squared learning rate. Of the result,
         `mean()` and `max()` are the mean and the largest squared error.
@@ -360,7 +360,7 @@ def _filtered(values: np.ndarray, workload: Workload) -> np.ndarray:
 
 
 def _inverse(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
-    """Return the first column of the inverse of a lower-triangular Toeplitz matrix: (steps,)."""
+    """Return the first column of the inverse of a lower-triangular Toeplitz matrix."""
     return lfilter([1.0], column, np.r_[1.0, np.zeros(steps - 1)])
 
 

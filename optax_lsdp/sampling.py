@@ -192,7 +192,7 @@ class CyclicPoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`. For arguments, see `PoissonSampler`.
+    The accountant calls this `sampling="without_replacement"`. See also `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices

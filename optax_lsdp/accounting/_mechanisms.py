@@ -184,7 +184,7 @@ class CorrelatedGaussian:
         if (self.sampling_rate is None) == (self.min_separation is None):
             got = f"{self.sampling_rate!r} and {self.min_separation!r}"
             raise ValueError(
-                "Either `sampling_rate` or `min_separation` must be given, but not both, because "
+                "Either `sampling_rate` or `min_separation` must be given, and not both, because "
                 f"correlated noise has no other analysis, got {got}."
             )
         if self.sampling_rate is None:
@@ -200,7 +200,7 @@ class CorrelatedGaussian:
         checks.check_choice("neighbouring", self.neighbouring, relations)
 
     def _check_cycle(self, sampling_rate: float) -> tuple[Neighbouring, ...]:
-        """Check and set `cycle`. Return the relations for which there is an analysis."""
+        """Check and set `cycle`. Return the neighbouring relations that have an analysis."""
         checks.check_rate("sampling_rate", sampling_rate)
         bands = self.correlation.bands
         if self.cycle is None:

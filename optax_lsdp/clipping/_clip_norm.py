@@ -44,30 +44,32 @@ class AdaptiveClip:
     """A clip norm that follows the gradients of a run. Pass it as `clip_norm`.
 
     The clip norm C is part of the optimizer's state. Each step clips to C, divides the clipped sum
-    by C, so that its sensitivity is 1 whatever C is, adds noise, and multiplies by C again. So ε
-    does not depend on C, and everything that moves C has noise already. In a loop of your own, pass
-    C on: `f(params, batch, mask, clip_norm=current_clip_norm(state))`. `fit` does it for you.
-    Automatic clipping has no use for an adaptive clip norm, because its C only scales updates.
+    by C, adds noise, and multiplies by C again. The divided sum has sensitivity 1, so ε does not
+    depend on C. C itself is computed from noisy numbers alone. `fit` passes C to the gradient. In
+    your own loop, call `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic
+    clipping has no use for an adaptive clip norm, because its C only scales updates.
 
     With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
     the same `method`, `slack` and `indicator_weight`.
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
     s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
-    For any K, the noise in s is z/b, with the expected batch size b. C moves until s is `target`:
+    The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
+    moves C towards the value with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
     where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
     for one step. If e exceeds target/4, the rule averages s over several steps until it does not,
     and then moves C. For fixed gradients the rule converges from any C: it is a fixed-point
-    iteration for an M-estimate of scale. Until s is first between target/2 and (1 + target)/2, C
-    grows by 3^rate if s is higher. Until s is first above target/2, updates are zero, because they
-    would be mostly noise. Once C is about right, it falls at a tenth of the rate, so that it does
-    not follow gradients that vanish. An update is multiplied by the smaller of old and new C.
+    iteration for an M-estimate of scale. C is about right once s is between target/2 and
+    (1 + target)/2. Before that, C grows by the factor 3^rate if s is higher. If s is lower or not
+    yet known, updates are zero, because they would be mostly noise. After that, C falls at a tenth
+    of the rate, so that it does not follow gradients that vanish. An update is multiplied by the
+    smaller of old and new C.
 
     **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
-    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so the noise on everything grows by
+    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so all noise grows by the factor
     √(1 + w²/4), and ε stays the same. In the paper's notation, σ_b = z·√(1 + w²/4)/w is the noise
     of the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
     C ← C · exp(rate · (share of clipped gradients − target)).
@@ -249,7 +251,7 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
         )
     if slack is not None:
         raise ValueError(
-            f"`slack` must be left out with an AdaptiveClip, which has its own, got slack={slack}."
+            f"`slack` must be set in the AdaptiveClip, got the argument slack={slack}; drop it."
         )
 
 

@@ -294,8 +294,8 @@ def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNo
         )
     if norm.adaptive is None and clip_norm is not None:
         raise ValueError(
-            "`clip_norm` must be passed to the gradient function only if it is an AdaptiveClip, "
-            f"got {clip_norm!r} with clip_norm={norm.value!r}."
+            "`clip_norm` must be passed to the gradient function only if `clipped_grad` got an "
+            f"AdaptiveClip, got {clip_norm!r} with clip_norm={norm.value!r}."
         )
 
 

@@ -220,7 +220,8 @@ class PrivacyPlan:
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
             watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
-                costs no privacy, but memory for a copy of the parameters. Refused with "shuffled".
+                costs no privacy, but memory for a copy of the parameters. It is refused with
+                "shuffled" batches.
         """
         if watch:
             settings.check_watchable(self.sampling)

@@ -242,7 +242,7 @@ def describe_microbatch(
 
 
 class Read(NamedTuple):
-    """A microbatch that was read."""
+    """The next microbatch of a run, from `BatchReader.next`."""
 
     microbatch: Microbatch  # on the devices
     is_last: bool  # whether it is the last microbatch of its batch

@@ -144,9 +144,9 @@ def leaf_gradients(
 ) -> list[LeafGradient]:
     """Return the gradients of the leaves of one group, each by its strategy.
 
-    Leaves that the loss does not use are left out. On accelerators, many small kernels take longer
-    than the work in them. So small gradients that are kept, such as those of biases, are handled
-    together.
+    Leaves that the loss does not use are left out. On accelerators, starting many small kernels
+    takes longer than their work. So small gradients that are stored, such as those of biases, are
+    handled together.
     """
     gradients, platform = [], rounded.platform
     small: dict[object, dict[int, jax.Array]] = {}

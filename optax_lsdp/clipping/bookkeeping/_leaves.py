@@ -29,7 +29,7 @@ _ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scale
 
 
 class Size(NamedTuple):
-    """The size of the factors of one term, for one example and all iterations of scans."""
+    """The axes of the factors a and g of one term, for one example and all iterations of scans."""
 
     blocks: int
     rows: int

@@ -70,7 +70,7 @@ def block_bound(bound: NormBound, platform: Platform) -> NormBound:
 
 
 def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
-    """Return the square roots of sums of squares, the bounds rounded up.
+    """Return the square roots of sums of squares. Round the bounds up.
 
     Squares may underflow to zero, so a bound on what they lose is added. Without it, the result
     would be too small for automatic clipping to a huge clip norm.
