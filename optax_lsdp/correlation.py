@@ -374,7 +374,7 @@ def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
 
 
 def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -> Correlation:
-    """Return the correlation whose first column has norm 1, rounded down."""
+    """Return the correlation, scaled so that its first column has norm 1, rounded down."""
     column = _inverse(coefficients, steps) if is_inverse else coefficients
     norm = np.linalg.norm(column) * (1 + 1e-15)
     scaled = coefficients * norm if is_inverse else coefficients / norm

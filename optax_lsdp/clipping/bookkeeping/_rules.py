@@ -139,7 +139,7 @@ def movements(equation: Equation) -> list[Movement]:
 
 
 def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
-    """Lay a kernel out as (feature groups, window × inputs, outputs)."""
+    """Return how to convert a kernel to (feature groups, window × inputs, outputs)."""
     params = equation.params
     if place != 1 or params["batch_group_count"] != 1:
         return None

@@ -5,7 +5,7 @@ offset o of the window is G_o = X_oᵀg, where row t of X_o is the pixel that th
 offset o. The engine forms G_o for one offset after the other, squares it, and forgets it. If there
 are few channels, it makes patches, and forms all parts in one product. If there are few positions,
 it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum
-is XLA's own weight gradient of weighted cotangents.
+is the weight gradient that XLA computes from weighted cotangents.
 
 Arrays have the shape (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of
 a convolution in this order of axes, in which shifting an image is free.
@@ -181,7 +181,7 @@ def _examples_first(x: jax.Array) -> jax.Array:
 
 
 def _side_by_side(x: jax.Array, abreast: int) -> jax.Array:
-    """Merge the channels of m examples: (…, n, channels) → (…, n/m, m·channels)."""
+    """Merge the channels of m = `abreast` examples: (…, n, channels) → (…, n/m, m·channels)."""
     n, channels = x.shape[-2:]
     return compute_once(x.reshape(*x.shape[:-2], n // abreast, abreast * channels))
 

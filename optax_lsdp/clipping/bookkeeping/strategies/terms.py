@@ -158,7 +158,10 @@ def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
 
 
 def _cut(x: jax.Array, term: Term, axis: int, merged: tuple[int, ...]) -> jax.Array:
-    """Cut the piece of a term out of x, whose `axis` consists of axes `merged` of the weight."""
+    """Cut the piece of a term out of x along `axis`.
+
+    The axes `merged` of the concatenated weight were merged to `axis` of x.
+    """
     piece, whole = term.piece, term.use.matrix.split
     if piece.start is None or piece.axis not in merged:
         return x
@@ -264,7 +267,7 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
 
 def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
-    """Convert (blocks, inputs, outputs) to the weight's shape, after one axis for each scan."""
+    """Convert (blocks, inputs, outputs) to the shape of the weight, with leading axes of scans."""
     matrix = term.piece.matrix
     stack = [loop.length for loop in term.piece.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
