@@ -55,7 +55,7 @@ class Term(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """Return the size of the factors for one example."""
+        """Return the lengths of the axes of the factors, for one example."""
         blocks, inputs, outputs = self.piece.matrix.shape
         whole_blocks, _, whole_outputs = self.use.matrix.shape
         entries = math.prod(shape_of(self.use.equation.outvars[0]))

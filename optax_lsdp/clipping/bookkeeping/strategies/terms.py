@@ -117,7 +117,7 @@ def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
 
 
 def _factors(use: Use) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return the rule of a use, for all iterations of scans and all examples."""
+    """Return a function that applies a use's rule to all iterations of scans and all examples."""
     factors = partial(use.rule.factors, use.equation, use.place)
     for _ in range(len(use.loops) + 1):
         factors = jax.vmap(factors)
