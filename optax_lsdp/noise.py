@@ -167,7 +167,7 @@ def read_sum(
 def add_scaled(
     total: SumLeaves, noises: Sequence[jax.Array], scale: ArrayLike, is_good: jax.Array
 ) -> optax.Updates:
-    """Return total + scale·noise, or NaN unless `is_good` and the scale is positive."""
+    """Return total + scale·noise, or NaN if `is_good` is False or the scale is not positive."""
     check_stddev(scale)
 
     def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The mechanisms that the accountant knows: Gaussian noise, also correlated or discrete."""
+"""The mechanisms that the accountant analyses: independent, correlated and discrete noise."""
 
 import math
 import sys

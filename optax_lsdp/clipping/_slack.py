@@ -207,7 +207,7 @@ def estimate_norms(
     norm = checked_clip_norm(clip_norm, slack)
     if not norm.slack:
         raise ValueError(
-            "`slack` must be a whole number, 1 or more, got None; pass that of `clip_per_example`."
+            "`slack` must be a whole number, 1 or more, got None; pass the K of `clip_per_example`."
         )
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)

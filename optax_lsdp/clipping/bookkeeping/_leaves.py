@@ -100,7 +100,7 @@ class ParameterLeaf:
 
 
 class LossAnalysis(NamedTuple):
-    """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
+    """The uses in a loss that have a rule, and the leaves of the parameters with their terms."""
 
     uses: dict[Path, Use]
     leaves: list[ParameterLeaf]

@@ -201,8 +201,8 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
     Let K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
-    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. By the Cauchy–Schwarz
-    inequality, the square N² = Σ K_a·K_g of the norm is then off by at most
+    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. By the inequality of
+    Cauchy and Schwarz, the square N² = Σ K_a·K_g of the norm is then off by at most
 
         s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
 
