@@ -226,7 +226,7 @@ def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) ->
 def describe_microbatch(
     examples: Examples, size: int, key: jax.Array, placement: Placement
 ) -> Microbatch:
-    """Return a microbatch with shapes in place of its arrays."""
+    """Return the shapes, dtypes and shardings of a microbatch."""
 
     def rows(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jnp.asarray(x).dtype

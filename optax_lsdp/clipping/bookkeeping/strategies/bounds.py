@@ -167,7 +167,7 @@ class Gram(NamedTuple):
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
         weighting: the largest relative changes of the factors a and g by weighting. The sum
-            weights only one of them. None if the two terms are different terms.
+            weights only one of them. None if the two terms differ.
     """
 
     a: jax.Array
@@ -206,7 +206,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
 
         s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
 
-    where k is how often the sum itself is rounded, and R = Σ_t ‖a_t‖‖g_t‖. The error is also at most
+    where R = Σ_t ‖a_t‖‖g_t‖, and k is how often the sum is rounded. The error is also at most
 
         s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
 
