@@ -41,10 +41,11 @@ class AddCorrelatedNoiseState(NamedTuple):
     Attributes:
         key: the key of all draws.
         step: the number of steps so far.
-        fingerprint: a hash of the correlation: (2,) uint32. If `add_correlated_noise` has another
-            correlation, the result is NaN.
+        fingerprint: a hash of the correlation, in two uint32 words. If `add_correlated_noise` got
+            a different correlation, the result is NaN.
         past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
-            a first axis. The noise of step t is in row t mod (b − 1). Without past noises, ().
+            a first axis. The noise of step t is in row t mod (b − 1). It is () if the
+            correlation needs no past noises.
     """
 
     key: jax.Array

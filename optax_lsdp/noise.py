@@ -186,8 +186,8 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
     """Return standard Gaussian noise for each leaf, in float32 or float64.
 
     The key of a leaf is the state's key with three values folded in: the step, the leaf's address,
-    and the index of this shard along the mesh axes that split the leaf. Small leaves of similar size
-    share one draw, which compiles to fewer kernels.
+    and the index of this shard along the mesh axes that split the leaf. Small leaves of similar
+    size share one draw, which compiles to fewer kernels.
     """
     if not total.wide:
         return []

@@ -52,7 +52,7 @@ _CONVOLVED = ("by offset", "by patches", "Gram matrices of patches")
 
 
 class LeafGradient(NamedTuple):
-    """The gradients of one leaf, or of several leaves, for all examples, times the leaf's scale.
+    """All examples' gradients of one or several leaves, multiplied by the scale of the leaves.
 
     Attributes:
         bound: the bound on each example's norm.
