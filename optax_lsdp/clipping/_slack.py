@@ -54,13 +54,13 @@ def count_slack(
 ) -> dict[str, jax.Array]:
     """Return how many examples set each of the K slack coordinates, by the path of the group.
 
-    The counts are whole numbers in float32, so adding up those of disjoint examples is exact. An
+    The counts are whole numbers in float32, so adding up counts of disjoint batches is exact. An
     example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
     none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
     `AdaptiveClip`, K is 1: each example that is not clipped adds ½, and each other one adds −½.
 
     Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
-    more than 4u, so the computed x = r²/C² is not below the true one, unless squares underflow,
+    more than 4u, so the computed x = r²/C² is at least the true one, unless squares underflow,
     which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) exceeds the exact one by a
     factor of at most 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates. `slack_value`
     is below (1 − 16u)·(1 + 2u)·C/√K, so their squares sum to less than (1 − x)C².

@@ -1,9 +1,9 @@
 """Define rules: how to compute the factors of a gradient, for each primitive that has a rule.
 
 A primitive has a rule if it uses a parameter as a matrix, or as several matrices, called blocks.
-The gradient of each block is Σ_t a_t ⊗ g_t. The factors are a: (blocks, rows, inputs), which
-depends on the other operand, and g: (blocks, rows, outputs), which depends on the cotangent of the
-output. All functions here are written for one example.
+The gradient of each block is Σ_t a_t ⊗ g_t. The factor a has shape (blocks, rows, inputs) and
+depends on the other operand. The factor g has shape (blocks, rows, outputs) and depends on the
+cotangent of the output. All functions here are written for one example.
 
 To support another primitive, write a `Rule` and add it to `RULES`. A parameter also works if its
 primitive has no rule: the engine then differentiates the parameter for each example.
