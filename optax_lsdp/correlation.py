@@ -133,8 +133,8 @@ class Correlation:
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
         """Return the variance of the noise in each parameter, after each step.
 
-        Multiply by stddev², the variance of Z, and by the squared learning rate. Of the result,
-        `mean()` and `max()` are the mean and the largest squared error.
+        Multiply by stddev², the variance of Z, and by the squared learning rate. The mean and the
+        maximum over the steps are the mean and the largest squared error.
 
         >>> independent(3).squared_errors()
         array([1., 2., 3.])

@@ -108,7 +108,7 @@ class Movement(NamedTuple):
 
     @property
     def offsets(self) -> int:
-        """Return how many offsets the window has after a stride that divides it is folded."""
+        """Return the number of offsets, after strides that divide the window move into channels."""
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window

@@ -155,7 +155,7 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
 
 
 def _offsets(term: Term) -> int:
-    """Return how many offsets a window has after strides that divide it are folded."""
+    """Return the product of `Movement.offsets` over the axes of the window."""
     return math.prod(move.offsets for move in movements(term.use.equation))
 
 
