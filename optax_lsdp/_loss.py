@@ -188,10 +188,10 @@ def average_examples(loss_fn: LossFn) -> LossFn:
             its third argument, then so does the returned loss, which splits the key.
 
     Returns:
-        The loss of one user: a `UserBatch` or a pair `(examples, mask)` without its leading axis of
-        users. `examples` are arrays with a leading axis of m examples. `mask` is a bool array of
-        shape (m,), False for padding, whose values do not matter. A user without examples
-        contributes zero.
+        The loss of one user. Its second argument is one row of a `UserBatch`, or a pair
+        `(examples, mask)`. `examples` are arrays with a leading axis of m examples. `mask` is a
+        bool array of shape (m,), False for padding, whose values do not matter. A user without
+        examples contributes zero.
 
     >>> def loss_fn(params, x):
     ...     return params * x
@@ -206,7 +206,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         first = jnp.argmax(mask)
 
         def fill(x: jax.Array) -> jax.Array:
-            """Replace padding by the first example: 0 · NaN is NaN, if the loss has NaN there."""
+            """Replace padding by the first example: a NaN in the loss of padding would remain."""
             one = jnp.where(mask[first], x[first], jnp.zeros_like(x[first]))
             return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
 

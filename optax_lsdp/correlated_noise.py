@@ -41,10 +41,11 @@ class AddCorrelatedNoiseState(NamedTuple):
     Attributes:
         key: the key of all draws.
         step: the number of steps so far.
-        fingerprint: a hash of the correlation: (2,) uint32. If `add_correlated_noise` has another
-            correlation, the result is NaN.
+        fingerprint: a hash of the correlation, in two uint32 words. If `add_correlated_noise` got
+            a different correlation, the result is NaN.
         past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
-            a first axis. The noise of step t is in row t mod (b − 1). If there are none, it is ().
+            a first axis. The noise of step t is in row t mod (b − 1). It is () if the
+            correlation needs no past noises.
     """
 
     key: jax.Array
@@ -68,9 +69,9 @@ def add_correlated_noise(
 
     If C has b bands, the state holds the noises of the last b − 1 steps, in float32 or float64. If
     C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. Noise beyond
-    `correlation.steps` is NaN. A run that goes on after its last step starts again with a new key
-    and a new state, and counts as a second mechanism. Everything else is as in
-    `add_gaussian_noise`: the same noise after resuming and on any mesh.
+    `correlation.steps` is NaN. To take more steps, start again with a new key and a new state,
+    which counts as a second mechanism. As with `add_gaussian_noise`, the noise is the same after
+    resuming and on any mesh.
 
     Args:
         stddev: the standard deviation of Z: the noise multiplier times `sensitivity(clip_norm)`.
@@ -115,7 +116,7 @@ def add_correlated_noise(
 
     def init(params: optax.Params) -> AddCorrelatedNoiseState:
         if rows and params is None:
-            raise ValueError("`params` must be passed to `init` for past noises, got None.")
+            raise ValueError("`params` must be passed to `init`, for their shapes, got None.")
 
         def zeros(param: jax.Array) -> jax.Array:
             one = vary(jnp.zeros_like(widen(param)), varying_axes(param))
@@ -153,11 +154,11 @@ def add_correlated_noise(
 def _subtract_past(
     coefficients: np.ndarray, step: jax.Array, drawn: Sequence[jax.Array], past: PyTree
 ) -> list[jax.Array]:
-    """Return w = (z − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf, which is row t of C⁻¹Z for a banded C."""
+    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf."""
     rows = len(coefficients) - 1
     lags = (
         1 + (step - 1 - jnp.arange(rows, dtype=step.dtype)) % rows
-    )  # of the noise in each row of `past`
+    )  # how many steps ago the noise in each row of `past` was added
     noises = []
     for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
         weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
@@ -171,7 +172,7 @@ def _subtract_past(
 def _combine_draws(
     coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
 ) -> list[jax.Array]:
-    """Return Σₖ cₖ·zₜ₋ₖ for each leaf, which is row t of C⁻¹Z for a banded C⁻¹."""
+    """Return row t of C⁻¹Z for a banded C⁻¹: Σₖ cₖ·zₜ₋ₖ for each leaf."""
     noises: list[jax.Array] = []
     for lag, coefficient in enumerate(coefficients.tolist()):
         drawn = draw_noise(
@@ -192,7 +193,7 @@ def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:
     if not is_alike:
         raise ValueError(
             "`updates` must have the structure, shapes and precision of the parameters that `init` "
-            "got, and the state as many past noises as the correlation needs, got "
+            "got, and the state the past noises that the correlation needs, got "
             f"{describe_arrays(updates)} for {describe_arrays(past)}; call `init` with the "
             "parameters, and resume with the same correlation."
         )

@@ -79,7 +79,7 @@ class Correlation:
     shorter towards the end, so the last steps have somewhat more noise than necessary.
 
     Attributes:
-        steps: T, the number of rows. Noise for later steps does not exist.
+        steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C without its zeros, at most T numbers, the first of
             which is positive; with `is_inverse`, the first column of C⁻¹.
         is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
@@ -119,11 +119,11 @@ class Correlation:
         return self.steps if is_dense else len(self.coefficients)
 
     def column(self) -> np.ndarray:
-        """Return the first column of C: (steps,)."""
+        """Return the first column of C, with `steps` entries."""
         return self._first_column(self.is_inverse)
 
     def noise_column(self) -> np.ndarray:
-        """Return the first column of C⁻¹: (steps,). Noise of step t is Σₖ column[k]·Z[t − k]."""
+        """Return the first column of C⁻¹. The noise of step t is Σₖ column[k]·Z[t − k]."""
         return self._first_column(not self.is_inverse)
 
     def _first_column(self, solve: bool) -> np.ndarray:
@@ -131,10 +131,10 @@ class Correlation:
         return _inverse(self.coefficients, self.steps) if solve else np.r_[self.coefficients, zeros]
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step: (steps,).
+        """Return the variance of the noise in each parameter, after each step.
 
-        Multiply by stddev², the variance of Z, and by the squared learning rate. Of the result,
-        `mean()` and `max()` are the mean and the largest squared error.
+        Multiply by stddev², the variance of Z, and by the squared learning rate. The mean and the
+        maximum over the steps are the mean and the largest squared error.
 
         >>> independent(3).squared_errors()
         array([1., 2., 3.])
@@ -148,7 +148,7 @@ class Correlation:
         return errors
 
     def sensitivity(self, min_separation: int, steps: int | None = None) -> float:
-        """Return how far one example can move CX, in clip norms, if it is used several times.
+        """Return how far all uses of one example can move CX, in units of the clip norm.
 
         Two uses of the example are at least `min_separation` steps apart. The result is exact, up
         to 1e-9, if C has at most `min_separation` bands, since columns of C are then orthogonal; or
@@ -193,11 +193,11 @@ def independent(steps: int) -> Correlation:
 
 
 def square_root(steps: int, bands: int, *, momentum: float = 0.0) -> Correlation:
-    """Return the square root of the workload, cut off after some bands, in closed form.
+    """Return the square root of the workload's matrix, cut off after `bands` diagonals.
 
     The prefix sum has the generating function 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ. C
     holds the first coefficients of its square root (arXiv 2405.13763). If `bands` equals
-    `steps`, no Toeplitz matrix has a smaller largest error of the prefix sums.
+    `steps`, no Toeplitz matrix has a smaller maximum error of the prefix sums.
 
     >>> np.array(square_root(4, 3).coefficients).round(3)  # proportional to 1, 1/2, 3/8
     array([0.848, 0.424, 0.318])
@@ -266,7 +266,7 @@ def optimize_banded(
         bands: b. More bands cancel more noise. But noise needs memory for b − 1 copies of the
             parameters, and with cyclic Poisson sampling, ε grows with b.
         workload: how the optimizer sums the noise.
-        error: minimize the mean over all steps, or, with a constant learning rate, the maximum.
+        error: minimize the "mean" over all steps or, with a constant learning rate, the "max".
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -277,7 +277,7 @@ def optimize_banded(
     error_of = _error_function(steps, workload, error)
 
     def objective(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return log(error·norm²) and its gradient. Scaling C does not change it, so c₀ is 1."""
+        """Return log(error·norm²) and its gradient, for c₀ = 1. Scaling C would not change them."""
         column = np.r_[1.0, rest]
         with np.errstate(over="ignore", invalid="ignore"):
             noise = _inverse(column, steps)
@@ -299,8 +299,8 @@ def optimize_banded(
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     """Return a lower bound on the mean, and so on the largest, squared error of any matrix C.
 
-    If A = BC and no column of C has a norm above 1, the sum of the singular values of A is at most
-    ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms, and ‖B‖²/T is the mean squared error.
+    Let A = BC be the workload's matrix. If no column of C has a norm above 1, the singular values
+    of A sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms. ‖B‖²/T is the mean squared error.
 
     >>> best = optimize_banded(100, bands=100).squared_errors().mean()
     >>> float(round(best / least_error(100), 2))
@@ -360,7 +360,7 @@ def _filtered(values: np.ndarray, workload: Workload) -> np.ndarray:
 
 
 def _inverse(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
-    """Return the first column of the inverse of a lower-triangular Toeplitz matrix: (steps,)."""
+    """Return the first column of the inverse of a lower-triangular Toeplitz matrix."""
     return lfilter([1.0], column, np.r_[1.0, np.zeros(steps - 1)])
 
 
@@ -374,7 +374,7 @@ def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
 
 
 def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -> Correlation:
-    """Return the correlation whose first column has norm 1, rounded down."""
+    """Return the correlation, scaled so that its first column has norm 1, rounded down."""
     column = _inverse(coefficients, steps) if is_inverse else coefficients
     norm = np.linalg.norm(column) * (1 + 1e-15)
     scaled = coefficients * norm if is_inverse else coefficients / norm

@@ -149,7 +149,7 @@ def read_sum(
     state: AddGaussianNoiseState,
     shard_specs: PyTree,
 ) -> SumLeaves:
-    """Return the leaves of a clipped sum, or raise if it cannot get noise.
+    """Return the leaves of a clipped sum. Raise if noise cannot be added to it.
 
     `name` is the name of the transform.
     """
@@ -167,7 +167,7 @@ def read_sum(
 def add_scaled(
     total: SumLeaves, noises: Sequence[jax.Array], scale: ArrayLike, is_good: jax.Array
 ) -> optax.Updates:
-    """Return total + scale·noise, or NaN unless `is_good` and the scale is positive."""
+    """Return total + scale·noise, or NaN if `is_good` is False or the scale is not positive."""
     check_stddev(scale)
 
     def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:
@@ -185,9 +185,9 @@ def add_scaled(
 def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array]:
     """Return standard Gaussian noise for each leaf, in float32 or float64.
 
-    The key of a leaf is the state's key, into which are folded: the step, the leaf's address, and
-    the index of this shard along the mesh axes that split the leaf. Small leaves of similar size
-    share one draw, which compiles to fewer kernels.
+    The key of a leaf is the state's key with three values folded in: the step, the leaf's address,
+    and the index of this shard along the mesh axes that split the leaf. Small leaves of similar
+    size share one draw, which compiles to fewer kernels.
     """
     if not total.wide:
         return []
@@ -246,7 +246,7 @@ def check_stddev(stddev: ArrayLike) -> None:
 def _check_shards(
     leaves: Sequence[tuple[str, jax.Array]], shards: Sequence[Shard], state: AddGaussianNoiseState
 ) -> None:
-    """Raise if shards of a leaf that may differ would get the same noise."""
+    """Raise if shards of a leaf may differ and would get the same noise."""
     for (name, _), shard in zip(leaves, shards, strict=True):
         tracked = shard.varying is not None
         may_vary = set(manual_axes()) if shard.varying is None else shard.varying

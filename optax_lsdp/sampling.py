@@ -143,7 +143,8 @@ class CyclicPoissonSampler:
 
     No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires. The
     part of an example depends only on the key and its index. A batch is truncated with probability
-    2e-15 or less. It takes `cycle` times as long as a Poisson batch. See also `PoissonSampler`.
+    2e-15 or less. Drawing it takes `cycle` times as long as a Poisson batch. For the other
+    arguments, see `PoissonSampler`.
 
     Args:
         sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
@@ -162,7 +163,7 @@ class CyclicPoissonSampler:
     multiple_of: int = 1
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
-    _bits: "RandomBits" = field(init=False, repr=False)  # of a step that no run takes
+    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; no run has this step
 
     def __post_init__(self) -> None:
         check_whole("cycle", self.cycle)
@@ -191,7 +192,7 @@ class CyclicPoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`. For arguments, see `PoissonSampler`.
+    The accountant calls this `sampling="without_replacement"`. See also `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -298,7 +299,7 @@ def room_for_batch(
 
 
 def _set_size(sampler: Any, name: str) -> None:
-    """Check a sampler's fields, and set `size`. The field `name` has the largest batch size."""
+    """Check a sampler's fields, and set `size`. The field `name` is the largest batch."""
     if hasattr(sampler, "key"):
         check_threefry_key("key", sampler.key)
     room, dataset_size = getattr(sampler, name), sampler.dataset_size

@@ -1,4 +1,4 @@
-"""The mechanisms that the accountant knows: Gaussian noise, also correlated or discrete."""
+"""The mechanisms that the accountant analyses: independent, correlated and discrete noise."""
 
 import math
 import sys
@@ -105,7 +105,7 @@ class SampledGaussian(Mechanism):
 
     @property
     def phases(self) -> tuple[Self, ...]:
-        """This phase alone."""
+        """A tuple of this phase alone."""
         return (self,)
 
     @property
@@ -132,12 +132,12 @@ class CorrelatedGaussian:
     split of the data supports "zero_out" and "replace_one" only. A matrix with a banded inverse
     has T bands, so this analysis does not help it.
 
-    With `min_separation`, two uses of an example are at least so many steps apart, such as ⌊n/b⌋
+    With `min_separation`, two uses of an example are at least that many steps apart, such as ⌊n/b⌋
     with `ShuffledSampler(…, reshuffle=False)`. A new order in every epoch can bring two uses next
     to each other. All steps together are one Gaussian mechanism, whose sensitivity is
     `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
 
-    A run that goes on with new noise is a second mechanism. The noise multiplier is the same in
+    A run that continues with new noise is a second mechanism. The noise multiplier is the same in
     all steps.
 
     Attributes:
@@ -200,7 +200,7 @@ class CorrelatedGaussian:
         checks.check_choice("neighbouring", self.neighbouring, relations)
 
     def _check_cycle(self, sampling_rate: float) -> tuple[Neighbouring, ...]:
-        """Check and set `cycle`. Return the relations for which there is an analysis."""
+        """Check and set `cycle`. Return the neighbouring relations that have an analysis."""
         checks.check_rate("sampling_rate", sampling_rate)
         bands = self.correlation.bands
         if self.cycle is None:
@@ -220,7 +220,7 @@ class CorrelatedGaussian:
 
     @property
     def dominating(self) -> SampledGaussian:
-        """A phase that reveals at least as much, with independent noise, about one example.
+        """A phase with independent noise that reveals at least as much about one example.
 
         Compose runs as `first.dominating + second.dominating`, and find noise by `calibrate_scale`.
         Do not call `group`: members of a group may be in different parts of the data.

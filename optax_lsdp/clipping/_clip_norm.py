@@ -44,36 +44,37 @@ class AdaptiveClip:
     """A clip norm that follows the gradients of a run. Pass it as `clip_norm`.
 
     The clip norm C is part of the optimizer's state. Each step clips to C, divides the clipped sum
-    by C, so that its sensitivity is 1 whatever C is, adds noise, and multiplies by C again. So ε
-    does not depend on C, and everything that moves C has noise already. In a loop of your own, pass
-    C on: `f(params, batch, mask, clip_norm=current_clip_norm(state))`. `fit` does it for you.
-    Automatic clipping has no use for an adaptive clip norm, because its C only scales updates.
+    by C, adds noise, and multiplies by C again. The divided sum has sensitivity 1, so ε does not
+    depend on C. C itself is computed from noisy numbers alone. `fit` passes C to the gradient. In
+    your own loop, call `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic
+    clipping has no use for an adaptive clip norm, because its C only scales updates.
 
     With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
     the same `method`, `slack` and `indicator_weight`.
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
     s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
-    Its noise is z/b, for any K. The rule moves C towards s = `target`:
+    The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
+    moves C towards the value with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
     where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
-    for one step. If e exceeds target/4, the rule averages s over as many steps as it takes, and
-    moves C once after them. For fixed gradients the rule converges from any C: it is a fixed-point
-    iteration for an M-estimate of scale. Until s is first between target/2 and (1 + target)/2, C
-    grows by 3^rate if s is higher. Until s is first above target/2, updates are zero, because they
-    would be mostly noise. Once C is about right, it moves at a tenth of the rate, so that it hardly
-    follows gradients that vanish or explode. An update is multiplied by the smaller of the old and
-    the new C.
+    for one step. If e exceeds target/4, the rule averages s over several steps until it does not,
+    and then moves C. For fixed gradients the rule converges from any C: it is a fixed-point
+    iteration for an M-estimate of scale. C is about right once s is between target/2 and
+    (1 + target)/2. Before that, C grows by the factor 3^rate if s is higher. If s is lower or not
+    yet known, updates are zero, because they would be mostly noise. After that, C moves at a tenth
+    of the rate, so that it hardly follows gradients that vanish or explode. An update is multiplied
+    by the smaller of old and new C.
 
     **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
-    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so the noise on everything grows by
-    √(1 + w²/4), and ε stays the same. In the paper's words, σ_b = z·√(1 + w²/4)/w is the noise of
-    the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
+    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so all noise grows by the factor
+    √(1 + w²/4), and ε stays the same. In the paper's notation, σ_b = z·√(1 + w²/4)/w is the noise
+    of the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
     C ← C · exp(rate · (share of clipped gradients − target)).
 
-    **Method "fixed"** never moves C, and has the slack of method "slack".
+    **Method "fixed"** never moves C, but estimates norms as method "slack" does.
 
     Attributes:
         initial: C before the first step.
@@ -159,7 +160,7 @@ class CheckedClipNorm:
         return self.is_schedule or self.adaptive is not None
 
     def at(self, step: ArrayLike | None, clip_norm: ClipNorm = None) -> ClipNorm:
-        """Return the clip norm at a step: by a schedule, `clip_norm` if adaptive, else fixed."""
+        """Return the clip norm at a step: scheduled, fixed, or `clip_norm` if it is adaptive."""
         if self.adaptive is not None:
             return self._checked_now(clip_norm)
         return self.value(step) if self.is_schedule else self.value
@@ -177,12 +178,12 @@ class CheckedClipNorm:
         return clip_norm
 
     def in_tree(self, by_group: Mapping[str, PyTree]) -> PyTree:
-        """Return values of the groups as a tree with the structure of the clip norm."""
+        """Return the values of `by_group` as a tree with the structure of the clip norm."""
         values = [by_group[address] for address in self.addresses]
         return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf of `tree`, with the clip norms `now` or else `value`."""
+        """Return the group of each leaf, with its clip norm from `now`, by default from `value`."""
         prefix = self.value if now is None else now
         groups: list[ClipGroup] = []
         addresses = iter(self.addresses)
@@ -245,12 +246,12 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
     if len(kinds) > 1:
         raise ValueError(
             "`clip_norm` must have an AdaptiveClip with the same `method`, `slack` and "
-            f"`indicator_weight` in all groups, got {norms!r}; for a group whose clip norm stays, "
+            f"`indicator_weight` in all groups, got {norms!r}; for a group with a fixed clip norm, "
             "set `least` and `most` to `initial`."
         )
     if slack is not None:
         raise ValueError(
-            f"`slack` must be a setting of AdaptiveClip, got slack={slack} beside it; leave it out."
+            f"`slack` must be set in the AdaptiveClip, got the argument slack={slack}; drop it."
         )
 
 
@@ -306,11 +307,11 @@ def clip_factors(
 
 
 class ExampleNorms(NamedTuple):
-    """Norms of each example's gradient, by the path of the group; each array is (n,).
+    """Norms of each example's gradient: arrays of shape (n,), by the path of the group.
 
     Attributes:
         norms: the norms before clipping, as computed.
-        bounds: upper bounds on the norms after clipping, including all rounding: `bound_norms`.
+        bounds: upper bounds on the norms after clipping, including all rounding; see `bound_norms`.
     """
 
     norms: dict[str, jax.Array]
@@ -318,7 +319,7 @@ class ExampleNorms(NamedTuple):
 
 
 def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
-    """Return upper bounds on the norms of clipped gradients, which `clip_factors` made.
+    """Return upper bounds on the norms of gradients after clipping by `factors`.
 
     `norms` and `rounding` are those of `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) · `norms`[i] and
     ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place cover the
@@ -340,9 +341,9 @@ def clip_and_sum(
 ) -> tuple[ExampleNorms, optax.Updates]:
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
-    The leaves of `rows` have shape (n, …). `groups` has the group of each leaf and, inside
-    `shard_map`, `split` has the mesh axes that split it. An example contributes exactly zero if it
-    is masked, or if its norm in any group is not finite. The sum is float32 or wider.
+    The leaves of `rows` have shape (n, …). `groups` has the group of each leaf. `split` has the
+    axes of a `shard_map` that split each leaf. An example contributes exactly zero if it is masked,
+    or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
     # One barrier around all leaves would make replicated leaves vary if other leaves are split.
@@ -369,10 +370,10 @@ def clip_and_sum(
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
-    """Return each example's ‖g‖₂ over all leaves and shards, and the bound of `norm_rounding`.
+    """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative rounding.
 
-    `members` maps mesh axes to the leaves that they split, of shape (n, …). The norms have shape
-    (n,).
+    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …), and the
+    norms (n,).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

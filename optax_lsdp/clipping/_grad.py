@@ -64,12 +64,12 @@ class PerExample(NamedTuple):
     """Each example's loss, gradient norm and aux. All three are private: never release them.
 
     Attributes:
-        values: (n,) losses; zero where masked.
-        norms: (n,) gradient norms before clipping; zero where masked. If the clip norm is a prefix
-            tree, `norms` is a tree of the same structure with the norms of each group. Norms from
-            the bookkeeping engine are inaccurate far below the clip norm, or if the terms of a
-            gradient cancel almost entirely, and infinite if squares overflow. Clipping does not
-            depend on their accuracy, because it uses upper bounds on the norms.
+        values: losses of shape (n,); zero where masked.
+        norms: gradient norms before clipping, of shape (n,); zero where masked. If the clip norm is
+            a prefix tree, `norms` is a tree of the same structure with the norms of each group.
+            Norms from the bookkeeping engine are inaccurate far below the clip norm, or if the
+            terms of a gradient cancel almost entirely. They are infinite if squares overflow.
+            Clipping does not depend on their accuracy, because it uses upper bounds on the norms.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
             masked.
     """
@@ -127,11 +127,11 @@ def clipped_grad(
             it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
             varies over it.
         slack: K, up to 1,024, to estimate the distribution of gradient norms at no cost in ε. Let r
-            be an upper bound on the norm of an example's clipped gradient. K more coordinates use
-            the room below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. So
-            the sum and its slack together have the sensitivity of the sum. The optimizer needs the
-            same number, adds its noise to both, and estimates; see `norm_estimates`. With groups of
-            clip norms, each group has its own K coordinates.
+            be an upper bound on the norm of an example's clipped gradient. K more coordinates, the
+            slack, fill the gap below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others
+            are 0. So the sum and its slack together have the sensitivity of the sum. Pass the same
+            K to the optimizer, which adds noise to both and estimates; see `norm_estimates`. With
+            groups of clip norms, each group has its own K coordinates.
 
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys are
@@ -286,7 +286,7 @@ def _choose_engine(
 
 
 def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNorm) -> None:
-    """Raise if a schedule comes without a step, or a step or clip norm without need."""
+    """Raise if a schedule has no step, or if a step or clip norm was passed without need."""
     if norm.is_schedule != (step is not None):
         raise ValueError(
             "`step` must be passed if and only if `clip_norm` is a schedule, got "
@@ -294,8 +294,8 @@ def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNo
         )
     if norm.adaptive is None and clip_norm is not None:
         raise ValueError(
-            "`clip_norm` must be passed to the gradient function only if it is an AdaptiveClip, "
-            f"got {clip_norm!r} with clip_norm={norm.value!r}."
+            "`clip_norm` must be passed to the gradient function only if `clipped_grad` got an "
+            f"AdaptiveClip, got {clip_norm!r} with clip_norm={norm.value!r}."
         )
 
 

@@ -1,13 +1,13 @@
-"""Estimate the distribution of gradient norms from the room that clipping leaves, at no cost in ε.
+"""Estimate the distribution of gradient norms from the gap below the clip norm, at no cost in ε.
 
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
-the example leaves room below the sensitivity. K slack coordinates fill this room: the first
+there is a gap below the sensitivity. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
 together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, and its
 noise and ε are those without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the
 number of examples with r ≤ C·√(1 − j/K).
 
-Reference: SlaClip, ICML 2026, which fills the room below the clip norm.
+Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from optax_lsdp.clipping._clip_norm import (
     checked_clip_norm,
 )
 
-_ROUNDED_DOWN = 1 - 2.0**-20  # of the value of a coordinate; see `count_slack`
-_UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this many C, with rounding
-_RECENT = 10  # steps
+_ROUNDED_DOWN = 1 - 2.0**-20  # factor on the value of a coordinate; see `count_slack`
+_UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this times C, even after rounding
+_RECENT = 10  # steps over which `NormEstimates.clipped` is a mean
 _SETTLED, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
 
 
@@ -42,7 +42,7 @@ class WithSlack(NamedTuple):
 
     Attributes:
         total: the clipped sum, with the structure of the parameters.
-        slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
+        slack: sums of the K slack coordinates of each group, with the structure of the clip norm.
     """
 
     total: optax.Updates
@@ -52,15 +52,15 @@ class WithSlack(NamedTuple):
 def count_slack(
     norms: ExampleNorms, groups: Sequence[ClipGroup], norm: CheckedClipNorm
 ) -> dict[str, jax.Array]:
-    """Return how many examples set each slack coordinate, by the path of the group: (n,) → (K,).
+    """Return how many examples set each of the K slack coordinates, by the path of the group.
 
-    The counts are whole numbers in float32, so adding up those of disjoint examples is exact. An
+    The counts are whole numbers in float32, so adding up counts of disjoint batches is exact. An
     example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
     none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
-    `AdaptiveClip`, the one number is ½ for each example that is not clipped, and −½ for the others.
+    `AdaptiveClip`, K is 1: each example that is not clipped adds ½, and each other one adds −½.
 
     Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
-    more than 4u, so the computed x = r²/C² is not below the true one, unless squares underflow,
+    more than 4u, so the computed x = r²/C² is at least the true one, unless squares underflow,
     which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) exceeds the exact one by a
     factor of at most 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates. `slack_value`
     is below (1 − 16u)·(1 + 2u)·C/√K, so their squares sum to less than (1 − x)C².
@@ -84,7 +84,7 @@ def append_slack(
 ) -> optax.Updates:
     """Return a clipped sum with the slack of each group, or alone if there is no slack.
 
-    `now` are the clip norms of this step. Sums of adaptive clip norms are in units of them.
+    `now` holds the clip norms of this step. If they are adaptive, the slack is divided by them.
     """
     if not counts:
         return total
@@ -95,7 +95,7 @@ def append_slack(
 
 
 def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
-    """Return the value of a coordinate, C/√K or w·C rounded down: float32 without axes."""
+    """Return the value of a coordinate, C/√K or w·C, rounded down, as a float32 scalar."""
     factor = 1 / math.sqrt(norm.slack)
     if norm.adaptive is not None and _is_quantile(norm):
         factor = norm.adaptive.indicator_weight
@@ -107,25 +107,25 @@ def _is_quantile(norm: CheckedClipNorm) -> bool:
 
 
 class GroupEstimates(NamedTuple):
-    """What is known of the norms of one group; see `NormEstimates` and `AdaptiveClip`."""
+    """Estimates of the norms of one group; see `NormEstimates` and `AdaptiveClip`."""
 
     shares: jax.Array  # (K,) means over all steps
-    variance: jax.Array  # of each of the shares
+    variance: jax.Array  # of the noise in each share
     clipped: jax.Array  # the share that is clipped, in the last steps
     clipped_variance: jax.Array
     excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
     waited: jax.Array  # how many steps are in this sum
     settled: jax.Array  # whether the clip norm was once about right
-    useful: jax.Array  # whether the clip norm of the last step is known not to be far too large
+    useful: jax.Array  # whether the last step's clip norm was small enough for an update
 
 
 class EstimateNormsState(NamedTuple):
-    """What `estimate_norms` has seen. All of it has noise, so it may be released.
+    """The state of `estimate_norms`. All of it comes from noisy sums, so it may be released.
 
     Attributes:
         step: how many steps were taken.
-        clip_norm: the clip norms of the next step, with the structure of the clip norm.
-        radii: (K,) norms in units of the clip norm.
+        clip_norm: the clip norm of the next step, a number or one number per group.
+        radii: K norms in units of the clip norm; see `NormEstimates`.
         groups: the estimates of each group.
     """
 
@@ -142,17 +142,18 @@ class NormEstimates(NamedTuple):
     structure, with estimates of each group.
 
     Attributes:
-        radii: (K,) norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to
-            small. If the clip norm changes, each step counts in units of its own clip norm.
-        shares: (K,) estimates of the share of examples whose clipped gradient is at most
-            `radii` · C long, the mean over all steps. A share is a number of examples, divided by
-            the expected batch size. The noise can carry an estimate below 0 or above 1. Norms are
-            rounded up; see `explain_clipping`. Examples that are not finite count nowhere.
+        radii: K norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to small.
+            If the clip norm changes, each step counts in units of its own clip norm.
+        shares: for each of the K `radii`, an estimate of the share of examples whose clipped
+            gradient is at most radius · C long: the mean over all steps. A share is a number of
+            examples, divided by the expected batch size. Noise can move it below 0 or above 1.
+            Norms are rounded up; see `explain_clipping`. No share counts gradients that are not
+            finite.
         standard_errors: the standard deviation of the noise in each of the `shares`. It does not
             include the random choice of the batches.
-        clipped: an estimate of the share of examples that are clipped, more exactly of those longer
-            than `radii[0]` · C: the mean over the first ten steps, then an exponential mean over
-            about ten steps. Examples that are missing from a small batch count as clipped.
+        clipped: an estimate of the share of examples that are clipped or longer than
+            `radii[0]` · C: the mean over the first ten steps, then an exponential mean over about
+            ten steps. If a batch is smaller than expected, missing examples count as clipped.
         clipped_error: the standard deviation of the noise in `clipped`.
         clip_norm: C, of the next step.
         steps: how many steps the estimates cover.
@@ -187,7 +188,7 @@ def estimate_norms(
 
     Args:
         clip_norm: C, as in `clip_per_example`.
-        slack: K, as in `clip_per_example`. An `AdaptiveClip` has its own.
+        slack: K, as in `clip_per_example`. An `AdaptiveClip` has its own K.
         stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
         expected_batch_size: b, by which counts are divided.
 
@@ -207,14 +208,14 @@ def estimate_norms(
     norm = checked_clip_norm(clip_norm, slack)
     if not norm.slack:
         raise ValueError(
-            "`slack` must be a whole number, 1 or more, got None; pass the K of the sum."
+            "`slack` must be a whole number, 1 or more, got None; pass the K of `clip_per_example`."
         )
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)
     stddev = frozen_number(stddev)
 
     def fixed_norms(step: jax.Array) -> PyTree:
-        """Return the clip norms at a step, unless they adapt: then those of the first step."""
+        """Return the clip norms at a step or, if they are adaptive, the initial ones."""
         norms = jax.tree.map(lambda x: x.initial, norm.value) if norm.adaptive else norm.at(step)
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), norms)
 
@@ -250,7 +251,7 @@ def estimate_norms(
             group = _averaged(group, shares, scale / unit, step)
             if setting is not None:
                 new, group = _moved(setting, group, clip, shares, scale / unit, expected_batch_size)
-                # If the clip norm falls, the update is mostly noise: the new one makes less of it.
+                # If the clip norm falls, the update is mostly noise: the new one scales it.
                 factors.append(jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
                 moved.append(new)
             groups.append(group)

@@ -56,8 +56,8 @@ def clip_per_example(
     `update` of this transform or of its chain: `update(stacked, state, params, mask=mask)`.
 
     Args:
-        clip_norm: C, which must be static: a number, a prefix of the parameters' tree with one
-            number per group, a schedule, which is a function of the step, or an `AdaptiveClip`.
+        clip_norm: C, which must be static: a number; a prefix of the parameters' tree with one
+            number per group; a schedule, that is, a function of the step; or an `AdaptiveClip`.
             With an `AdaptiveClip`, `update` returns the sum in units of the clip norm, and stacked
             gradients need `update(..., clip_norm=current_clip_norm(state))`. With
             `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
@@ -160,8 +160,8 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; compute it with `clipped_grad`, without wrappers "
-                "that remove the mark, such as optax.MultiSteps, and pass only ordinary "
+                f"of shape {got} at {name!r}; compute it with `clipped_grad`, use no wrapper "
+                "that removes the mark, such as optax.MultiSteps, and pass only ordinary "
                 "optimizers to a plan or `fit`, which make them private."
             )
         if got != size + shape:

@@ -220,7 +220,8 @@ class PrivacyPlan:
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
             watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
-                costs no privacy but a copy of the parameters. Refused with "shuffled" batches.
+                costs no privacy, but memory for a copy of the parameters. It is refused with
+                "shuffled" batches.
         """
         if watch:
             settings.check_watchable(self.sampling)
@@ -244,9 +245,9 @@ class PrivacyPlan:
 
     @property
     def _watched_rate(self) -> float:
-        """Return q such that a mean over a batch has at most the variance C²(1 − q)/b.
+        """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
 
-        Batches of fixed size have the variance C²(n − b)/((n − 1)b) at most.
+        For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
         """
         size, batch = self.dataset_size, self.expected_batch_size
         if SCHEMES[self.sampling].random_size or size == 1:
@@ -273,7 +274,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the number of the first step after each phase, and one step of each phase."""
+        """Return, for all phases, the number of the first step after each, and one step of each."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]
@@ -304,7 +305,7 @@ class PrivacyPlan:
         return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, if they follow the ledger's steps."""
+        """Return ε after each planned step from `step` on, taken after the steps in the ledger."""
         if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step:
             return self._epsilons[step:]
         whole = Ledger((*ledger.phases, *budget.phases_from(self.mechanism, step)))

@@ -61,7 +61,7 @@ class Examples:
         if self.users is None:
             return self.take(*batch)
         found = self.users.batch(batch, step, key=key)
-        # With one example each, the batch is the same as without users.
+        # If every user has one example, the batch is the same as without users.
         return found if self.has_user_axis else jax.tree.map(lambda x: x[:, 0], found.examples)
 
     def take(self, indices: np.ndarray, mask: np.ndarray) -> PyTree:
@@ -156,7 +156,7 @@ def _open_source(source: Source) -> Examples:
 
 
 def check_unit(plan: PrivacyPlan, data: object, examples: Examples) -> None:
-    """Raise unless the plan's unit of privacy fits the data, and their number is `dataset_size`."""
+    """Raise unless the data have the plan's unit of privacy, and `dataset_size` units."""
     if plan.unit == "user" and examples.users is None:
         raise TypeError(
             "`data` must be a UserData if the plan's unit is 'user', got "
@@ -226,7 +226,7 @@ def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) ->
 def describe_microbatch(
     examples: Examples, size: int, key: jax.Array, placement: Placement
 ) -> Microbatch:
-    """Return a microbatch with shapes in place of its arrays."""
+    """Return the shapes, dtypes and shardings of a microbatch."""
 
     def rows(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jnp.asarray(x).dtype
@@ -242,7 +242,7 @@ def describe_microbatch(
 
 
 class Read(NamedTuple):
-    """A microbatch that was read."""
+    """The next microbatch of a run, from `BatchReader.next`."""
 
     microbatch: Microbatch  # on the devices
     is_last: bool  # whether it is the last microbatch of its batch

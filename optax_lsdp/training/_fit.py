@@ -93,8 +93,8 @@ def fit(
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
         watch: whether to estimate how far the clipped loss has come down, from the releases alone;
             see `watch`. The progress bar then shows the estimate with its standard error, and the
-            result has a `curve`. It costs no privacy, but a copy of the parameters, and it is
-            refused with "shuffled" batches, so the default is False.
+            result has a `curve`. This costs no privacy, but memory for a copy of the parameters.
+            It is refused with "shuffled" batches.
         microbatch_size: how many examples or users to differentiate at a time, a multiple of the
             number of devices. A smaller number needs less memory. Microbatches of padding are
             skipped. This saves time, but the duration of a step then reveals the size of its batch.
@@ -206,7 +206,7 @@ def fit(
         guard = partial(_step.explain_out_of_memory, size, placement.devices, compile_step)
         with guard():
             program = compile_step(size)
-        # Not earlier: if the loss closes over the data, the compiler's error is more helpful.
+        # After compiling: if the loss closes over the data, the compiler's error is more helpful.
         check_uses_params(loss, shapes)
         fingerprint = {} if kept is None else _resume.compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -255,7 +255,7 @@ def _train(
                 if is_due:
                     run.save(at)
     finally:
-        # Within a step, the ledger may lack the step, or a callback its report.
+        # If a step was interrupted, the ledger may lack it, or a callback may lack its report.
         if is_between_steps:
             run.save(at)
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"

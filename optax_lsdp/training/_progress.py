@@ -24,7 +24,7 @@ from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
-_SECONDS = 0.5  # between two looks at the estimates, for which the devices must finish a step
+_SECONDS = 0.5  # between two reads of the estimates, which wait until a step is finished
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -38,8 +38,9 @@ class StepReport(NamedTuple):
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
-        work: the estimated change of the clipped loss before the last step, and its standard error:
-            (2,), or None if the run is not watched. It is public. The next step reuses its memory.
+        work: the estimated change of the clipped loss before the last step, and its standard error,
+            as an array of two numbers; None if the run is not watched. It may be released. The next
+            step reuses its memory.
         norms: the clip norm, the share of gradients that are clipped, and the distribution of
             norms, if the plan's clip norm is an `AdaptiveClip`, else None. They have noise, so they
             may be released. The next step reuses their memory.
@@ -155,7 +156,7 @@ class Reporter:
         return wants_stop
 
     def _released(self, step: int, state: State, work: jax.Array | None) -> str:
-        """Return the released estimates for the bar, and read them only now and then."""
+        """Return the estimates that the bar shows. Read them at most twice per second."""
         if time.monotonic() >= self._read_at + _SECONDS or step == self.bar.total:
             self._text, self._read_at = "", time.monotonic()
             if work is not None:
@@ -168,7 +169,7 @@ class Reporter:
         return self._text
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn once per run if the loss of a step is not finite, as after a wrong label."""
+        """Warn once per run if the loss of a step is not finite, such as from a wrong label."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True

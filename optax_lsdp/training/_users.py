@@ -24,7 +24,7 @@ class UserBatch(NamedTuple):
     Attributes:
         examples: arrays of shape (n, m, …) for n users with m examples each; zero for padding.
         mask: (n, m) bool, False for padding. How many examples a user has is private.
-        users: (n,) int32, the number of each user; zero for padding.
+        users: (n,) int32, the index of each user; zero for padding.
     """
 
     examples: PyTree
@@ -41,7 +41,7 @@ class UserData:
     With neighbouring="replace_one", all examples of a user may change, and their number as well.
 
     `len(data)` is the number of users, the plan's `dataset_size`. Users are numbered in the order
-    of their first example. If no user has two examples, `fit` trains to the bit what it trains
+    of their first example. If every user has one example, `fit` computes the same bits as
     without users.
 
     Args:
@@ -53,7 +53,7 @@ class UserData:
 
     Attributes:
         arrays: the arrays, in NumPy.
-        owners: (n,) the number of each example's user.
+        owners: (n,) for each example, the index of its user.
         width: how many examples of one user a batch has room for: `max_examples`, or less if no
             user has as many.
 
@@ -102,7 +102,7 @@ class UserData:
         """Return some examples of each user of a batch.
 
         Args:
-            batch: the numbers of the users and their mask, from the plan's sampler. Padding gets no
+            batch: the indices of the users and their mask, from the plan's sampler. Padding gets no
                 examples.
             step: the number of the step.
             key: one typed key, secret. You may pass the same key to the plan's sampler, because

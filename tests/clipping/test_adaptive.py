@@ -164,7 +164,7 @@ BAD = {
     ),
     "slack beside it": (
         lambda: lsdp.clipped_grad(loss, clip_norm=adaptive(1.0), slack=4),
-        "`slack` must be a setting of AdaptiveClip",
+        "`slack` must be set in the AdaptiveClip",
     ),
     "a number beside it": (
         lambda: lsdp.sensitivity({"w": adaptive(1.0), "b": 1.0}),
@@ -180,7 +180,8 @@ BAD = {
         lambda: lsdp.clipped_grad(loss, clip_norm=1.0)(
             params_like(), make_examples(0, 2, 1.0, 2), clip_norm=2.0
         ),
-        "`clip_norm` must be passed to the gradient function only if it is an AdaptiveClip",
+        "`clip_norm` must be passed to the gradient function only if `clipped_grad` got an "
+        "AdaptiveClip",
     ),
     "discrete": (
         lambda: lsdp.discrete.quantized_grad(loss, clip_norm=adaptive(1.0)),

@@ -32,16 +32,16 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 
 Uses = Mapping[Path, Use]
 Taps = Mapping[Path, jax.Array]  # zeros for the output of each use
-Operands = dict[Path, jax.Array]  # data operands by `Use.operand`; the other operand is the weight
+Operands = dict[Path, jax.Array]  # the data operand of each use, by `Use.operand`
 
 
 class Recorded(NamedTuple):
     """What one backward pass recorded. All arrays have a leading axis of examples.
 
     Attributes:
-        operands: the data operands, by `Use.operand`; the other operand is the weight.
+        operands: the data operands, by `Use.operand`. The other operand of a use is its weight.
         cotangents: the cotangent of the output of each use.
-        gradients: for each leaf that has uses without a rule, the gradient from these uses.
+        gradients: for each leaf with uses that have no rule, the gradient from those uses.
     """
 
     operands: Operands
@@ -118,12 +118,12 @@ def _run(
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
-    """Run a use, whose weight counts as a constant, so that JAX forms no gradient of it."""
+    """Run a use with its weight as a constant, so that JAX forms no gradient of the weight."""
     data = arguments[1 - use.place]
-    if use.is_mixed:  # otherwise it is a constant already, which scans do not store again
+    if use.is_mixed:  # other weights are constants already, and scans do not store them again
         arguments[use.place] = jax.lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
-    return [output + tap], {use.operand: data}  # uses of one operand record it once
+    return [output + tap], {use.operand: data}  # uses that share an operand record it once
 
 
 def _run_call(

@@ -1,8 +1,8 @@
 """The bookkeeping engine: find uses → one backward pass → bounds on norms → factors → sums.
 
-The program has no branch that depends on an example, so the time of a step depends on no example.
-The clip factors come from upper bounds on the norms. Rows that cancel almost entirely are clipped
-harder than they need to be; this is sound, and rare.
+No branch of the program depends on the examples, so the time of a step does not depend on them. The
+clip factors come from upper bounds on the norms. If the rows of an example's gradient cancel almost
+entirely, the example is clipped harder than necessary. This is sound, and rare.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ from optax_lsdp.clipping.bookkeeping.strategies.terms import (
     weighted_leaves,
 )
 
-_SMALL = 2**15  # entries of gradients, over all examples, that a kernel handles in no time
+_SMALL = 2**15  # gradients with up to this many entries, over all examples, are handled together
 
 _BY_FACTORS = {"outer product": outer_bound, "Gram matrices": gram_bound}
 _CONVOLVED = ("by offset", "by patches", "Gram matrices of patches")
 
 
 class LeafGradient(NamedTuple):
-    """Every example's gradient of one leaf, or of several leaves, in units of their scale.
+    """All examples' gradients of one or several leaves, multiplied by the scale of the leaves.
 
     Attributes:
         bound: the bound on each example's norm.
-        weighted_sums: clip factors cᵢ, (n,) → Σᵢ cᵢGᵢ of each leaf, by its index.
+        weighted_sums: a function of n clip factors cᵢ that returns Σᵢ cᵢGᵢ of each leaf, by index.
     """
 
     bound: NormBound
@@ -98,7 +98,8 @@ def clip_recorded(
 ) -> tuple[ExampleNorms, list[jax.Array]]:
     """Return the norms of each group, and the clipped sum of each leaf.
 
-    Examples that are not `counted`, (n,), contribute zero, as do examples that are not finite.
+    `counted` has one bool per example. Examples contribute zero if it is False, or if their
+    gradient is not finite.
     """
     rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
@@ -129,7 +130,7 @@ def clip_recorded(
 def _units(
     analysis: LossAnalysis, groups: Sequence[ClipGroup], platform: Platform
 ) -> list[tuple[ParameterLeaf, Kind]]:
-    """Return leaves and their strategies; one product serves joined leaves if it forms nothing."""
+    """Return leaves and their strategies. Joined leaves are separated again if materialised."""
     units = []
     for leaf in join_concatenated(analysis, groups):
         kind = choose(leaf, platform).kind
@@ -143,9 +144,9 @@ def leaf_gradients(
 ) -> list[LeafGradient]:
     """Return the gradients of the leaves of one group, each by its strategy.
 
-    Leaves that the loss does not use are left out. On accelerators, many small kernels take longer
-    than the work in them. So small gradients that are kept, such as those of biases, are handled
-    together.
+    Leaves that the loss does not use are left out. On accelerators, starting many small kernels
+    takes longer than their work. So small gradients that are stored, such as those of biases, are
+    handled together.
     """
     gradients, platform = [], rounded.platform
     small: dict[object, dict[int, jax.Array]] = {}
@@ -177,7 +178,7 @@ def _kept(rows: dict[int, jax.Array], platform: Platform) -> LeafGradient:
 def group_bound(
     bounds: Sequence[NormBound], zero: jax.Array, scale: ArrayLike, platform: Platform
 ) -> NormBound:
-    """Return the joint bound of the leaves of one group, in units of the gradient."""
+    """Return the joint bound of the leaves of one group, with the scale removed."""
     if not bounds:
         return NormBound(zero, zero, zero)
     wide = [NormBound(*(x.astype(zero.dtype) for x in bound)) for bound in bounds]

@@ -39,7 +39,7 @@ _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "byt
 _WORDS = 4  # columns of words; the columns after them hold numbers
 _EFFECTIVE = "effective clip norm"
 _NEGLIGIBLE = 1e-15  # squares of shorter gradients may underflow
-_Shares = tuple[float | None, list[float | None]]  # of C, in all leaves together and in each leaf
+_Shares = tuple[float | None, list[float | None]]  # effective clip norms: joint, and of each leaf
 _ROUNDED_TO = {23: "float32", 10: "TF32", 7: "bfloat16"}  # by the bits of the matrix unit
 
 
@@ -75,12 +75,12 @@ class ClippingExplanation:
     Attributes:
         rows: one row per parameter.
         platform: the kind of device that the table describes.
-        rounded_to: the numbers that its matrix unit multiplies: "float32", "TF32" or "bfloat16".
-        effective_clip_norm: the norm of what the example contributes if its gradient is longer than
-            the clip norm C, divided by C. None if the example is not known, because only shapes
-            were passed or because it is traced, and if its gradient is zero or below 1e-15. Zero if
-            the example contributes nothing, because its gradient is not finite or squares overflow.
-            *Private* if the example is private: it depends on this example.
+        rounded_to: the precision of its matrix unit's operands: "float32", "TF32" or "bfloat16".
+        effective_clip_norm: the norm of the example's contribution, divided by the clip norm C, if
+            its gradient is longer than C. None if only shapes were passed, if the example is
+            traced, or if its gradient is shorter than 1e-15. Zero if the example contributes
+            nothing, because its gradient is not finite or squares overflow. *Private* if the
+            example is private.
     """
 
     rows: tuple[LeafClipping, ...]
@@ -89,7 +89,7 @@ class ClippingExplanation:
     effective_clip_norm: float | None
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Return the cells of all lines, first the names of the columns, and last the total."""
+        """Return the lines of the table as texts: names of columns first, totals last."""
         cells = [
             (
                 row.path or "(all)",
@@ -110,7 +110,7 @@ class ClippingExplanation:
         return table if is_known else [line[: len(_COLUMNS)] for line in table]
 
     def _sentences(self) -> list[str]:
-        """Return what the table is about, one sentence per line."""
+        """Return the sentences below the table."""
         does = "are multiplied in" if self.rounded_to == "float32" else "are rounded to"
         sentences = [
             f"This table is for the platform {self.platform}: operands {does} {self.rounded_to}."
@@ -151,7 +151,7 @@ class ClippingExplanation:
 
 
 def _in_clip_norms(share: float | None) -> str:
-    """Return a share of the clip norm as text, rounded down."""
+    """Return an effective clip norm as text, rounded down, in units of C."""
     return "–" if share is None else f"{math.floor(1e4 * share) / 1e4:.4f}·C"
 
 
@@ -259,10 +259,10 @@ def explain_clipping(
 def _shares(
     loss_fn: ValueAndAux, params: optax.Params, example: PyTree, device: Platform
 ) -> _Shares:
-    """Return the share of C that one example keeps in all leaves together, and in each leaf.
+    """Return the effective clip norms, divided by C: of all leaves together, and of each leaf.
 
     Here each leaf has its own bound. The engine bounds some leaves together, such as leaves that
-    the loss concatenates. Their joint share may be slightly smaller.
+    the loss concatenates. Their joint effective clip norm may be slightly smaller.
     """
     values = jax.tree.leaves(params)
     unknown: _Shares = None, [None] * len(values)
@@ -291,7 +291,7 @@ def _shares(
 
 
 def _is_known(leaf: object) -> bool:
-    """Return whether the numbers of a leaf are known, and on this machine."""
+    """Return whether a leaf holds numbers that this process can read."""
     if isinstance(leaf, jax.Array):
         is_traced = isinstance(leaf, jax.core.Tracer)
         return not is_traced and leaf.is_fully_addressable and not leaf.is_deleted()
@@ -299,7 +299,7 @@ def _is_known(leaf: object) -> bool:
 
 
 def _share(bound: NormBound | None) -> float | None:
-    """Return the share of C that one example keeps, or None if its gradient is negligible."""
+    """Return the effective clip norm divided by C, or None if the gradient is negligible."""
     if bound is None or bound.norm[0] < _NEGLIGIBLE:
         return None
     share = float(bound.norm[0]) / float(bound.upper[0] + bound.rounding[0])

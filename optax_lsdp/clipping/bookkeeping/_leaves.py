@@ -1,7 +1,8 @@
 """Find the terms of each leaf's gradient: one term for every use of the leaf.
 
-The terms are grouped into parts that share no entry of the leaf, so that squared norms of parts add
-up. Where the entries of two terms overlap in another way, the leaf's gradient has to be formed.
+The terms are grouped into parts. All terms of a part cover the same entries of the leaf. Different
+parts share no entry, so their squared norms add up. If two terms overlap but do not cover the same
+entries, the leaf's gradient has to be formed.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from optax_lsdp.clipping.bookkeeping._uses import Path, Piece, Use, Uses, find_u
 from optax_lsdp.clipping.bookkeeping._weights import are_disjoint, merged, reshaped
 
 _LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # these apply biases, scales and positions
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scales and positions
 
 
 class Size(NamedTuple):
-    """The size of the factors of one term, for one example and all iterations of scans."""
+    """The axes of the factors a and g of one term, for one example and all iterations of scans."""
 
     blocks: int
     rows: int
@@ -37,10 +38,10 @@ class Size(NamedTuple):
 
 
 class Term(NamedTuple):
-    """One term of a leaf's gradient, which is the sum over all uses of the leaf.
+    """One term of a leaf's gradient: the part that comes from one use of the leaf.
 
     Attributes:
-        path: where the use is.
+        path: the path of the use.
         use: the use.
         piece: the piece of the use that depends on the leaf.
         is_transposed: whether inputs and outputs are swapped, compared with the first term of the
@@ -54,7 +55,7 @@ class Term(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """Return the size of the factors for one example."""
+        """Return the lengths of the axes of the factors, for one example."""
         blocks, inputs, outputs = self.piece.matrix.shape
         whole_blocks, _, whole_outputs = self.use.matrix.shape
         entries = math.prod(shape_of(self.use.equation.outvars[0]))
@@ -79,8 +80,8 @@ class ParameterLeaf:
             leaf, and different parts share no entry. None if the gradient has to be formed.
         primitives: the primitives that use the leaf.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
-        has_rule: whether these uses need no rule: they are entrywise, or cheaper without one.
-        pieces: if several leaves are joined, their indices and terms; see `join_concatenated`.
+        has_rule: whether all uses have a rule, are entrywise, or are cheaper without a rule.
+        pieces: the indices and terms of leaves that `join_concatenated` joined, otherwise empty.
     """
 
     index: int
@@ -99,7 +100,7 @@ class ParameterLeaf:
 
 
 class LossAnalysis(NamedTuple):
-    """The uses of parameters in a loss that have a rule, and the leaves of the parameters."""
+    """The uses in a loss that have a rule, and the leaves of the parameters with their terms."""
 
     uses: dict[Path, Use]
     leaves: list[ParameterLeaf]
@@ -137,7 +138,7 @@ def join_concatenated(analysis: LossAnalysis, groups: Sequence[ClipGroup]) -> li
 def analyse_loss(
     loss_fn: ValueAndAux, params: optax.Params, example: PyTree
 ) -> tuple[TracedLoss, LossAnalysis]:
-    """Trace the loss of one example, find all uses of parameters, and the terms of each leaf."""
+    """Trace the loss of one example. Find all uses of parameters, and the terms of each leaf."""
     program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
     shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
@@ -182,9 +183,9 @@ def _is_in_long_loop(leaf: ParameterLeaf) -> bool:
 
 
 def _is_formed_anyway(leaf: ParameterLeaf) -> bool:
-    """Return whether a gradient has to be formed, which automatic differentiation does best.
+    """Return whether a leaf's gradient must be formed, best by automatic differentiation.
 
-    Patches and the iterations of a scan are exceptions: one product forms the gradient from them.
+    For convolutions and in scans, one product of all patches or iterations is better.
     """
     has_product = any(term.use.loops or term.use.rule.expands for term in leaf.terms)
     return leaf.parts is None and not has_product
@@ -193,7 +194,7 @@ def _is_formed_anyway(leaf: ParameterLeaf) -> bool:
 def _without(uses: Uses, chosen: set[int]) -> Uses:
     """Return the uses, but treat the chosen leaves as if they had no rule.
 
-    A use keeps its rule if one of its leaves was not chosen. Its other leaves then keep theirs.
+    A chosen leaf keeps its rules if it shares a use with a leaf that keeps its rules.
     """
     leaves_at = {path: use.leaves for path, use in uses.by_rule.items()}
     while mixed := {

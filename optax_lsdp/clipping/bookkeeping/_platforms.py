@@ -2,10 +2,10 @@
 
 A matrix unit multiplies numbers with few bits, and adds up the products in float32. If its operands
 are rounded to these bits first, the products are exact. Norms and sums of the rounded operands then
-differ only by the rounding of additions, which `strategies` bounds. The bounds assume that an
-addition is off by at most `addition_error` of its result, in whatever order a device adds. That
-holds for matrix units that add up float32 numbers and cut off bits instead of rounding to nearest.
-It excludes algorithms that transform their operands, such as Winograd's.
+differ only by the rounding of additions, which `strategies` bounds. The bounds assume that the
+relative error of an addition is at most `addition_error`, in whatever order a device adds. This
+holds even for matrix units that truncate float32 sums instead of rounding them to nearest. It does
+not hold for algorithms that transform their operands, such as Winograd's.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Platform(NamedTuple):
         name: the name of the platform in JAX.
         mantissa_bits: how many bits after the leading one the matrix unit multiplies.
         addition_error: the largest relative rounding error of a float32 addition.
-        longest_sum: how many numbers to add in an unknown order; longer sums are split.
-        longest_product: how many products an entry of a Gram matrix adds in an unknown order.
+        longest_sum: how many numbers one sum may add in an unknown order; longer sums are split.
+        longest_product: the same for the products in one entry of a Gram matrix.
         precision: the precision of a product of rounded operands.
         takes_bfloat16: whether the matrix unit takes operands in bfloat16.
         keeps: whether per-example gradients of matrices are cheap to store and read back.
         per_byte: how many multiplications take the time in which memory moves one byte.
-        lanes: how many rows and columns the matrix unit processes at least.
-        fuses: whether a product reads slices, and squares its result, without storing either.
-        grouped: how much dearer a multiplication is in a convolution with many feature groups.
+        lanes: the smallest number of rows and columns that the matrix unit processes.
+        fuses: whether XLA slices operands and squares results of a product without storing either.
+        grouped: how many times more a multiplication costs if there are many feature groups.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Platform(NamedTuple):
     grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
-        """Return to how many bits after the leading one a product rounds weighted operands."""
+        """Return how many bits after the leading one a weighted operand is rounded to."""
         is_half = all(x.dtype == jnp.bfloat16 for x in operands)
         return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
 
@@ -63,8 +63,8 @@ class Platform(NamedTuple):
         """Round an operand to numbers that the matrix unit multiplies exactly.
 
         This is `reduce_precision` and not a cast, because XLA may remove a pair of casts. Integers
-        are indices, and stay as they are. An operand that is a weighted version of one of the
-        `operands` of a product is rounded to the precision of the product.
+        are indices, and stay as they are. If x is a weighted operand, pass both `operands` of its
+        product: x is then rounded to the precision of the product.
         """
         bits = self.bits(*(operands or (x,)))
         if not jnp.issubdtype(x.dtype, jnp.floating) or bits >= 23 or x.dtype == jnp.float64:
@@ -94,7 +94,7 @@ class Platform(NamedTuple):
         return jnp.einsum(subscripts, a, g, precision=precision, preferred_element_type=dtype)
 
     def weighting_error(self, *operands: jax.Array) -> float:
-        """Return u: weighting an operand of a product and rounding it changes entries by 1 ± u."""
+        """Return u: weighting and rounding an operand changes each entry by a factor of 1 ± u."""
         unit = self.unit(wide_dtype(*operands))
         if self.mantissa_bits == 23 or any(x.dtype == jnp.float64 for x in operands):
             return unit

@@ -1,9 +1,9 @@
 """Define rules: how to compute the factors of a gradient, for each primitive that has a rule.
 
 A primitive has a rule if it uses a parameter as a matrix, or as several matrices, called blocks.
-The gradient of each block is Σ_t a_t ⊗ g_t. The factors are a: (blocks, rows, inputs), which
-depends on the other operand, and g: (blocks, rows, outputs), which depends on the cotangent of the
-output. All functions here are written for one example.
+The gradient of each block is Σ_t a_t ⊗ g_t. The factor a has shape (blocks, rows, inputs) and
+depends on the other operand. The factor g has shape (blocks, rows, outputs) and depends on the
+cotangent of the output. All functions here are written for one example.
 
 To support another primitive, write a `Rule` and add it to `RULES`. A parameter also works if its
 primitive has no rule: the engine then differentiates the parameter for each example.
@@ -24,7 +24,7 @@ from optax_lsdp._jaxpr import Equation, shape_of
 
 
 class Matrix(NamedTuple):
-    """How to turn a weight into (blocks, inputs, outputs): reshape, transpose, merge axes.
+    """How to convert a weight to (blocks, inputs, outputs): reshape, transpose, merge axes.
 
     Attributes:
         split: the shape after the reshape.
@@ -108,13 +108,13 @@ class Movement(NamedTuple):
 
     @property
     def offsets(self) -> int:
-        """Return how many offsets the window has after a stride that divides it is folded."""
+        """Return the number of offsets, after strides that divide the window move into channels."""
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window
 
     def most_meetings(self, size: int, positions: int) -> int:
-        """Return how often the window meets a pixel at most."""
+        """Return how often the window covers the pixel that it covers most often."""
         offsets = np.arange(self.window) * self.window_dilation - self.padding
         places = np.add.outer(offsets, np.arange(positions) * self.stride)
         pixels, gaps = np.divmod(places, self.image_dilation)
@@ -122,7 +122,7 @@ class Movement(NamedTuple):
         return int(np.bincount(seen).max(initial=0))
 
     def padded(self, size: int, positions: int) -> tuple[int, int, int]:
-        """Return how to pad the image, so that the window never leaves it."""
+        """Return the padding (low, high, interior) with which the window never leaves the image."""
         reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
         length = (size - 1) * self.image_dilation + 1
         return self.padding, reach - self.padding - length, self.image_dilation - 1
@@ -139,7 +139,7 @@ def movements(equation: Equation) -> list[Movement]:
 
 
 def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
-    """Lay a kernel out as (feature groups, window × inputs, outputs)."""
+    """Return how to convert a kernel to (feature groups, window × inputs, outputs)."""
     params = equation.params
     if place != 1 or params["batch_group_count"] != 1:
         return None
@@ -154,7 +154,7 @@ def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
 def _conv_factors(
     equation: Equation, place: int, image: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the patches a: (groups, positions, inputs), and g: (groups, positions, outputs)."""
+    """Return patches as a (groups, positions, inputs) and g as (groups, positions, outputs)."""
     del place
     groups = equation.params["feature_group_count"]
     numbers = equation.params["dimension_numbers"]
@@ -168,7 +168,7 @@ def _conv_factors(
 
 
 def patches(equation: Equation, image: jax.Array) -> jax.Array:
-    """Return what the window sees at each position: (batch, *positions, *window, features).
+    """Return the patches of an image, as an array (batch, *positions, *window, features).
 
     The loop cuts one axis at a time, so the number of slices is the sum of the window's sizes, not
     their product.
@@ -218,7 +218,7 @@ def _gather_matrix(equation: Equation, place: int) -> Matrix | None:
 def _gather_factors(
     equation: Equation, place: int, indices: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the index of each gathered row, (1, rows), and g: (1, rows, outputs)."""
+    """Return the index of each gathered row as (1, rows), and g as (1, rows, outputs)."""
     size = shape_of(equation.invars[place])[_table_axis(equation) or 0]
     offsets = equation.params["dimension_numbers"].offset_dims
     kept = [i for i in range(cotangent.ndim) if i not in offsets]

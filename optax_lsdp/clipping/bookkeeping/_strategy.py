@@ -17,11 +17,11 @@ from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
 
-# In multiplications of a TPU's matrix unit, read off its compiler's prices:
+# Costs in multiplications of a TPU's matrix unit, from the cost model of its compiler:
 _ADDING = 100  # to add an entry to a Gram matrix
-_SQUARING = 300  # to square an entry, and forget it
+_SQUARING = 300  # to square an entry without storing it
 _MOVING = 600  # to change the layout of an entry
-_MOST_OFFSETS = 64  # of a window; each takes a product of its own in the program
+_MOST_OFFSETS = 64  # of a window; the program has one product per offset
 
 Kind = Literal[
     "outer product",
@@ -77,7 +77,7 @@ def is_plain_convolution(term: Term) -> bool:
 def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cost of storing all gradients and reading them back.
 
-    Forming them takes no extra multiplications, because it replaces the product of the sum.
+    Forming the gradients takes no extra multiplications, because the sum then needs no product.
     """
     floats, multiplications, idle = math.prod(leaf.shape), 0, 0
     for term in leaf.terms:
@@ -127,7 +127,7 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
     offsets, formed = _offsets(term), rows * inputs * outputs
     channels = inputs // offsets
     products = rows * rows * (inputs + outputs)
-    if not platform.fuses:  # copies decide: slices are stored, and results are read back
+    if not platform.fuses:  # copies dominate: slices are stored, and results are read back
         sliced = platform.per_byte * offsets * rows * (6 * channels + 2 * outputs)
         added = platform.per_byte * 8 * offsets * rows * rows
         squared = platform.per_byte * 8 * inputs * outputs
@@ -155,10 +155,10 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
 
 
 def _offsets(term: Term) -> int:
-    """Return how many offsets a window has after strides that divide it are folded."""
+    """Return the product of `Movement.offsets` over the axes of the window."""
     return math.prod(move.offsets for move in movements(term.use.equation))
 
 
 def _padded(size: int, platform: Platform) -> int:
-    """Return a size as the matrix unit sees it."""
+    """Return a size, rounded up to a multiple of the matrix unit's rows and columns."""
     return -(-size // platform.lanes) * platform.lanes

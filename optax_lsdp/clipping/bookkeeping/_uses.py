@@ -1,11 +1,11 @@
 """Find every use of every parameter in the jaxpr of a loss.
 
-A *weight* is a value that depends only on parameters and constants. A *use* is an equation in which
-a weight meets an example. The walk follows each parameter through all weights that depend on it. If
-a weight meets an example in a primitive that has a rule, the walk records a `Use`. If a weight
-meets an example in any other way, the walk records that its leaves are used without a rule, and the
-engine differentiates these leaves for each example. The walk therefore misses no use. At worst, a
-leaf is slower than it could be.
+A *weight* is a value that depends only on parameters and constants. A *use* is an equation that
+combines a weight with data of an example. The walk follows each parameter through all weights that
+depend on it. If the primitive of a use has a rule, the walk records a `Use`. Otherwise, the walk
+records that the leaves of the weight are used without a rule, and the engine differentiates those
+leaves for each example. The walk therefore misses no use. At worst, a leaf is slower than it could
+be.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Item = TypeVar("Item")
 
 
 class Piece(NamedTuple):
-    """A weight that is an operand of a use, or one of several weights concatenated to an operand.
+    """A weight that is an operand of a use, or one of several weights that form the operand.
 
     Attributes:
         weight: the weight.
@@ -58,7 +58,7 @@ class Piece(NamedTuple):
 
 
 class Use(NamedTuple):
-    """An equation in which a weight meets an example, and whose primitive has a rule.
+    """An equation that combines a weight with data, and whose primitive has a rule.
 
     Attributes:
         equation: the equation.
@@ -67,7 +67,7 @@ class Use(NamedTuple):
         matrix: the operand that holds the weight, as a matrix.
         loops: the scans around the equation, the outermost first.
         pieces: the weights that the operand at `place` consists of.
-        operand: the path of the first use whose other operand is the same variable.
+        operand: the path of the first use with the same data operand.
         is_mixed: whether automatic differentiation handles other uses of the same leaves.
     """
 
@@ -100,7 +100,7 @@ class Uses(NamedTuple):
     by_choice: frozenset[int] = frozenset()
 
     def add_without_rule(self, weights: Sequence[Weight | None], primitive: str) -> None:
-        """Record that a primitive without a rule uses these weights."""
+        """Record that a primitive without a rule uses `weights`."""
         for weight in weights:
             for leaf in weight.leaves if weight else ():
                 self.without_rule.setdefault(leaf, set()).add(primitive)
@@ -148,12 +148,11 @@ def _walk_equation(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in one equation. Return its outputs, with None as in `_walk`.
+    """Record the uses in one equation. Return its outputs, with None for those that need data.
 
-    If all operands are weights, so are the outputs. Equations with a `custom_vjp` are excluded,
-    because a custom backward pass need not be linear in its cotangent. If the output is used twice,
-    its gradient is then not the sum over the two uses: automatic differentiation has to add the
-    cotangents first.
+    If all operands are weights, so are the outputs, except with a `custom_vjp`. A custom backward
+    pass need not be linear in its cotangent. So automatic differentiation has to add up the
+    cotangents from all uses of the output before it runs the custom backward pass.
     """
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
@@ -192,8 +191,8 @@ def _use(
 ) -> Use | None:
     """Return the use in an equation, or None if no rule applies.
 
-    A rule applies only if exactly one operand depends on parameters. No array may be empty, and all
-    are real floating-point arrays, but the indices of a one-hot rule may be integers.
+    A rule applies only if exactly one operand depends on parameters, no array is empty, and all
+    arrays are real floating-point arrays. The indices of a one-hot rule may be integers.
     """
     places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
     rule = RULES.get(equation.primitive.name)
@@ -252,7 +251,7 @@ def _walk_scan(
 ) -> list[Weight | None]:
     """Record the uses of weights that a scan closes over, slices, or carries unchanged.
 
-    A carry that changes is data, even if an iteration puts a weight into it. Weights in its first
+    A carry that changes is data, even if an iteration puts a weight into it. Weights in its initial
     value, or in the values that iterations return, count as used without a rule.
     """
     loop = Loop(len(loops), equation.params["length"])

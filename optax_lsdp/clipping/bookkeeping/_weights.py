@@ -1,8 +1,8 @@
 """Describe weights: values that the loss computes from parameters and constants, not from data.
 
 If a weight consists of entries of one parameter, as a transpose or a slice does, a NumPy view says
-which ones. It is a view of an array of one byte per entry of the parameter, which nobody reads or
-writes. NumPy knows whether two views share memory, and so whether two uses share entries.
+which ones. The viewed array has one byte per entry of the parameter, and is never read or written.
+NumPy knows whether two views share memory, and so whether two uses share entries.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class Weight(NamedTuple):
         sliced: the scans that slice the weight, the outermost first. Each of them adds a leading
             axis to `entries`, and to the value.
         entries: a view of the entries of the leaf that the value consists of, or None.
-        pieces: if the value is a concatenation of views along `axis`, their weights; else empty.
-        axis: see `pieces`.
+        pieces: if the value is a concatenation of views, the weight of each view; otherwise empty.
+        axis: the axis along which `pieces` are concatenated.
     """
 
     leaves: frozenset[int]
@@ -63,7 +63,7 @@ class Weight(NamedTuple):
     axis: int = 0
 
     def value(self, leaves: Sequence[jax.Array], known: dict[Key, list[jax.Array]]) -> jax.Array:
-        """Return the value for these leaves of the parameters; `known` collects all outputs."""
+        """Return the value if `leaves` are the parameters. `known` caches outputs of equations."""
         if self.constant is not None:
             return self.constant
         if self.equation is None:
@@ -76,7 +76,7 @@ class Weight(NamedTuple):
         return known[key][self.place]
 
     def show(self, leaf: jax.Array) -> jax.Array:
-        """Return the value of a view of this leaf, in the dtype of the leaf."""
+        """Apply the view to `leaf`, and keep the dtype of the leaf."""
         if self.equation is None:
             return leaf
         before = self.inputs[0].show(leaf)
@@ -84,7 +84,7 @@ class Weight(NamedTuple):
         return before if is_cast else self._run(self.equation, before)[0]
 
     def _run(self, equation: Equation, *operands: jax.Array) -> list[jax.Array]:
-        """Return the outputs of the equation, for all iterations of scans that slice operands."""
+        """Return the outputs of the equation for all iterations of scans that slice operands."""
         run = partial(_evaluate, equation)
         for loop in reversed(_loops(self.inputs)):
             axes = tuple(0 if loop in weight.sliced else None for weight in self.inputs)
@@ -97,7 +97,7 @@ def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
 
 
 def _loops(inputs: Sequence[Weight]) -> tuple[Loop, ...]:
-    """Return the scans that slice one of these weights, the outermost first."""
+    """Return the scans that slice any of the weights, the outermost first."""
     return tuple(sorted({loop for weight in inputs for loop in weight.sliced}))
 
 
@@ -157,7 +157,7 @@ def reshaped(entries: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
 
 
 def merged(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Merge neighbouring axes, each a size and a stride, that form one longer axis."""
+    """Merge neighbouring axes that form one longer axis. An axis is a pair (size, stride)."""
     result: list[tuple[int, int]] = []
     for size, stride in axes:
         if size == 1:

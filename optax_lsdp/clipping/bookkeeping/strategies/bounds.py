@@ -23,9 +23,9 @@ class Factors(NamedTuple):
     """The factors of one term Σ_t a_t ⊗ g_t of a gradient, for n examples.
 
     Attributes:
-        a: (n, blocks, rows, inputs). If the rows are one-hot, the index of each one instead,
-            (n, blocks, rows), as integers; −1 stands for a row of zeros.
-        g: (n, blocks, rows, outputs).
+        a: array of shape (n, blocks, rows, inputs). If the rows are one-hot, a holds the index of
+            the 1 in each row instead: integers of shape (n, blocks, rows), −1 for a row of zeros.
+        g: array of shape (n, blocks, rows, outputs).
     """
 
     a: jax.Array
@@ -33,14 +33,14 @@ class Factors(NamedTuple):
 
 
 class NormBound(NamedTuple):
-    """What a strategy knows about each example's gradient of one leaf. All arrays are (n,).
+    """Bounds on each example's gradient G of one leaf. All arrays have shape (n,).
 
     Attributes:
         norm: the computed ‖G‖.
         upper: an upper bound on ‖G‖.
-        rounding: an upper bound on ‖Ĝ − G‖, where Ĝ is the sum over t of the rounded a_t ⊗ g_t.
-            The weighted sum adds c·Ĝ for a clip factor c, and so its norm is at most
-            c·(upper + rounding).
+        rounding: an upper bound on ‖Ĝ − G‖. Here c·Ĝ is the example's contribution to the weighted
+            sum, including all rounding, for a clip factor c. So the norm of the contribution is at
+            most c·(upper + rounding).
     """
 
     norm: jax.Array
@@ -54,7 +54,7 @@ def is_one_hot(rows: jax.Array) -> bool:
 
 
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
-    """Return the bound of several gradients with disjoint entries: √Σ² of each quantity."""
+    """Return the joint bound of gradients with disjoint entries: the root of the sum of squares."""
     if len(bounds) == 1:
         return bounds[0]
     squares = [[x * x for x in items] for items in zip(*bounds, strict=True)]
@@ -62,7 +62,7 @@ def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
 
 
 def block_bound(bound: NormBound, platform: Platform) -> NormBound:
-    """Return the bound over disjoint blocks: √Σ² of each quantity, (n, blocks) → (n,)."""
+    """Return the joint bound of disjoint blocks: the root of the sum of squares over axis 1."""
     blocks = bound.upper.shape[1]
     if blocks == 1:
         return NormBound(*(x[:, 0] for x in bound))
@@ -70,10 +70,10 @@ def block_bound(bound: NormBound, platform: Platform) -> NormBound:
 
 
 def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
-    """Return the square roots of sums of squares, the bounds rounded up.
+    """Return the square roots of sums of squares. Round the bounds up.
 
-    Squares that underflow count as zero. With automatic clipping to a huge clip norm, the bound
-    would be too small without them.
+    Squares may underflow to zero, so a bound on what they lose is added. Without it, the result
+    would be too small for automatic clipping to a huge clip norm.
     """
     dtype = squares.upper.dtype
     grow = platform.growth(terms / 2 + 1, dtype)
@@ -83,10 +83,10 @@ def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
 
 
 def _sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
-    """Return Σx² over all axes but the first, and how often a term is rounded: (n, …) → (n,).
+    """Return Σx² over all axes but the first, and how often each term is rounded.
 
-    Long sums are split into parts. The barrier keeps XLA from merging the parts into one sum, whose
-    order would be unknown.
+    Long sums are split into parts. The barrier keeps XLA from merging the parts into one long sum,
+    which XLA would add up in an unknown order.
     """
     x, roundings, longest = jnp.square(widen(x)), 1, platform.longest_sum
     while math.prod(x.shape[1:]) > longest:
@@ -108,7 +108,7 @@ def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
 def spectral_square(
     square: jax.Array, trace: jax.Array, size: int, roundings: int, platform: Platform
 ) -> jax.Array:
-    """Return an upper bound on the spectral norm of a Gram matrix K, which is at most ‖K‖.
+    """Return an upper bound on the spectral norm of a Gram matrix K: its Frobenius norm ‖K‖.
 
     Args:
         square: ‖K‖² as computed.
@@ -124,7 +124,7 @@ def spectral_square(
 
 
 def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
-    """Return the bound of gradients that are summed as they are: (n, …)."""
+    """Return the bound of stored gradients of shape (n, …). Weighting rounds each entry once."""
     squares, roundings = _sum_of_squares(rows, platform)
     underflow = 2 * math.prod(rows.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
     grow = platform.growth(roundings / 2 + 1, squares.dtype)
@@ -135,7 +135,7 @@ def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
 def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
     """Return the bound of a single term with one row per block.
 
-    A weighted row is rounded once more, so ‖Ĝ − G‖ ≤ u·‖G‖.
+    Weighting rounds a row once more, so ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound`.
     """
     (term,) = terms
     (a, rounded_a), (g, rounded_g) = (_row_lengths(x, platform) for x in term)
@@ -146,9 +146,9 @@ def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
 
 
 def _row_lengths(rows: jax.Array, platform: Platform) -> tuple[jax.Array, float]:
-    """Return ‖row‖ for each example and block, (n, blocks), and how often it is rounded.
+    """Return the length of each row, as an array (n, blocks), and how often it is rounded.
 
-    The length is rounded up by what squares can lose to underflow.
+    A bound on what squares can lose to underflow is added.
     """
     if is_one_hot(rows):
         return (rows[..., 0] >= 0).astype(jnp.float32), 0
@@ -162,12 +162,12 @@ class Gram(NamedTuple):
     """The Gram matrices of the rows of two terms, and how often their entries are rounded.
 
     Attributes:
-        a: ⟨a_t, a_s⟩ for all rows t of one term and s of the other: (n, blocks, t, s).
-        g: ⟨g_t, g_s⟩.
+        a: ⟨a_t, a_s⟩ for all rows t of one term and s of the other, as an array (n, blocks, t, s).
+        g: ⟨g_t, g_s⟩, in the same shape.
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
-        weighting: by how much weighting may change the entries of a, and those of g, if both terms
-            are one term; else None. The sum weights one of the two operands.
+        weighting: the largest relative changes of the factors a and g by weighting. The sum
+            weights only one of them. None if the two terms differ.
     """
 
     a: jax.Array
@@ -190,7 +190,7 @@ def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
 
 
 def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
-    """Return by how much weighting may change a and g. `weighted_sum` weights the shorter rows."""
+    """Return how much weighting may change a and g. `weighted_sum` weights the shorter rows."""
     if any(map(is_one_hot, term)):
         return 0.0, 0.0
     error, (a, g) = platform.weighting_error(*term), (x.shape[-1] for x in term)
@@ -201,22 +201,22 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
     Let K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
-    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. The square
-    N² = Σ K_a·K_g of the norm is then off by at most, by the inequality of Cauchy and Schwarz,
+    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. By the inequality of
+    Cauchy and Schwarz, the square N² = Σ K_a·K_g of the norm is then off by at most
 
         s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
 
-    where k is how often the sum itself is rounded, and R = Σ_t ‖a_t‖‖g_t‖. It is also at most
+    where R = Σ_t ‖a_t‖‖g_t‖, and k is how often the sum is rounded. The error is also at most
 
         s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
 
     which is smaller if long rows a_t meet short rows g_t and the other way round, as in tied
     weights of which one use is transposed. Products that underflow add a little. The norm is at
-    most min(R, √(N² + s)). R holds even where the rows cancel.
+    most min(R, √(N² + s)). The bound R holds even where the rows cancel.
 
-    Weighting and rounding the rows of g changes the gradient by at most u·R. It also changes it by
-    at most u·‖A‖‖g‖, with the spectral norm of A, whose square is at most ‖K_a‖. The same holds
-    with a and g swapped.
+    Weighting and rounding the rows of g changes the gradient by at most u·R. The change is also at
+    most u·‖A‖‖g‖, where ‖A‖ is the spectral norm of the matrix with the rows a_t. Its square is at
+    most ‖K_a‖. The same holds with a and g swapped.
     """
     dtype = wide_dtype(*(gram.g for gram in grams))
     unit, tiny = platform.unit(dtype), float(jnp.finfo(dtype).tiny)
@@ -254,7 +254,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
             rows += height
         adding = max(adding, added)
     adding += len(grams)
-    # What was just computed is rounded too.
+    # The quantities above are rounded too.
     grow = platform.growth(rounded_a + rounded_g + adding + rows, dtype)
     reach, coarse = grow * reach, grow * coarse
     lost = 2 * rows * rows * tiny  # squares of entries that underflow
@@ -272,7 +272,8 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
 def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array], int]:
     """Return the sum over the last two axes of each array, and how often a term is rounded.
 
-    The barrier keeps XLA from merging the two sums of long rows, whose order would be unknown.
+    Many terms are added in two steps, rows first. The barrier keeps XLA from merging the steps into
+    one long sum, which XLA would add up in an unknown order.
     """
     rows, columns = items[0].shape[-2:]
     if rows * columns <= platform.longest_sum:
@@ -282,7 +283,7 @@ def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array]
 
 
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
-    """Return ⟨u_t, v_s⟩ for all t, s: (n, blocks, t, s), and how often each is rounded."""
+    """Return ⟨u_t, v_s⟩ for all rows, as (n, blocks, t, s), and how often each is rounded."""
     if is_one_hot(u) and is_one_hot(v):
         same = (u[..., :, None] == v[..., None, :]) & (u[..., :, None] >= 0)
         return same.astype(jnp.float32), 1

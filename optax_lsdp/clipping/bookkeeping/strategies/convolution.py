@@ -1,14 +1,14 @@
-"""Convolutions on accelerators, without storing gradients.
+"""Handle convolutions on accelerators without storing gradients.
 
 The gradient of a kernel is a sum over positions t of patch_t ⊗ g_t. The part that belongs to one
 offset o of the window is G_o = X_oᵀg, where row t of X_o is the pixel that the window sees at
 offset o. The engine forms G_o for one offset after the other, squares it, and forgets it. If there
 are few channels, it makes patches, and forms all parts in one product. If there are few positions,
 it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum
-is XLA's own weight gradient of weighted cotangents.
+is the weight gradient that XLA computes from weighted cotangents.
 
-Arrays are (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of a
-convolution in this order, where shifting an image is free.
+Arrays have the shape (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of
+a convolution in this order of axes, in which shifting an image is free.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
 )
 from optax_lsdp.clipping.bookkeeping.strategies.terms import Rounded, to_leaf, weigh
 
-_AXES = "bxyzuvw"  # of an image, before those of examples and channels
+_AXES = "bxyzuvw"  # letters for the axes of an image, before those of examples and channels
 
 
 def convolution_bound(
@@ -46,12 +46,12 @@ def convolution_bound(
     """Return the bound of the gradient of a kernel by one of three strategies.
 
     Let X be the image and P the patches, as matrices with a row for each pixel and each position.
-    If the window meets each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the norm of Frobenius. Each
-    offset meets a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
-    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g changes each entry by a factor of
-    at most 1 ± u, and the gradient by at most u·‖g‖ times the spectral norm of P. An entry of the
-    formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an
-    addition.
+    If the window covers each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the Frobenius norm. Each
+    offset covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
+    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g multiplies each entry by a factor
+    from 1 − u to 1 + u, so it changes the gradient by at most u·‖g‖ times the spectral norm of P.
+    An entry of the formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the
+    error of an addition.
     """
     params, moves = term.use.equation.params["dimension_numbers"], movements(term.use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -88,7 +88,7 @@ def convolution_bound(
 
 
 def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> NormBound:
-    """Add up the Gram matrices of all offsets; together they are the Gram matrix of the patches."""
+    """Return the bound from the patches' Gram matrix: the sum of Gram matrices of all offsets."""
     flat = [x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:]) for x in (*seen, g)]
     *grams, gram_g = (platform.product("tnc,snc->nts", x, x) for x in flat)
     rounded = seen[0].shape[-1] + len(seen), g.shape[-1]
@@ -98,13 +98,13 @@ def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> N
 
 
 def _space_first(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
-    """Return (batch, *space, n, channels), where `spec` names the axes of one example."""
+    """Transpose x to (batch, *space, n, channels), where `spec` names the axes of one example."""
     batch, features, *space = (1 + axis for axis in spec)
     return x.transpose([batch, *space, 0, features])
 
 
 def _as_batch(x: jax.Array) -> jax.Array:
-    """Return (n·batch, *space, channels)."""
+    """Reshape x to (n·batch, *space, channels)."""
     x = jnp.moveaxis(x, -2, 0)
     return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
@@ -112,9 +112,9 @@ def _as_batch(x: jax.Array) -> jax.Array:
 def _folded(
     x: jax.Array, positions: Sequence[int], moves: Sequence[Movement]
 ) -> tuple[jax.Array, list[Movement]]:
-    """Move s neighbours into the channels, where a stride s divides the window.
+    """Move s neighbouring pixels into the channels if the stride s divides the window.
 
-    The window then has stride 1 and fewer offsets. Windows that do not overlap have a single one.
+    The window then has stride 1 and fewer offsets. Windows that do not overlap have one offset.
     """
     shorter = []
     for axis, (move, size) in enumerate(zip(moves, positions, strict=True), start=1):
@@ -147,7 +147,7 @@ def _seen(x: jax.Array, g: jax.Array, moves: Sequence[Movement]) -> Iterator[jax
 
 
 def _patches(term: Term, x: jax.Array, platform: Platform) -> jax.Array:
-    """Return what the window sees, (batch, *positions, n, channels), by a convolution of XLA."""
+    """Return the patches as (batch, *positions, n, channels), computed by a convolution of XLA."""
     params, rank, n = term.use.equation.params, x.ndim - 3, x.shape[-2]
     last = (0, rank + 1, *range(1, rank + 1))
     seen = lax.conv_general_dilated_patches(
@@ -166,7 +166,7 @@ def _patches(term: Term, x: jax.Array, platform: Platform) -> jax.Array:
 def _abreast(platform: Platform, *operands: jax.Array) -> int:
     """Return how many examples fit side by side into the matrix unit: a divisor of n.
 
-    On a mesh of several devices, neighbouring examples may be on different devices.
+    On a mesh, return 1, because neighbouring examples may be on different devices.
     """
     channels = max(x.shape[-1] for x in operands)
     fitting = 1 if is_multi_device_mesh() else max(platform.lanes // channels, 1)
@@ -174,22 +174,22 @@ def _abreast(platform: Platform, *operands: jax.Array) -> int:
 
 
 def _examples_first(x: jax.Array) -> jax.Array:
-    """Move examples to the front in memory: XLA then does so once, and not for every offset."""
+    """Store examples first in memory, so that XLA moves them once, not for every offset."""
     first = jnp.moveaxis(x, -2, 0)
     flat = compute_once(first.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return jnp.moveaxis(flat.reshape(first.shape), 0, -2)
 
 
 def _side_by_side(x: jax.Array, abreast: int) -> jax.Array:
-    """Merge the channels of m examples: (…, n, channels) → (…, n/m, m·channels)."""
+    """Merge the channels of m = `abreast` examples: (…, n, channels) → (…, n/m, m·channels)."""
     n, channels = x.shape[-2:]
     return compute_once(x.reshape(*x.shape[:-2], n // abreast, abreast * channels))
 
 
 def _product(x: jax.Array, g: jax.Array, abreast: int, platform: Platform) -> jax.Array:
-    """Return XᵀG of m examples side by side: (n/m, m·channels, m·outputs).
+    """Return Xᵀg for m examples side by side, as an array (n/m, m·channels, m·outputs).
 
-    Only the blocks of one example with itself count; all others are set to zero.
+    Blocks that combine two different examples are set to zero.
     """
     formed = platform.product("{0}nc,{0}no->nco".format(_AXES[: g.ndim - 2]), x, g)
     rows, columns = (jnp.arange(size) * abreast // size for size in formed.shape[1:])
@@ -197,15 +197,16 @@ def _product(x: jax.Array, g: jax.Array, abreast: int, platform: Platform) -> ja
 
 
 def _sum(x: jax.Array, abreast: int) -> jax.Array:
-    """Return the sum over each example of m examples side by side: (n/m, m·c, m·o) → (n,)."""
+    """Return the sum over each example's block of x, which has the shape of `_product`."""
     rows = compute_once(jnp.sum(x, axis=-1))  # the barrier fixes the order of additions
     return jnp.sum(rows.reshape(len(x) * abreast, x.shape[1] // abreast), axis=-1)
 
 
 def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
-    """Return upper bounds on ‖X‖² in the norm of Frobenius and in the spectral norm: (n,) each.
+    """Return upper bounds on ‖X‖² in the Frobenius norm and in the spectral norm.
 
-    The first square is the trace of XᵀX. The second one is at most the norm of Frobenius of XᵀX.
+    The first square is the trace of XᵀX. The second is at most the Frobenius norm of XᵀX. Both
+    bounds have shape (n,).
     """
     m, channels, rows = _abreast(platform, x), x.shape[-1], math.prod(x.shape[:-2])
     x = _side_by_side(x, m)
@@ -220,7 +221,7 @@ def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Arr
 def convolution_sums(
     leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return Σᵢ cᵢGᵢ of the leaf that is the kernel of a single convolution, by its index."""
+    """Return Σᵢ cᵢGᵢ of a leaf that is the kernel of a single convolution, by its index."""
     (term,) = leaf.terms
     weighted = convolution_sum(term, *rounded.of(term, leaf.index), factors, rounded.platform)
     return {leaf.index: to_leaf(term, leaf.index, rounded, weighted)}

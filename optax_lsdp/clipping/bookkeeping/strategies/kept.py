@@ -1,4 +1,4 @@
-"""Formed and kept: store the gradients of all examples, and add them up with weights.
+"""Store the gradients of all examples, and add them up with weights.
 
 This is also the fallback for leaves whose uses have no rule: automatic differentiation forms their
 gradients during the backward pass.
@@ -34,10 +34,10 @@ from optax_lsdp.clipping.bookkeeping.strategies.terms import (
 
 
 def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> jax.Array:
-    """Return every example's gradient of a leaf: (n, *shape).
+    """Return every example's gradient of a leaf, as an array (n, *shape).
 
-    It is float32 or wider, unless a convolution has rounded it already: half the bytes then hold
-    the same numbers.
+    The gradients are float32 or wider. But if a convolution has already rounded them to bfloat16,
+    they stay in bfloat16, which holds the same numbers in half the bytes.
     """
     parts = [rounded.gradients[leaf.index]] if leaf.index in rounded.gradients else []
     for term in leaf.terms:
@@ -53,7 +53,7 @@ def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> jax.Array:
 
 
 def joined_rows(rows: Mapping[int, jax.Array]) -> jax.Array:
-    """Return the gradients of one or several leaves, by index, as one array: (n, …)."""
+    """Concatenate the gradients of one or several leaves to one array of shape (n, …)."""
     if len(rows) == 1:
         return next(iter(rows.values()))
     flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in rows.values()]
@@ -63,7 +63,7 @@ def joined_rows(rows: Mapping[int, jax.Array]) -> jax.Array:
 def kept_sums(
     rows: Mapping[int, jax.Array], platform: Platform, factors: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return Σᵢ cᵢGᵢ of each leaf, by a matmul on a CPU only: a matrix unit would round rows."""
+    """Return Σᵢ cᵢGᵢ of each leaf. Only CPUs use a matmul: a matrix unit would round gradients."""
     joined = joined_rows(rows)
     if platform is CPU:
         vectors = select(joined, factors).reshape(len(joined), math.prod(joined.shape[1:]))
@@ -118,9 +118,9 @@ def _transposed_convolutions(term: Term, image: jax.Array, cotangent: jax.Array)
 def _in_chunks(
     form: Callable[..., jax.Array], term: Term, arrays: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Return `form(*arrays)`, with the patches of a few examples at a time.
+    """Return `form(*arrays)`, computed for a few examples at a time, so that patches fit the cache.
 
-    On a mesh of several devices, slicing the batch would gather it.
+    Do not call this on a mesh of several devices: slicing the batch would gather it.
     """
     blocks, rows, inputs, outputs = term.size
     n, most = len(arrays[0]), examples_in_cache(blocks * rows * (inputs + outputs))

@@ -1,8 +1,8 @@
-"""Round what the backward pass recorded, and turn it into the terms of gradients, and into sums.
+"""Round the recorded arrays, and compute the terms and weighted sums of gradients from them.
 
-Norms and sums both use the rounded numbers. A gradient of these numbers is a function of one
-example, so clipping it is as private as clipping the gradient itself. This module also maps the
-gradient of a weight back to the leaf, through scans, views and concatenations.
+Norms and sums both use the rounded arrays. The gradient that the rounded arrays define depends only
+on its own example, so clipping it is as private as clipping the exact gradient. This module also
+maps the gradient of a weight back to the leaf, through scans, views and concatenations.
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ class Rounded(NamedTuple):
     """The rounded operands and cotangents of all uses, with a leading axis of examples.
 
     Attributes:
-        pairs: the factors a and g of each use, as its rule gives them, after one axis for each scan
-            around the use. If the factors are larger than the operand, as patches are, the operand
-            and the cotangent instead. Cotangents are multiplied by the scale of the use.
-        gradients: for each leaf with uses that have no rule, the gradient from these uses,
+        pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
+            the examples. If a rule has factors that are larger than the operand, such as patches,
+            `pairs` holds the operand and the cotangent instead. Each g or cotangent is multiplied
+            by the scale of the use.
+        gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
-        scales: for each leaf, the power of two nearest to 1/C. In these units, clip norms are near
-            1, so that squares neither overflow nor underflow.
+        scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
+            near 1, so that squares neither overflow nor underflow.
         use_scales: the scale of each use, which is the scale of one of its leaves.
         leaves: the parameters themselves.
         platform: the kind of device that all arrays are rounded for.
@@ -53,7 +54,7 @@ class Rounded(NamedTuple):
     platform: Platform
 
     def of(self, term: Term, index: int) -> tuple[jax.Array, jax.Array]:
-        """Return the pair of a term, in the units of the leaf `index`."""
+        """Return the pair of a term, multiplied by the scale of leaf `index`."""
         (a, g), scale = self.pairs[term.path], self.use_scales[term.path]
         same = scale is self.scales[index]
         return a, g if same else _scaled(g, self.scales[index] / scale)
@@ -69,7 +70,7 @@ def round_recorded(
     """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
     by_group = {path: _scale(clip_norm) for path, clip_norm in groups}
     scales = [by_group[path] for path, _ in groups]
-    # All leaves of a use but those of concatenated weights are in one group.
+    # If the leaves of a use have different scales, `Rounded.of` converts.
     use_scales = {path: scales[min(use.pieces[0].weight.leaves)] for path, use in uses.items()}
     pairs, known = {}, dict[object, jax.Array]()
     for path, use in uses.items():
@@ -91,8 +92,8 @@ def round_recorded(
 def _round_once(x: jax.Array, platform: Platform) -> jax.Array:
     """Return a rounded array that XLA computes once, so that norms and sums use equal numbers.
 
-    Axes of length 1 are left out in between. On a TPU, they would keep XLA from fusing the rounding
-    with the product that makes x.
+    Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
+    keep XLA from fusing the rounding with the product that computes x.
     """
     dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
     return compute_once(platform.rounded(dense)).reshape(x.shape)
@@ -108,7 +109,7 @@ def _scale(clip_norm: ArrayLike) -> ArrayLike:
 
 
 def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """Return x times a power of two. The range of float16 is too small for that."""
+    """Return x times a power of two, in float32 if x is float16, whose range is too small."""
     if isinstance(scale, float) and scale == 1:
         return x
     x = widen(x) if x.dtype == jnp.float16 else x
@@ -116,7 +117,7 @@ def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
 
 
 def _factors(use: Use) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return the rule of a use, for all iterations of scans and all examples."""
+    """Return a function that applies a use's rule to all iterations of scans and all examples."""
     factors = partial(use.rule.factors, use.equation, use.place)
     for _ in range(len(use.loops) + 1):
         factors = jax.vmap(factors)
@@ -148,7 +149,7 @@ def term_factors(term: Term, a: jax.Array, g: jax.Array) -> Factors:
 
 
 def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
-    """Return the factors of a leaf, part by part; transposed terms have a and g swapped."""
+    """Return the factors of each term in each part of a leaf. Swap a and g of transposed terms."""
     parts = []
     for part in leaf.parts or ():
         pairs = [(term, term_factors(term, *rounded.of(term, leaf.index))) for term in part]
@@ -157,7 +158,10 @@ def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
 
 
 def _cut(x: jax.Array, term: Term, axis: int, merged: tuple[int, ...]) -> jax.Array:
-    """Return what belongs to one of several concatenated weights, whose axes were `merged`."""
+    """Cut the piece of a term out of x along `axis`.
+
+    The axes `merged` of the concatenated weight were merged to `axis` of x.
+    """
     piece, whole = term.piece, term.use.matrix.split
     if piece.start is None or piece.axis not in merged:
         return x
@@ -189,11 +193,12 @@ def weighted_leaves(
 
 
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
-    """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it: (blocks, inputs, outputs).
+    """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it, of shape (blocks, inputs, outputs).
 
-    The smaller operand is multiplied by cᵢ and rounded again. Where cᵢ is 0, zeros replace both
-    operands, because 0 · NaN is NaN. On a CPU, this copies a few examples at a time, not all. But a
-    large result would be read and written for every few examples, so then it copies all.
+    The operand with shorter rows is multiplied by cᵢ and rounded again. Where cᵢ is 0, zeros
+    replace both operands, because 0 · NaN is NaN. On a CPU, this function weights a few examples at
+    a time, so that their copies fit into the cache. If the result is large, it weights all examples
+    at once: otherwise it would read and write the result for every few examples.
     """
     if is_one_hot(term.a):
         pair = term.a, weigh(term.g, factors)
@@ -219,7 +224,7 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
 
 
 def examples_in_cache(floats: int) -> int:
-    """Return how many examples of so many floats fit into a CPU's cache; at least one."""
+    """Return how many examples, of `floats` floats each, fit into a CPU's cache; at least one."""
     return max(1, _CACHE_FLOATS // max(floats, 1))
 
 
@@ -236,20 +241,21 @@ def _weighted_product(term: Factors, factors: jax.Array, platform: Platform) -> 
 
 
 def weigh(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Return cᵢ·xᵢ for x: (n, …), in float32 or wider, with zeros where cᵢ is 0."""
+    """Return cᵢ·xᵢ for x of shape (n, …), in float32 or wider, with zeros where cᵢ is 0."""
     column = factors.reshape(-1, *[1] * (x.ndim - 1)).astype(wide_dtype(x))
     return jnp.where(column > 0, column * widen(x), jnp.zeros_like(x, wide_dtype(x)))
 
 
 def select(x: jax.Array, factors: jax.Array) -> jax.Array:
-    """Return x with zeros where cᵢ is 0."""
+    """Return x, with zeros for the examples i whose factor cᵢ is 0."""
     return jnp.where(factors.reshape(-1, *[1] * (x.ndim - 1)) > 0, x, jnp.zeros_like(x))
 
 
 def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
-    """Return zeros (blocks, inputs, outputs), with row t of `rows` added at index t of `ids`.
+    """Add row t of `rows` to row `ids[t]` of a matrix of zeros, for each block.
 
-    ids is (blocks, t), and rows is (blocks, t, outputs). Rows with a negative index are dropped.
+    `ids` has shape (blocks, t), `rows` has shape (blocks, t, outputs), and the result has shape
+    (blocks, inputs, outputs). Rows with a negative index are dropped.
     """
 
     def one(ids: jax.Array, rows: jax.Array) -> jax.Array:
@@ -261,7 +267,7 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
 
 def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
-    """Convert (blocks, inputs, outputs) to the shape of the weight, with an axis per scan first."""
+    """Convert (blocks, inputs, outputs) to the shape of the weight, with leading axes of scans."""
     matrix = term.piece.matrix
     stack = [loop.length for loop in term.piece.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
@@ -271,7 +277,7 @@ def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
 
 
 def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> jax.Array:
-    """Convert the gradient of a weight to the gradient of the leaf `index`, times its scale."""
+    """Map a weight's gradient to leaf `index`. Both are multiplied by the scale of the leaf."""
     leaves, scale = rounded.leaves, rounded.scales[index]
     weight, leaf = term.piece.weight, leaves[index]
     gradient = gradient.astype(wide_dtype(leaf))
@@ -282,7 +288,7 @@ def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> ja
     def build(leaf: jax.Array) -> jax.Array:
         return weight.value([*leaves[:index], leaf, *leaves[index + 1 :]], {})
 
-    value, pull = jax.vjp(build, leaf)  # in its own units, which may be those of float16
+    value, pull = jax.vjp(build, leaf)  # without the scale, because the dtype may be float16
     unscaled = (gradient / jnp.asarray(scale, gradient.dtype)).reshape(value.shape)
     pulled = widen(pull(unscaled.astype(value.dtype))[0])
     return pulled * jnp.asarray(scale, pulled.dtype)
