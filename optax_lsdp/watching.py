@@ -16,13 +16,21 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
   both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
-  the entries within h of the jump.
+  the entries within h of the jump. After eight steps, only every eighth step is probed, and the
+  last probe serves the steps between, which is a bias if tr J drifts.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
 martingale differences, so their variances add. With full batches, the variance of the first is
-¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again), and of the second at most ½s⁴‖Jₜ‖²_F; the
-expectation of (s/h)²‖p‖² is s²‖Jₜ‖²_F, which is at least s² tr Jₜ².
+¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again); the expectation of ‖p‖²/h² is ‖Jₜ‖²_F,
+which is at least tr Jₜ². A probe's trace has a variance of at most 2‖Jₜ‖²_F. It is estimated by half
+the squared difference to the trace before, which also counts the drift; probe m adds a share 1/m of
+the bound. The errors of the steps that share a probe are equal, so they add before they are squared.
+
+With an `AdaptiveClip`, s and v are multiplied by a factor that depends on the noisy slack of the
+step. Given the slack and the past, ξₜ is still Gaussian, because the noise of the slack is
+independent, so all of this holds with s = sₜ; ḡₜ is the mean that the clip norm of step t gives. If
+batches are sampled, the factor and ζₜ depend on the same batch; their correlation is neglected.
 
 If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
 optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
@@ -52,6 +60,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
 from optax_lsdp._mesh import (
@@ -62,13 +71,14 @@ from optax_lsdp._mesh import (
     read_shards,
     with_automatic_axes,
 )
-from optax_lsdp._trees import compute_once, widen
+from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PROBE = 1 / 8  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
+_EVERY = 8  # steps from one probe to the next, after as many steps that are all probed
 
 
 class WatchSums(NamedTuple):
@@ -83,14 +93,26 @@ class WatchSums(NamedTuple):
     lowered: jax.Array  # a bound on how much sampling has lowered `middle`
 
 
+class Probe(NamedTuple):
+    """What the last probe has shown of the Jacobian J = ∂Δ/∂y."""
+
+    trace: jax.Array  # of J, with Hutchinson's error
+    square: jax.Array  # ‖p‖²/h², whose mean is ‖J‖²_F
+    steepest: jax.Array  # λ
+    doubt: jax.Array  # the variance of `trace`
+    used: jax.Array  # the sum of ½s² over the steps that have used it
+
+
 class WatchState(NamedTuple):
     """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
 
     optimizer: optax.OptState
     step: jax.Array  # how many releases were seen
+    noisy: jax.Array  # how many of them had noise; an `AdaptiveClip` can make a release zero
     move: optax.Updates  # Δ, the last step
     length: jax.Array  # ‖Δ‖²
     end: jax.Array  # the last ⟨Δₜ, yₜ₊₁⟩
+    probe: Probe
     sums: WatchSums
     ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
@@ -106,6 +128,7 @@ class TrainingCurve(NamedTuple):
         stderr: the standard error of `work`.
         signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
             d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
+            Releases that an `AdaptiveClip` makes zero do not count.
             The sampling of batches counts as signal.
     """
 
@@ -194,40 +217,57 @@ def watch(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> WatchState:
-        zero = jnp.zeros([])
-        return WatchState(
-            optimizer=inner.init(params),
-            step=jnp.zeros([], jnp.int32),
+        zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
+        state = WatchState(
+            optimizer=None,
+            step=step,
+            noisy=step,
             move=jax.tree.map(jnp.zeros_like, params),
             length=zero,
             end=zero,
+            probe=Probe(*[zero] * len(Probe._fields)),
             sums=WatchSums(*[zero] * len(WatchSums._fields)),
             ratio=jax.tree.map(lambda _: zero, params),
             last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
+        # Arrays of their own, so that a compiled step may reuse the memory of each.
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
     def update(
         updates: optax.Updates,
         state: WatchState,
         params: optax.Params | None = None,
+        *,
+        release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
-        s, v = (_value_at(x, state.step) for x in (stddev, sampling_stddev))
+        s, v = (_value_at(x, state.step) * release_scale for x in (stddev, sampling_stddev))
         shards = read_shards(shard_specs, jax.tree.leaves(releases))
-        signs = _public_signs(releases, state.step, shards)
-        probes = jax.tree.map(lambda y, w: y + (_PROBE * s * w).astype(y.dtype), releases, signs)
         moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        others, _ = inner.update(probes, state.optimizer, params, **extra_args)
+        moves = compute_once(moves)
         move = _change(params, moves)
-        turn = jax.tree.map(jnp.subtract, _change(params, others), move)
-        total = partial(_total, shards)
-        end = total(jnp.multiply, state.move, releases)
-        start = total(jnp.multiply, move, releases) - s / _PROBE * total(jnp.multiply, signs, turn)
-        both = total(lambda a, b: jnp.square(a + b), state.move, move)
-        bends = total(jnp.square, turn) / _PROBE**2
-        steepest = _largest(shards, turn) / (_PROBE * s)
+        leaves = zip(shards, *map(jax.tree.leaves, (releases, state.move, move)), strict=True)
+        by_leaf = [_over_shards(jax.lax.psum, shard, _products(*x)) for shard, *x in leaves]
+        end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
+
+        def probe(last: Probe) -> Probe:
+            signs = _public_signs(releases, state.step, shards)
+            h = _PROBE * jnp.where(s > 0, s, 1)
+            there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), releases, signs)
+            others, _ = inner.update(there, state.optimizer, params, **extra_args)
+            turn = jax.tree.map(jnp.subtract, _change(params, compute_once(others)), move)
+            trace = _total(shards, jnp.multiply, signs, turn) / h
+            square = _total(shards, jnp.square, turn) / h**2
+            count = jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY
+            doubt = jnp.square(trace - last.trace) / 2 + 2 * square / count
+            doubt = jnp.minimum(doubt, 2 * square)
+            return Probe(trace, square, _largest(shards, turn) / h, doubt, jnp.zeros_like(s))
+
+        is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
+        found = jax.lax.cond(is_due, probe, lambda last: last, state.probe)
+        used = found.used + s**2 / 2
         sums = state.sums
         jump = jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
         ended = sums._replace(
@@ -240,22 +280,27 @@ def watch(
         )
         point = _combine(ended, state.step)
         started = ended._replace(
-            middle=ended.middle + start / 2,
-            middle_noise=sums.middle_noise + s**2 * (both + 3 * bends) / 4,
-            lowered=sums.lowered + v**2 * steepest / 2,
+            middle=ended.middle + (ahead - s**2 * found.trace) / 2,
+            middle_noise=sums.middle_noise
+            + s**2 * (both + s**2 * found.square) / 4
+            + (used**2 - found.used**2) * found.doubt,
+            lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        squares = _per_leaf(shards, jnp.square, releases)
+        has_noise = s**2 > 0
+        energy = jnp.where(has_noise, s**2, 1)
         ratios = [
-            square / (s**2 * leaf.size * axis_size(shard.split_axes)) - 1
-            for square, leaf, shard in zip(squares, jax.tree.leaves(releases), shards, strict=True)
+            jnp.where(has_noise, x[4] / (energy * y.size * axis_size(shard.split_axes)) - 1, 0)
+            for x, y, shard in zip(by_leaf, jax.tree.leaves(releases), shards, strict=True)
         ]
         structure = jax.tree.structure(releases)
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
+            noisy=jnp.where(has_noise, optax.safe_increment(state.noisy), state.noisy),
             move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
-            length=total(jnp.square, move),
+            length=length,
             end=end,
+            probe=found._replace(used=used),
             sums=started,
             ratio=jax.tree.map(jnp.add, state.ratio, jax.tree.unflatten(structure, ratios)),
             last=point,
@@ -284,9 +329,11 @@ def training_curve(state: PyTree) -> TrainingCurve:
             "`state` must be the state of a watched optimizer, got one without a curve; pass "
             "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
         )
-    taken, curve, ratio = jax.device_get((watched.step, watched.curve, watched.ratio))
+    taken, noisy, curve, ratio = jax.device_get(
+        (watched.step, watched.noisy, watched.curve, watched.ratio)
+    )
     work, stderr = curve[:taken].T
-    mean = jax.tree.map(lambda x: float(x) / max(int(taken), 1), ratio)
+    mean = jax.tree.map(lambda x: float(x) / max(int(noisy), 1), ratio)
     return TrainingCurve(np.arange(len(work)), work, stderr, mean)
 
 
@@ -350,32 +397,31 @@ def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Update
 
     Parameters in half precision are rounded, so they change by less or more than their updates.
     """
-    if params is None:
-        return jax.tree.map(widen, updates)
 
-    def change(param: jax.Array, update: jax.Array) -> jax.Array:
+    def change(update: jax.Array, param: jax.Array) -> jax.Array:
+        if param.dtype == wide_dtype(param):
+            return widen(update)
         kind = jnp.finfo(param.dtype)
         # Explicitly: XLA may leave out a rounding that is only a cast.
         new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
         return new - widen(param)
 
-    return jax.tree.map(change, params, updates)
+    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
 
 
-def _per_leaf(
-    shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree
-) -> list[jax.Array]:
-    """Return the sum of `term` over all entries of each leaf, on all shards."""
-    sums = []
-    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
-        here = jnp.sum(term(*map(widen, leaves))).astype(float)
-        sums.append(_over_shards(jax.lax.psum, shard, here))
-    return sums
+def _products(release: jax.Array, before: jax.Array, now: jax.Array) -> jax.Array:
+    """Return ⟨Δₜ₋₁, yₜ⟩, ⟨Δₜ, yₜ⟩, ‖Δₜ₋₁ + Δₜ‖², ‖Δₜ‖² and ‖yₜ‖² of a leaf: (5,)."""
+    y, before, now = map(widen, (release, before, now))
+    terms = (before * y, now * y, jnp.square(before + now), jnp.square(now), jnp.square(y))
+    return jnp.stack([jnp.sum(term).astype(float) for term in terms])
 
 
 def _total(shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree) -> jax.Array:
     """Return the sum of `term` over all entries of all leaves, on all shards."""
-    return jnp.asarray(sum(_per_leaf(shards, term, *trees)), float)
+    total = jnp.zeros([])
+    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
+        total += _over_shards(jax.lax.psum, shard, jnp.sum(term(*leaves)).astype(float))
+    return total
 
 
 def _largest(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
