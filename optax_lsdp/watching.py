@@ -23,14 +23,14 @@ The *middle* estimate is the mean of both. Its error in step t is the sum of ½�
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
 martingale differences, so their variances add. With full batches, the variance of the first is
 ¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again); the expectation of ‖p‖²/h² is ‖Jₜ‖²_F,
-which is at least tr Jₜ². A probe's trace has a variance of at most 2‖Jₜ‖²_F. It is estimated by half
-the squared difference to the trace before, which also counts the drift; probe m adds a share 1/m of
-the bound. The errors of the steps that share a probe are equal, so they add before they are squared.
+which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F. This is
+estimated by half the squared change since the last probe, which counts drift too, plus a share 1/m
+of the bound at probe m. Steps that share a probe share its error, so they add up before squaring.
 
 With an `AdaptiveClip`, s and v are multiplied by a factor that depends on the noisy slack of the
-step. Given the slack and the past, ξₜ is still Gaussian, because the noise of the slack is
-independent, so all of this holds with s = sₜ; ḡₜ is the mean that the clip norm of step t gives. If
-batches are sampled, the factor and ζₜ depend on the same batch; their correlation is neglected.
+step. Given slack and past, ξₜ is still Gaussian, because the noise of the slack is independent. So
+all of this holds with s = sₜ, and ḡₜ is the mean that the factor of step t gives. If batches are
+sampled, the factor and ζₜ depend on the same batch; their correlation is neglected.
 
 If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
 optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
@@ -52,7 +52,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,15 +62,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
-from optax_lsdp._mesh import (
-    Shard,
-    axis_size,
-    check_shard_specs,
-    explicit_spec,
-    read_shards,
-    with_automatic_axes,
-)
+from optax_lsdp._keys import hashed_signs
 from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
 
@@ -153,8 +147,8 @@ class TrainingCurve(NamedTuple):
                 ) from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
-        band = 2 * self.stderr
-        ax.fill_between(self.steps, self.work - band, self.work + band, alpha=0.3)
+        low, high = self.work - 2 * self.stderr, self.work + 2 * self.stderr
+        ax.fill_between(self.steps, low, high, alpha=0.3)
         ax.set(xlabel="steps", ylabel="change of the clipped loss")
         return ax
 
@@ -178,16 +172,15 @@ def watch(
     w to w + Δ does the work ½⟨Δ, ḡ(w) + ḡ(w + Δ)⟩, which is each example's change of loss, weighted
     by its clip factor and averaged, up to third order in Δ. The curve is the sum over the steps. If
     nothing is clipped, it is the change of the training loss. Otherwise call it the change of the
-    *clipped loss*. Clipped gradients are not the gradient of any function in general, so
-    the change depends on the path, and the clipped loss has no value at a point.
+    *clipped loss*. Clipped gradients are not the gradient of any function in general, so the change
+    depends on the path, and the clipped loss has no value at a point.
 
     **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
-    other optimizers, such as Adam, its bias is small but not zero. With batches that are sampled,
-    the curve errs upward: it counts the curvature along a step twice, or it takes all clipped
-    gradients to be as long as the clip norm, whichever is less. The standard error covers this,
-    the noise and the sampling, if the curvature along the steps is positive on the whole. With
-    small batches and large step sizes it is wide. The module's docstring has the proofs.
-
+    other optimizers, such as Adam, and with step sizes that change within eight steps, its bias is
+    small but not zero. With batches that are sampled, the curve errs upward: it counts the
+    curvature along a step twice, or it takes all clipped gradients to be as long as the clip norm,
+    whichever is less. The standard error covers this, the noise and the sampling, if the curvature
+    along the steps is positive on the whole. With small batches and large step sizes it is wide.
     The estimate would be wrong with noise that is correlated between steps, with a standard
     deviation or smoothing that depends on the release itself, with batches that depend on earlier
     batches, as those of `ShuffledSampler`, and with Poisson batches that are often truncated.
@@ -195,7 +188,8 @@ def watch(
     Args:
         optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
         steps: how many steps to record.
-        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule.
+        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
+            pass `release_scale` to `update`, it multiplies both standard deviations in this step.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
         shard_specs: see `add_gaussian_noise`.
@@ -212,7 +206,7 @@ def watch(
     check_whole("steps", steps)
     check_positive("stddev", stddev, schedule=True)
     check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
-    check_shard_specs(shard_specs)
+    mesh.check_shard_specs(shard_specs)
     stddev, sampling_stddev = frozen_number(stddev), frozen_number(sampling_stddev)
     inner = optax.with_extra_args_support(optimizer)
 
@@ -231,7 +225,7 @@ def watch(
             last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
-        # Arrays of their own, so that a compiled step may reuse the memory of each.
+        # Copies, because a caller can donate each array only once.
         return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
     def update(
@@ -243,13 +237,12 @@ def watch(
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
-        s, v = (_value_at(x, state.step) * release_scale for x in (stddev, sampling_stddev))
-        shards = read_shards(shard_specs, jax.tree.leaves(releases))
+        settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
+        s, v = (jnp.asarray(x, float) * release_scale for x in settings)
+        shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
         moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        moves = compute_once(moves)
-        move = _change(params, moves)
-        leaves = zip(shards, *map(jax.tree.leaves, (releases, state.move, move)), strict=True)
-        by_leaf = [_over_shards(jax.lax.psum, shard, _products(*x)) for shard, *x in leaves]
+        move = _change(params, moves := compute_once(moves))
+        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
         end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
 
         def probe(last: Probe) -> Probe:
@@ -258,18 +251,17 @@ def watch(
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), releases, signs)
             others, _ = inner.update(there, state.optimizer, params, **extra_args)
             turn = jax.tree.map(jnp.subtract, _change(params, compute_once(others)), move)
-            trace = _total(shards, jnp.multiply, signs, turn) / h
-            square = _total(shards, jnp.square, turn) / h**2
+            slopes = mesh.sum_leaves(shards, lambda w, p: (w * p / h, (p / h) ** 2), signs, turn)
+            trace, square = sum(slopes, jnp.zeros(2))
             count = jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY
-            doubt = jnp.square(trace - last.trace) / 2 + 2 * square / count
-            doubt = jnp.minimum(doubt, 2 * square)
-            return Probe(trace, square, _largest(shards, turn) / h, doubt, jnp.zeros_like(s))
+            doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
+            steepest = mesh.largest_entry(shards, turn) / h
+            return Probe(trace, square, steepest, doubt, used=jnp.zeros_like(s))
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         found = jax.lax.cond(is_due, probe, lambda last: last, state.probe)
         used = found.used + s**2 / 2
-        sums = state.sums
-        jump = jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
+        sums, jump = state.sums, jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
         ended = sums._replace(
             ends=sums.ends + end,
             ends_noise=sums.ends_noise + s**2 * state.length,
@@ -288,11 +280,10 @@ def watch(
         )
         has_noise = s**2 > 0
         energy = jnp.where(has_noise, s**2, 1)
-        ratios = [
-            jnp.where(has_noise, x[4] / (energy * y.size * axis_size(shard.split_axes)) - 1, 0)
-            for x, y, shard in zip(by_leaf, jax.tree.leaves(releases), shards, strict=True)
-        ]
-        structure = jax.tree.structure(releases)
+        leaves, structure = jax.tree.flatten(releases)
+        sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
+        each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
+        ratios = jax.tree.unflatten(structure, [jnp.where(has_noise, x, 0) for x in each])
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
@@ -302,7 +293,7 @@ def watch(
             end=end,
             probe=found._replace(used=used),
             sums=started,
-            ratio=jax.tree.map(jnp.add, state.ratio, jax.tree.unflatten(structure, ratios)),
+            ratio=jax.tree.map(jnp.add, state.ratio, ratios),
             last=point,
             curve=state.curve.at[state.step].set(point, mode="drop"),
         )
@@ -329,11 +320,9 @@ def training_curve(state: PyTree) -> TrainingCurve:
             "`state` must be the state of a watched optimizer, got one without a curve; pass "
             "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
         )
-    taken, noisy, curve, ratio = jax.device_get(
-        (watched.step, watched.noisy, watched.curve, watched.ratio)
-    )
-    work, stderr = curve[:taken].T
-    mean = jax.tree.map(lambda x: float(x) / max(int(noisy), 1), ratio)
+    found = jax.device_get(watched._replace(optimizer=None, move=None))
+    work, stderr = found.curve[: found.step].T
+    mean = jax.tree.map(lambda x: float(x) / max(int(found.noisy), 1), found.ratio)
     return TrainingCurve(np.arange(len(work)), work, stderr, mean)
 
 
@@ -359,10 +348,8 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     The lower limit is the middle estimate. Without sampling, it is the only one.
     """
     gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
-    is_sampled = sums.lowered > 0
-    noise = jnp.where(
-        is_sampled, jnp.maximum(sums.ends_noise, sums.middle_noise), sums.middle_noise
-    )
+    most = jnp.maximum(sums.ends_noise, sums.middle_noise)
+    noise = jnp.where(sums.lowered > 0, most, sums.middle_noise)
     count = jnp.maximum(count, 1).astype(float)
     found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
     sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
@@ -370,7 +357,7 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
 
 
-def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyTree:
+def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -> PyTree:
     """Return a tree of ±1 that depends on the step, the leaf and the shard alone."""
     leaves, structure = jax.tree.flatten(tree)
     signs = []
@@ -378,18 +365,9 @@ def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyT
         seed = 31 * step + index
         for axis in shard.split_axes:
             seed = 31 * seed + jax.lax.axis_index(axis)
-        draw = with_automatic_axes(partial(_signs, leaf.shape), explicit_spec(leaf))
+        draw = mesh.with_automatic_axes(partial(hashed_signs, leaf.shape), mesh.explicit_spec(leaf))
         signs.append(draw(seed))
     return jax.tree.unflatten(structure, signs)
-
-
-def _signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return pseudo-random ±1 by hashing each entry's index, which fuses with what uses them."""
-    mixed = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    mixed += seed.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons' lowbias32
-        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
-    return 1 - 2 * (mixed >> 31).astype(jnp.float32)
 
 
 def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
@@ -409,36 +387,10 @@ def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Update
     return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
 
 
-def _products(release: jax.Array, before: jax.Array, now: jax.Array) -> jax.Array:
-    """Return ⟨Δₜ₋₁, yₜ⟩, ⟨Δₜ, yₜ⟩, ‖Δₜ₋₁ + Δₜ‖², ‖Δₜ‖² and ‖yₜ‖² of a leaf: (5,)."""
-    y, before, now = map(widen, (release, before, now))
-    terms = (before * y, now * y, jnp.square(before + now), jnp.square(now), jnp.square(y))
-    return jnp.stack([jnp.sum(term).astype(float) for term in terms])
-
-
-def _total(shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree) -> jax.Array:
-    """Return the sum of `term` over all entries of all leaves, on all shards."""
-    total = jnp.zeros([])
-    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
-        total += _over_shards(jax.lax.psum, shard, jnp.sum(term(*leaves)).astype(float))
-    return total
-
-
-def _largest(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
-    """Return the largest magnitude of an entry."""
-    largest = jnp.zeros([])
-    for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True):
-        here = jnp.max(jnp.abs(leaf), initial=0).astype(float)
-        largest = jnp.maximum(largest, _over_shards(jax.lax.pmax, shard, here))
-    return largest
-
-
-def _over_shards(reduce: Callable[..., jax.Array], shard: Shard, value: jax.Array) -> jax.Array:
-    return reduce(value, shard.split_axes) if shard.split_axes else value
-
-
-def _value_at(value: optax.ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    return jnp.asarray(value(step) if callable(value) else value, float)
+def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+    y, before, now = map(widen, leaves)
+    both = before + now
+    return before * y, now * y, both * both, now * now, y * y
 
 
 def _is_watch_state(node: object) -> bool:
