@@ -81,7 +81,8 @@ def privatize(
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
-            but a copy of the parameters; see `watch`. The default records nothing.
+            but a copy of the parameters; see `watch`. The default records nothing. Refused with
+            several groups of `AdaptiveClip`.
         sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
             batches. Without it, the error is that of batches from a much larger dataset.
 

@@ -16,8 +16,9 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
   both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
-  the entries within h of the jump. After eight steps, only every eighth step is probed, and the
-  last probe serves the steps between, which is a bias if tr J drifts.
+  the entries within h of the jump. After eight steps, only every eighth step is probed. The last
+  probe serves the steps between, and the next corrects them as if tr J had drifted linearly. What
+  is not linear is a bias.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
@@ -238,7 +239,7 @@ def watch(
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
-        s, v = (jnp.asarray(x, float) * release_scale for x in settings)
+        s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
         moves, after = inner.update(releases, state.optimizer, params, **extra_args)
         move = _change(params, moves := compute_once(moves))
@@ -251,9 +252,9 @@ def watch(
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), releases, signs)
             others, _ = inner.update(there, state.optimizer, params, **extra_args)
             turn = jax.tree.map(jnp.subtract, _change(params, compute_once(others)), move)
-            slopes = mesh.sum_leaves(shards, lambda w, p: (w * p / h, (p / h) ** 2), signs, turn)
-            trace, square = sum(slopes, jnp.zeros(2))
-            count = jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY
+            slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
+            trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
+            count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
             return Probe(trace, square, steepest, doubt, used=jnp.zeros_like(s))
@@ -261,6 +262,8 @@ def watch(
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         found = jax.lax.cond(is_due, probe, lambda last: last, state.probe)
         used = found.used + s**2 / 2
+        share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
+        drift = share * state.probe.used * (found.trace - state.probe.trace)
         sums, jump = state.sums, jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
         ended = sums._replace(
             ends=sums.ends + end,
@@ -272,7 +275,7 @@ def watch(
         )
         point = _combine(ended, state.step)
         started = ended._replace(
-            middle=ended.middle + (ahead - s**2 * found.trace) / 2,
+            middle=ended.middle + (ahead - s**2 * found.trace) / 2 - drift,
             middle_noise=sums.middle_noise
             + s**2 * (both + s**2 * found.square) / 4
             + (used**2 - found.used**2) * found.doubt,
