@@ -156,6 +156,15 @@ def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[
     return x, y
 
 
+def hashed_signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
+    """Return public ±1 by hashing each entry's index, which fuses with the code that uses them."""
+    mixed = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    mixed += seed.astype(jnp.uint32) * np.uint32(0x9E3779B9)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons' lowbias32
+        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
+    return 1 - 2 * (mixed >> 31).astype(jnp.float32)
+
+
 def _draw_twice(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     if keys.ndim == 0:
         high, low = jax.random.split(keys)

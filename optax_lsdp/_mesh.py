@@ -1,4 +1,4 @@
-"""Query the mesh inside `jit` and `shard_map`, and reduce a condition under `vmap`.
+"""Query the mesh inside `jit` and `shard_map`, sum over shards, and reduce conditions under `vmap`.
 
 Inside `shard_map` or `pmap`, a mesh axis is *manual*: each shard runs the function by itself. A
 value *varies* over a manual axis if shards along the axis may hold different values. JAX tracks
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from optax_lsdp._types import PyTree
@@ -184,6 +185,27 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
         )
         for spec, leaf in zip(chosen, leaves, strict=True)
     ]
+
+
+def sum_leaves(
+    shards: Sequence[Shard], terms: Callable[..., tuple[jax.Array, ...]], *trees: PyTree
+) -> list[jax.Array]:
+    """Return, for each leaf, the sums of its `terms` over all entries on all shards: (terms,)."""
+    sums = []
+    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
+        here = jnp.stack([jnp.sum(term).astype(float) for term in terms(*leaves)])
+        sums.append(jax.lax.psum(here, shard.split_axes) if shard.split_axes else here)
+    return sums
+
+
+def largest_entry(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
+    """Return the largest magnitude of an entry of any leaf on any shard."""
+    largest = jnp.zeros([])
+    for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True):
+        here = jnp.max(jnp.abs(leaf), initial=0).astype(float)
+        here = jax.lax.pmax(here, shard.split_axes) if shard.split_axes else here
+        largest = jnp.maximum(largest, here)
+    return largest
 
 
 def _may_be_split(leaf: jax.Array) -> bool:

@@ -25,6 +25,7 @@ from optax_lsdp.clipping import (
     clip_per_example,
     current_clip_norm,
     estimate_norms,
+    last_factor,
     sensitivity,
 )
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
@@ -80,7 +81,8 @@ def privatize(
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
-            but a copy of the parameters; see `watch`. The default records nothing.
+            but a copy of the parameters; see `watch`. The default records nothing. Refused with
+            several groups of `AdaptiveClip`.
         sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
             batches. Without it, the error is that of batches from a much larger dataset.
 
@@ -129,10 +131,10 @@ def privatize(
         _with_clear_errors(optimizer),
     ]
     if watch_steps is not None:
-        if adapts:
+        if adapts and len(jax.tree.leaves(clip_norm)) > 1:
             raise ValueError(
-                "`watch_steps` must be None with an AdaptiveClip, whose noise changes from step to "
-                f"step, got {watch_steps}; watch with a fixed clip norm."
+                "`watch_steps` must be None with an AdaptiveClip for each of several groups, whose "
+                f"noise differs, got {watch_steps}; watch with one AdaptiveClip for all leaves."
             )
         rate = 0.0 if sampling_rate is None else sampling_rate
         check_whole("watch_steps", watch_steps)
@@ -146,6 +148,9 @@ def privatize(
             shard_specs=shard_specs,
         )
         after_noise = [watched]
+        if adapts:
+            released = optax.chain(*release, optax.scale(1 / expected_batch_size))
+            return _with_release_scale(released, watched)
     return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
 
 
@@ -293,6 +298,30 @@ def _with_clip_norm(
         return release.update(updates, state, params, clip_norm=now, **extra_args)
 
     return optax.GradientTransformationExtraArgs(release.init, update)
+
+
+def _with_release_scale(
+    release: optax.GradientTransformationExtraArgs, watched: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """Chain both, and tell `watch` the factor by which an adaptive clip norm scales the noise."""
+
+    def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
+        return release.init(params), watched.init(params)
+
+    def update(
+        updates: optax.Updates,
+        state: tuple[optax.OptState, optax.OptState],
+        params: optax.Params | None = None,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, tuple[optax.OptState, optax.OptState]]:
+        updates, released = release.update(updates, state[0], params, **extra_args)
+        scale = last_factor(released)
+        updates, after = watched.update(
+            updates, state[1], params, release_scale=scale, **extra_args
+        )
+        return updates, (released, after)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:

@@ -16,13 +16,22 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
   both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
-  the entries within h of the jump.
+  the entries within h of the jump. After eight steps, only every eighth step is probed. The last
+  probe serves the steps between, and the next corrects them as if tr J had drifted linearly. What
+  is not linear is a bias.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
 martingale differences, so their variances add. With full batches, the variance of the first is
-¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again), and of the second at most ½s⁴‖Jₜ‖²_F; the
-expectation of (s/h)²‖p‖² is s²‖Jₜ‖²_F, which is at least s² tr Jₜ².
+¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again); the expectation of ‖p‖²/h² is ‖Jₜ‖²_F,
+which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F. This is
+estimated by half the squared change since the last probe, which counts drift too, plus a share 1/m
+of the bound at probe m. Steps that share a probe share its error, so they add up before squaring.
+
+With an `AdaptiveClip`, s and v are multiplied by a factor that depends on the noisy slack of the
+step. Given slack and past, ξₜ is still Gaussian, because the noise of the slack is independent. So
+all of this holds with s = sₜ, and ḡₜ is the mean that the factor of step t gives. If batches are
+sampled, the factor and ζₜ depend on the same batch; their correlation is neglected.
 
 If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
 optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
@@ -44,7 +53,7 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,23 +61,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
+import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
-from optax_lsdp._mesh import (
-    Shard,
-    axis_size,
-    check_shard_specs,
-    explicit_spec,
-    read_shards,
-    with_automatic_axes,
-)
-from optax_lsdp._trees import compute_once, widen
+from optax_lsdp._keys import hashed_signs
+from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PROBE = 1 / 8  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
+_EVERY = 8  # steps from one probe to the next, after as many steps that are all probed
 
 
 class WatchSums(NamedTuple):
@@ -83,14 +88,26 @@ class WatchSums(NamedTuple):
     lowered: jax.Array  # a bound on how much sampling has lowered `middle`
 
 
+class Probe(NamedTuple):
+    """What the last probe has shown of the Jacobian J = ∂Δ/∂y."""
+
+    trace: jax.Array  # of J, with Hutchinson's error
+    square: jax.Array  # ‖p‖²/h², whose mean is ‖J‖²_F
+    steepest: jax.Array  # λ
+    doubt: jax.Array  # the variance of `trace`
+    used: jax.Array  # the sum of ½s² over the steps that have used it
+
+
 class WatchState(NamedTuple):
     """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
 
     optimizer: optax.OptState
     step: jax.Array  # how many releases were seen
+    noisy: jax.Array  # how many of them had noise; an `AdaptiveClip` can make a release zero
     move: optax.Updates  # Δ, the last step
     length: jax.Array  # ‖Δ‖²
     end: jax.Array  # the last ⟨Δₜ, yₜ₊₁⟩
+    probe: Probe
     sums: WatchSums
     ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
@@ -106,6 +123,7 @@ class TrainingCurve(NamedTuple):
         stderr: the standard error of `work`.
         signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
             d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
+            Releases that an `AdaptiveClip` makes zero do not count.
             The sampling of batches counts as signal.
     """
 
@@ -130,8 +148,8 @@ class TrainingCurve(NamedTuple):
                 ) from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
-        band = 2 * self.stderr
-        ax.fill_between(self.steps, self.work - band, self.work + band, alpha=0.3)
+        low, high = self.work - 2 * self.stderr, self.work + 2 * self.stderr
+        ax.fill_between(self.steps, low, high, alpha=0.3)
         ax.set(xlabel="steps", ylabel="change of the clipped loss")
         return ax
 
@@ -155,16 +173,15 @@ def watch(
     w to w + Δ does the work ½⟨Δ, ḡ(w) + ḡ(w + Δ)⟩, which is each example's change of loss, weighted
     by its clip factor and averaged, up to third order in Δ. The curve is the sum over the steps. If
     nothing is clipped, it is the change of the training loss. Otherwise call it the change of the
-    *clipped loss*. Clipped gradients are not the gradient of any function in general, so
-    the change depends on the path, and the clipped loss has no value at a point.
+    *clipped loss*. Clipped gradients are not the gradient of any function in general, so the change
+    depends on the path, and the clipped loss has no value at a point.
 
     **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
-    other optimizers, such as Adam, its bias is small but not zero. With batches that are sampled,
-    the curve errs upward: it counts the curvature along a step twice, or it takes all clipped
-    gradients to be as long as the clip norm, whichever is less. The standard error covers this,
-    the noise and the sampling, if the curvature along the steps is positive on the whole. With
-    small batches and large step sizes it is wide. The module's docstring has the proofs.
-
+    other optimizers, such as Adam, and with step sizes that change within eight steps, its bias is
+    small but not zero. With batches that are sampled, the curve errs upward: it counts the
+    curvature along a step twice, or it takes all clipped gradients to be as long as the clip norm,
+    whichever is less. The standard error covers this, the noise and the sampling, if the curvature
+    along the steps is positive on the whole. With small batches and large step sizes it is wide.
     The estimate would be wrong with noise that is correlated between steps, with a standard
     deviation or smoothing that depends on the release itself, with batches that depend on earlier
     batches, as those of `ShuffledSampler`, and with Poisson batches that are often truncated.
@@ -172,7 +189,8 @@ def watch(
     Args:
         optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
         steps: how many steps to record.
-        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule.
+        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
+            pass `release_scale` to `update`, it multiplies both standard deviations in this step.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
         shard_specs: see `add_gaussian_noise`.
@@ -189,47 +207,64 @@ def watch(
     check_whole("steps", steps)
     check_positive("stddev", stddev, schedule=True)
     check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
-    check_shard_specs(shard_specs)
+    mesh.check_shard_specs(shard_specs)
     stddev, sampling_stddev = frozen_number(stddev), frozen_number(sampling_stddev)
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> WatchState:
-        zero = jnp.zeros([])
-        return WatchState(
-            optimizer=inner.init(params),
-            step=jnp.zeros([], jnp.int32),
+        zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
+        state = WatchState(
+            optimizer=None,
+            step=step,
+            noisy=step,
             move=jax.tree.map(jnp.zeros_like, params),
             length=zero,
             end=zero,
+            probe=Probe(*[zero] * len(Probe._fields)),
             sums=WatchSums(*[zero] * len(WatchSums._fields)),
             ratio=jax.tree.map(lambda _: zero, params),
             last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
+        # Copies, because a caller can donate each array only once.
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
     def update(
         updates: optax.Updates,
         state: WatchState,
         params: optax.Params | None = None,
+        *,
+        release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
-        s, v = (_value_at(x, state.step) for x in (stddev, sampling_stddev))
-        shards = read_shards(shard_specs, jax.tree.leaves(releases))
-        signs = _public_signs(releases, state.step, shards)
-        probes = jax.tree.map(lambda y, w: y + (_PROBE * s * w).astype(y.dtype), releases, signs)
+        settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
+        s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
+        shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
         moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        others, _ = inner.update(probes, state.optimizer, params, **extra_args)
-        move = _change(params, moves)
-        turn = jax.tree.map(jnp.subtract, _change(params, others), move)
-        total = partial(_total, shards)
-        end = total(jnp.multiply, state.move, releases)
-        start = total(jnp.multiply, move, releases) - s / _PROBE * total(jnp.multiply, signs, turn)
-        both = total(lambda a, b: jnp.square(a + b), state.move, move)
-        bends = total(jnp.square, turn) / _PROBE**2
-        steepest = _largest(shards, turn) / (_PROBE * s)
-        sums = state.sums
-        jump = jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
+        move = _change(params, moves := compute_once(moves))
+        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
+        end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
+
+        def probe(last: Probe) -> Probe:
+            signs = _public_signs(releases, state.step, shards)
+            h = _PROBE * jnp.where(s > 0, s, 1)
+            there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), releases, signs)
+            others, _ = inner.update(there, state.optimizer, params, **extra_args)
+            turn = jax.tree.map(jnp.subtract, _change(params, compute_once(others)), move)
+            slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
+            trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
+            count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
+            doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
+            steepest = mesh.largest_entry(shards, turn) / h
+            return Probe(trace, square, steepest, doubt, used=jnp.zeros_like(s))
+
+        is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
+        found = jax.lax.cond(is_due, probe, lambda last: last, state.probe)
+        used = found.used + s**2 / 2
+        share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
+        drift = share * state.probe.used * (found.trace - state.probe.trace)
+        sums, jump = state.sums, jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
         ended = sums._replace(
             ends=sums.ends + end,
             ends_noise=sums.ends_noise + s**2 * state.length,
@@ -240,24 +275,28 @@ def watch(
         )
         point = _combine(ended, state.step)
         started = ended._replace(
-            middle=ended.middle + start / 2,
-            middle_noise=sums.middle_noise + s**2 * (both + 3 * bends) / 4,
-            lowered=sums.lowered + v**2 * steepest / 2,
+            middle=ended.middle + (ahead - s**2 * found.trace) / 2 - drift,
+            middle_noise=sums.middle_noise
+            + s**2 * (both + s**2 * found.square) / 4
+            + (used**2 - found.used**2) * found.doubt,
+            lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        squares = _per_leaf(shards, jnp.square, releases)
-        ratios = [
-            square / (s**2 * leaf.size * axis_size(shard.split_axes)) - 1
-            for square, leaf, shard in zip(squares, jax.tree.leaves(releases), shards, strict=True)
-        ]
-        structure = jax.tree.structure(releases)
+        has_noise = s**2 > 0
+        energy = jnp.where(has_noise, s**2, 1)
+        leaves, structure = jax.tree.flatten(releases)
+        sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
+        each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
+        ratios = jax.tree.unflatten(structure, [jnp.where(has_noise, x, 0) for x in each])
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
+            noisy=jnp.where(has_noise, optax.safe_increment(state.noisy), state.noisy),
             move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
-            length=total(jnp.square, move),
+            length=length,
             end=end,
+            probe=found._replace(used=used),
             sums=started,
-            ratio=jax.tree.map(jnp.add, state.ratio, jax.tree.unflatten(structure, ratios)),
+            ratio=jax.tree.map(jnp.add, state.ratio, ratios),
             last=point,
             curve=state.curve.at[state.step].set(point, mode="drop"),
         )
@@ -284,9 +323,9 @@ def training_curve(state: PyTree) -> TrainingCurve:
             "`state` must be the state of a watched optimizer, got one without a curve; pass "
             "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
         )
-    taken, curve, ratio = jax.device_get((watched.step, watched.curve, watched.ratio))
-    work, stderr = curve[:taken].T
-    mean = jax.tree.map(lambda x: float(x) / max(int(taken), 1), ratio)
+    found = jax.device_get(watched._replace(optimizer=None, move=None))
+    work, stderr = found.curve[: found.step].T
+    mean = jax.tree.map(lambda x: float(x) / max(int(found.noisy), 1), found.ratio)
     return TrainingCurve(np.arange(len(work)), work, stderr, mean)
 
 
@@ -312,10 +351,8 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     The lower limit is the middle estimate. Without sampling, it is the only one.
     """
     gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
-    is_sampled = sums.lowered > 0
-    noise = jnp.where(
-        is_sampled, jnp.maximum(sums.ends_noise, sums.middle_noise), sums.middle_noise
-    )
+    most = jnp.maximum(sums.ends_noise, sums.middle_noise)
+    noise = jnp.where(sums.lowered > 0, most, sums.middle_noise)
     count = jnp.maximum(count, 1).astype(float)
     found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
     sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
@@ -323,7 +360,7 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
 
 
-def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyTree:
+def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -> PyTree:
     """Return a tree of ±1 that depends on the step, the leaf and the shard alone."""
     leaves, structure = jax.tree.flatten(tree)
     signs = []
@@ -331,18 +368,9 @@ def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[Shard]) -> PyT
         seed = 31 * step + index
         for axis in shard.split_axes:
             seed = 31 * seed + jax.lax.axis_index(axis)
-        draw = with_automatic_axes(partial(_signs, leaf.shape), explicit_spec(leaf))
+        draw = mesh.with_automatic_axes(partial(hashed_signs, leaf.shape), mesh.explicit_spec(leaf))
         signs.append(draw(seed))
     return jax.tree.unflatten(structure, signs)
-
-
-def _signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return pseudo-random ±1 by hashing each entry's index, which fuses with what uses them."""
-    mixed = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
-    mixed += seed.astype(jnp.uint32) * np.uint32(0x9E3779B9)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons' lowbias32
-        mixed = (mixed ^ (mixed >> shift)) * np.uint32(factor)
-    return 1 - 2 * (mixed >> 31).astype(jnp.float32)
 
 
 def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
@@ -350,49 +378,22 @@ def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Update
 
     Parameters in half precision are rounded, so they change by less or more than their updates.
     """
-    if params is None:
-        return jax.tree.map(widen, updates)
 
-    def change(param: jax.Array, update: jax.Array) -> jax.Array:
+    def change(update: jax.Array, param: jax.Array) -> jax.Array:
+        if param.dtype == wide_dtype(param):
+            return widen(update)
         kind = jnp.finfo(param.dtype)
         # Explicitly: XLA may leave out a rounding that is only a cast.
         new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
         return new - widen(param)
 
-    return jax.tree.map(change, params, updates)
+    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
 
 
-def _per_leaf(
-    shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree
-) -> list[jax.Array]:
-    """Return the sum of `term` over all entries of each leaf, on all shards."""
-    sums = []
-    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
-        here = jnp.sum(term(*map(widen, leaves))).astype(float)
-        sums.append(_over_shards(jax.lax.psum, shard, here))
-    return sums
-
-
-def _total(shards: Sequence[Shard], term: Callable[..., jax.Array], *trees: PyTree) -> jax.Array:
-    """Return the sum of `term` over all entries of all leaves, on all shards."""
-    return jnp.asarray(sum(_per_leaf(shards, term, *trees)), float)
-
-
-def _largest(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
-    """Return the largest magnitude of an entry."""
-    largest = jnp.zeros([])
-    for shard, leaf in zip(shards, jax.tree.leaves(tree), strict=True):
-        here = jnp.max(jnp.abs(leaf), initial=0).astype(float)
-        largest = jnp.maximum(largest, _over_shards(jax.lax.pmax, shard, here))
-    return largest
-
-
-def _over_shards(reduce: Callable[..., jax.Array], shard: Shard, value: jax.Array) -> jax.Array:
-    return reduce(value, shard.split_axes) if shard.split_axes else value
-
-
-def _value_at(value: optax.ScalarOrSchedule, step: jax.Array) -> jax.Array:
-    return jnp.asarray(value(step) if callable(value) else value, float)
+def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:
+    y, before, now = map(widen, leaves)
+    both = before + now
+    return before * y, now * y, both * both, now * now, y * y
 
 
 def _is_watch_state(node: object) -> bool:

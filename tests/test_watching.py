@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import optax_lsdp as lsdp
+from optax_lsdp.clipping import last_factor
 from tests import oracles
 
 N, STEPS, SEEDS = 100, 30, 60
@@ -18,7 +19,9 @@ OPTIMIZERS = {
     "momentum": lambda: optax.sgd(0.2, momentum=0.9),
     "nesterov": lambda: optax.sgd(0.2, momentum=0.9, nesterov=True),
     "adam": lambda: optax.adam(0.05),
+    "falling step size": lambda: optax.sgd(optax.exponential_decay(1.0, 8, 0.5)),
 }
+MOVING = lsdp.AdaptiveClip(0.3, rate=0.5)
 
 
 def quadratic():
@@ -51,20 +54,21 @@ def _standard_promotion(_strict_promotion):  # Adam promotes dtypes
 
 
 @functools.cache
-def runner(problem, optimizer, rate, smoothing):
-    """Return a compiled function of keys and z: parameters, clipped means, and curves."""
+def runner(problem, optimizer, rate, smoothing, clip):
+    """Return a compiled function of keys and z: parameters, clipped means, curves, clip norms."""
     gradients, initial = PROBLEMS[problem]()
+    is_adaptive = isinstance(clip, lsdp.AdaptiveClip)
 
-    def clipped_mean(w):
+    def clipped_mean(w, norm, factor):
         rows = gradients(w)
         norms = jnp.linalg.norm(rows, axis=1, keepdims=True)
-        return jnp.mean(rows / jnp.maximum(norms, 1.0), axis=0)
+        return jnp.mean(factor * rows / jnp.maximum(norms, norm), axis=0)
 
     def run(key, noise_multiplier):
         noise_key, batch_key = jax.random.split(key)
         tx = lsdp.privatize(
             OPTIMIZERS[optimizer](),
-            clip_norm=1.0,
+            clip_norm=clip,
             noise_multiplier=noise_multiplier,
             expected_batch_size=rate * N,
             smoothing=smoothing,
@@ -76,8 +80,10 @@ def runner(problem, optimizer, rate, smoothing):
         def step(carry, index):
             w, state = carry
             mask = jax.random.bernoulli(jax.random.fold_in(batch_key, index), rate, (N,))
+            norm = lsdp.current_clip_norm(state) if is_adaptive else clip
             updates, state = tx.update(gradients(w), state, w, mask=mask)
-            return (optax.apply_updates(w, updates), state), (w, clipped_mean(w))
+            mean = clipped_mean(w, norm, last_factor(state) if is_adaptive else norm)
+            return (optax.apply_updates(w, updates), state), (w, mean, norm)
 
         (_, state), path = jax.lax.scan(step, (initial, tx.init(initial)), jnp.arange(STEPS))
         return path, state[-1].curve
@@ -85,14 +91,17 @@ def runner(problem, optimizer, rate, smoothing):
     return jax.jit(jax.vmap(run, (0, None)))
 
 
-def train(problem, optimizer, rate, noise_multiplier, smoothing=0.0):
+def train(problem, optimizer, rate, noise_multiplier, smoothing=0.0, clip=1.0):
     """Return the true work and the curves of several runs: three arrays (SEEDS, STEPS)."""
     keys = jax.random.split(jax.random.key(7), SEEDS)
-    path, curves = runner(problem, optimizer, rate, smoothing)(keys, noise_multiplier)
+    (*path, norms), curves = runner(problem, optimizer, rate, smoothing, clip)(
+        keys, noise_multiplier
+    )
+    assert isinstance(clip, float) or norms[:, -1].min() > 2 * clip.initial  # it has moved
     return oracles.work_along(*path), np.asarray(curves[..., 0]), np.asarray(curves[..., 1])
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "nesterov", "adam"])
 def test_without_noise_the_curve_is_the_true_work(optimizer):
     truth, work, _ = train("softmax regression", optimizer, 1.0, 1e-3)
     small = 1e-4  # noise of 1e-5 in each entry, and the rounding of float32
@@ -109,7 +118,56 @@ def test_the_true_work_lies_within_two_standard_errors(problem, optimizer, rate)
     assert covered[:, 1:].mean() >= 0.9  # the target; normal errors would be covered in 95 %
 
 
-@pytest.mark.parametrize(("optimizer", "smoothing"), [("nesterov", 0.0), ("sgd", 2.0)])
+@pytest.mark.parametrize("rate", [1.0, 0.1], ids=["full", "poisson"])
+def test_coverage_survives_a_clip_norm_that_moves(rate):
+    noise = 2.0 if rate == 1 else 0.5
+    truth, work, stderr = train("softmax regression", "momentum", rate, noise, clip=MOVING)
+    covered = np.abs(work - truth) <= 2 * stderr
+    assert covered[:, 1:].mean() >= 0.9
+    assert (stderr[:, -1] < 2 * np.abs(truth[:, -1])).all()  # it says something
+
+
+def adaptive_run(clip, optimizer, steps=12, **options):
+    """Return the state of a watched run of full batches on the quadratic problem."""
+    gradients, params = quadratic()
+    private = {"noise_multiplier": 1.0, "expected_batch_size": N, "key": jax.random.key(2)}
+    tx = lsdp.privatize(
+        optimizer, clip_norm=clip, watch_steps=steps, sampling_rate=1.0, **private, **options
+    )
+    state = tx.init(params)
+    update = jax.jit(tx.update, donate_argnums=1)
+    for _ in range(steps):
+        updates, state = update(gradients(params), state, params)
+        params = optax.apply_updates(params, updates)
+    assert update._cache_size() == 1
+    return state
+
+
+def test_an_adaptive_clip_norm_that_stays_has_the_curve_of_a_fixed_one():
+    clip = lsdp.AdaptiveClip(0.5, method="fixed", slack=8)
+    got = lsdp.training_curve(adaptive_run(clip, optax.sgd(0.5, 0.9)))
+    expected = lsdp.training_curve(adaptive_run(0.5, optax.sgd(0.5, 0.9), slack=8))
+    rounding = 1e-4  # the clip norm is divided out and multiplied in again; the noise is the same
+    for one, other in zip(*map(jax.tree.leaves, (got, expected)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rounding, atol=rounding * 1e-2)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+def test_releases_that_an_adaptive_clip_norm_makes_zero_count_nowhere(optimizer):
+    state = adaptive_run(lsdp.AdaptiveClip(300.0), OPTIMIZERS[optimizer](), steps=20)
+    watched, curve = state[-1], lsdp.training_curve(state)
+    for array in jax.tree.leaves((watched, curve)):
+        assert np.isfinite(array).all()
+    silent = 20 - int(watched.noisy)
+    assert 3 <= silent < 15
+    assert (curve.work[: silent + 1] == 0).all() and (curve.stderr[: silent + 1] == 0).all()
+    assert (curve.stderr[silent + 1 :] > 0).all()
+    assert curve.signal_to_noise == pytest.approx(float(watched.ratio) / int(watched.noisy))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "smoothing"), [("nesterov", 0.0), ("sgd", 2.0), ("falling step size", 0.0)]
+)
 def test_full_batches_have_no_bias_and_an_error_of_the_stated_size(optimizer, smoothing):
     truth, work, stderr = train("softmax regression", optimizer, 1.0, 3.0, smoothing)
     errors = (work - truth)[:, -1] / stderr[:, -1]
@@ -308,6 +366,9 @@ def test_bad_input_is_refused_in_one_sentence():
         lsdp.privatize(optax.sgd(0.1), watch_steps=0, **private)
     with pytest.raises(ValueError, match="`sampling_rate` must be from 0 to 1, got 2"):
         lsdp.privatize(optax.sgd(0.1), watch_steps=1, sampling_rate=2, **private)
+    private["clip_norm"] = {"a": lsdp.AdaptiveClip(1.0), "b": lsdp.AdaptiveClip(2.0)}
+    with pytest.raises(ValueError, match="`watch_steps` must be None with an AdaptiveClip for"):
+        lsdp.privatize(optax.sgd(0.1), watch_steps=1, **private)
     plan = lsdp.PrivacyPlan(
         dataset_size=10,
         expected_batch_size=5,

@@ -13,6 +13,7 @@ from optax_lsdp.clipping._slack import (
 )
 from optax_lsdp.clipping._slack import WithSlack as WithSlack
 from optax_lsdp.clipping._slack import has_estimates as has_estimates
+from optax_lsdp.clipping._slack import last_factor as last_factor
 from optax_lsdp.clipping._transform import clip_per_example
 from optax_lsdp.clipping.bookkeeping import emulate_platform as emulate_platform
 from optax_lsdp.clipping.bookkeeping import explain_clipping

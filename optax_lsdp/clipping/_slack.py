@@ -117,6 +117,7 @@ class GroupEstimates(NamedTuple):
     waited: jax.Array  # how many steps are in this sum
     settled: jax.Array  # whether the clip norm was once about right
     useful: jax.Array  # whether the last step's clip norm was small enough for an update
+    factor: jax.Array  # by which an adaptive clip norm has multiplied the last sum
 
 
 class EstimateNormsState(NamedTuple):
@@ -223,10 +224,11 @@ def estimate_norms(
         del params
         step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
         radii = jnp.sqrt(1 - jnp.arange(1, norm.slack + 1, dtype=jnp.float32) / norm.slack)
-        group = GroupEstimates(zero + radii * 0, zero, zero, zero, zero, step, step > 0, step > 0)
+        group = GroupEstimates(radii * 0, zero, zero, zero, zero, step, step > 0, step > 0, zero)
         groups = (group,) * len(norm.addresses)
         radii = jnp.ones(1) if _is_quantile(norm) else radii
-        return EstimateNormsState(step, fixed_norms(step), radii, groups)
+        # Copies, because a caller can donate each array only once.
+        return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), radii, groups))
 
     def update(
         updates: WithSlack,
@@ -242,7 +244,7 @@ def estimate_norms(
             )
         scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
         step = optax.safe_increment(state.step)
-        groups, moved, factors = [], [], []
+        groups, moved = [], []
         settings = jax.tree.leaves(norm.value) if norm.adaptive else [None] * len(state.groups)
         noisy, now = jax.tree.leaves(updates.slack), jax.tree.leaves(state.clip_norm)
         for group, one, clip, setting in zip(state.groups, noisy, now, settings, strict=True):
@@ -252,22 +254,20 @@ def estimate_norms(
             if setting is not None:
                 new, group = _moved(setting, group, clip, shares, scale / unit, expected_batch_size)
                 # If the clip norm falls, the update is mostly noise: the new one scales it.
-                factors.append(jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
+                group = group._replace(factor=jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
                 moved.append(new)
             groups.append(group)
         structure = jax.tree.structure(state.clip_norm)
+        after = jax.tree.unflatten(structure, moved) if moved else fixed_norms(step)
+        state = EstimateNormsState(step, after, state.radii, tuple(groups))
         if not moved:
-            after = fixed_norms(step)
-            return updates.total, EstimateNormsState(step, after, state.radii, tuple(groups))
-        after = jax.tree.unflatten(structure, moved)
+            return updates.total, state
         leaves, shape = jax.tree.flatten(updates.total)
-        by_leaf = norm.groups(updates.total, jax.tree.unflatten(structure, factors))
-        scaled = [
-            leaf * group.clip_norm.astype(leaf.dtype)
-            for leaf, group in zip(leaves, by_leaf, strict=True)
-        ]
-        total = jax.tree.unflatten(shape, scaled)
-        return total, EstimateNormsState(step, after, state.radii, tuple(groups))
+        factors = jax.tree.unflatten(structure, [group.factor for group in groups])
+        by_leaf = norm.groups(updates.total, factors)
+        pairs = zip(leaves, by_leaf, strict=True)
+        scaled = [leaf * group.clip_norm.astype(leaf.dtype) for leaf, group in pairs]
+        return jax.tree.unflatten(shape, scaled), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -346,10 +346,8 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
     """
     found = _find_state(state)
     structure = jax.tree.structure(found.clip_norm)
-    names = ("shares", "variance", "clipped", "clipped_variance")
-    shares, variance, clipped, clipped_variance = (
-        jax.tree.unflatten(structure, [getattr(group, name) for group in found.groups])
-        for name in names
+    shares, variance, clipped, clipped_variance, *_ = (
+        jax.tree.unflatten(structure, values) for values in zip(*found.groups, strict=True)
     )
     return NormEstimates(
         radii=found.radii,
@@ -378,14 +376,18 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
     return _find_state(state).clip_norm
 
 
+def last_factor(state: optax.OptState) -> jax.Array:
+    """Return the factor by which the one `AdaptiveClip` of an optimizer multiplied its last sum."""
+    return _find_state(state).groups[0].factor
+
+
 def has_estimates(state: optax.OptState) -> bool:
     """Return whether an optimizer's state has estimates of norms."""
     return any(map(_is_estimate, jax.tree.leaves(state, is_leaf=_is_estimate)))
 
 
 def _find_state(state: optax.OptState) -> EstimateNormsState:
-    leaves = jax.tree.leaves(state, is_leaf=_is_estimate)
-    found = next((leaf for leaf in leaves if _is_estimate(leaf)), None)
+    found = next(filter(_is_estimate, jax.tree.leaves(state, is_leaf=_is_estimate)), None)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with slack, got a state without estimates; "

@@ -5,6 +5,7 @@ import numpy as np
 import optax
 import pytest
 
+import optax_lsdp as lsdp
 from optax_lsdp import training
 from tests.training.problem import SHORT, Crash, bits, fit, make_plan, raise_at
 
@@ -17,15 +18,18 @@ def test_a_run_is_watched_only_if_asked():
     assert fit(SHORT).curve is None
 
 
-def test_a_resumed_run_has_the_curve_of_an_uninterrupted_run(tmp_path):
-    expected = fit(SHORT, watch=True)
+@pytest.mark.parametrize("clip", [1.0, lsdp.AdaptiveClip(0.1)], ids=["fixed", "adaptive"])
+def test_a_resumed_run_has_the_curve_of_an_uninterrupted_run(tmp_path, clip):
+    plan = make_plan(steps=5, clip_norm=clip)
+    expected = fit(plan, watch=True)
     with pytest.raises(Crash):
-        fit(SHORT, watch=True, folder=tmp_path, save_every=2, callbacks=[raise_at(3)])
-    resumed = fit(SHORT, watch=True, folder=tmp_path, save_every=2)
+        fit(plan, watch=True, folder=tmp_path, save_every=2, callbacks=[raise_at(3)])
+    resumed = fit(plan, watch=True, folder=tmp_path, save_every=2)
+    assert np.all(expected.curve.stderr[1:] > 0)
     assert bits(resumed.curve) == bits(expected.curve)
     assert bits(resumed.params) == bits(expected.params)
     with pytest.raises(ValueError, match="same model, optimizer, average and `watch`"):
-        fit(SHORT, folder=tmp_path)
+        fit(plan, folder=tmp_path)
 
 
 def test_reports_bar_and_curve_agree(capsys):
