@@ -13,7 +13,7 @@ import jax
 import optax
 
 from optax_lsdp._trees import check_floating, path_name
-from optax_lsdp._types import ClipNorm
+from optax_lsdp._types import ClipNorm, PyTree
 
 
 @partial(
@@ -64,6 +64,28 @@ class Clipped:
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["total", "slack"],
+    meta_fields=["adapts", "is_noisy"],
+)
+@dataclass(frozen=True)
+class WithSlack:
+    """A clipped sum and its slack, to which one mechanism adds noise.
+
+    Attributes:
+        total: the clipped sum, with the structure of the parameters.
+        slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
+        adapts: whether the clip norm is an `AdaptiveClip`. The sum is then in units of it.
+        is_noisy: whether `add_gaussian_noise` has added noise to both.
+    """
+
+    total: optax.Updates
+    slack: PyTree
+    adapts: bool = False
+    is_noisy: bool = False
 
 
 class ClipGroup(NamedTuple):

@@ -9,6 +9,7 @@ its key. Noise that is correlated between steps is in `correlated_noise`, exact 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_positive, frozen_number
-from optax_lsdp._clipped import unmarked_leaves
+from optax_lsdp._clipped import WithSlack, unmarked_leaves
 from optax_lsdp._keys import (
     check_key,
     fold_in_text,
@@ -122,6 +123,8 @@ def add_gaussian_noise(
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
         noisy = add_scaled(total, draw_noise(state, total), scale, state.step < _LAST_STEP)
+        if isinstance(noisy, WithSlack):
+            noisy = replace(noisy, is_noisy=True)
         return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)

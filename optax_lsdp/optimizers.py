@@ -119,7 +119,7 @@ def privatize(
     release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
     if adapts or slack is not None:
         # All shards have the same slack, so they must draw the same noise for it.
-        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P())
+        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
         noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
         options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
         release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
@@ -294,6 +294,11 @@ def _with_clip_norm(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
+        if "clip_norm" in extra_args:
+            raise ValueError(
+                "`clip_norm` must be passed to the gradient function, not to `update`, got "
+                f"{extra_args['clip_norm']!r}; the optimizer takes it from its state."
+            )
         now = current_clip_norm(state)
         return release.update(updates, state, params, clip_norm=now, **extra_args)
 

@@ -66,7 +66,7 @@ from jax.typing import ArrayLike
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
 from optax_lsdp._keys import hashed_signs
-from optax_lsdp._trees import compute_once, wide_dtype, widen
+from optax_lsdp._trees import check_shapes, compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
 
 if TYPE_CHECKING:
@@ -123,8 +123,7 @@ class TrainingCurve(NamedTuple):
         stderr: the standard error of `work`.
         signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
             d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
-            Releases that an `AdaptiveClip` makes zero do not count.
-            The sampling of batches counts as signal.
+            Zero releases of an `AdaptiveClip` do not count. Sampling of batches counts as signal.
     """
 
     steps: np.ndarray
@@ -237,6 +236,7 @@ def watch(
         release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
+        check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)

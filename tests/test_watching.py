@@ -390,3 +390,11 @@ def test_the_curve_is_drawn_with_a_band():
     assert curve.plot(ax) is ax and len(ax.lines) == len(ax.collections) == 1
     assert repr(curve).startswith("TrainingCurve(4 points, clipped loss −")
     pyplot.close("all")
+
+
+def test_per_example_gradients_and_marked_sums_are_not_watched():
+    tx, params = lsdp.watch(optax.sgd(0.1), steps=3, stddev=1.0), jnp.zeros(2)
+    marked = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0)(params, jnp.ones((3, 2)))
+    for private in (jnp.ones((3, 2)), marked):
+        with pytest.raises(ValueError, match="`updates` must have the"):
+            tx.update(private, tx.init(params), params)

@@ -1,6 +1,7 @@
 """Clip per-example gradients and sum them: (params, batch, mask) → clipped sum."""
 
 from optax_lsdp._clipped import Clipped
+from optax_lsdp._clipped import WithSlack as WithSlack
 from optax_lsdp._isolation import vouch_for_callbacks
 from optax_lsdp.clipping._clip_norm import AdaptiveClip, sensitivity
 from optax_lsdp.clipping._clip_norm import ClipStyle as ClipStyle
@@ -11,7 +12,6 @@ from optax_lsdp.clipping._slack import (
     estimate_norms,
     norm_estimates,
 )
-from optax_lsdp.clipping._slack import WithSlack as WithSlack
 from optax_lsdp.clipping._slack import has_estimates as has_estimates
 from optax_lsdp.clipping._slack import last_factor as last_factor
 from optax_lsdp.clipping._transform import clip_per_example

@@ -19,7 +19,6 @@ import optax
 from jax.typing import ArrayLike
 
 import optax_lsdp._checks as checks
-from optax_lsdp._checks import is_number
 from optax_lsdp._clipped import ClipGroup, is_marked
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
@@ -168,12 +167,11 @@ class CheckedClipNorm:
     def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
         """Return the present values of adaptive clip norms. Raise unless there is one per group."""
         wanted: object = jax.tree.structure(self.value)
-        if wanted != jax.tree.structure(clip_norm) or any(
-            jnp.shape(x) for x in jax.tree.leaves(clip_norm)
-        ):
+        is_like = wanted == jax.tree.structure(clip_norm)
+        if not is_like or not all(map(_is_usable, jax.tree.leaves(clip_norm))):
             raise ValueError(
-                "`clip_norm` must be passed with an AdaptiveClip, one number per group, got "
-                f"{clip_norm!r}; pass clip_norm=current_clip_norm(state)."
+                "`clip_norm` must be passed with an AdaptiveClip, one positive number per group, "
+                f"got {clip_norm!r}; pass clip_norm=current_clip_norm(state)."
             )
         return clip_norm
 
@@ -197,10 +195,14 @@ class CheckedClipNorm:
         except ValueError as error:
             raise ValueError(
                 "`clip_norm` must be a number or a prefix of the parameters' tree, got the "
-                f"structure {jax.tree.structure(prefix)} for parameters of structure "
-                f"{jax.tree.structure(tree)}."
+                f"structure {jax.tree.structure(prefix)} for {jax.tree.structure(tree)}."
             ) from error
         return groups
+
+
+def _is_usable(now: jax.Array) -> bool:
+    is_traced = isinstance(now, jax.core.Tracer)
+    return not jnp.shape(now) and (is_traced or _LEAST <= float(now) <= _MOST)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
@@ -228,7 +230,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
                 f"`clip_norm` must be a static number, got {norm!r}; with "
                 'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
             )
-        if not is_number(norm) or not _LEAST <= norm <= _MOST:
+        if not checks.is_number(norm) or not _LEAST <= norm <= _MOST:
             raise ValueError(
                 f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
             )

@@ -247,7 +247,7 @@ def value_and_clipped_grad(
             groups = norm.groups(params, now)
             clip_some = partial(clip, value_and_aux, params, groups=groups, style=clip_style)
             found = in_microbatches(clip_some, batch, mask, microbatch_size or size)
-            return found, count_slack(found[1], groups, norm)
+            return found, count_slack(found[1], groups, norm) if norm.slack else {}
 
         by_example = explicit_spec(jax.tree.leaves(batch)[0], 1)
         shardings = (by_example, by_example, jax.tree.map(explicit_spec, params))

@@ -22,7 +22,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_positive, frozen_number
-from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._clipped import ClipGroup, WithSlack
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping._clip_norm import (
     AdaptiveClip,
@@ -35,18 +35,6 @@ _ROUNDED_DOWN = 1 - 2.0**-20  # factor on the value of a coordinate; see `count_
 _UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this times C, even after rounding
 _RECENT = 10  # steps over which `NormEstimates.clipped` is a mean
 _SETTLED, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
-
-
-class WithSlack(NamedTuple):
-    """A clipped sum and its slack, to which one mechanism adds noise.
-
-    Attributes:
-        total: the clipped sum, with the structure of the parameters.
-        slack: sums of the K slack coordinates of each group, with the structure of the clip norm.
-    """
-
-    total: optax.Updates
-    slack: PyTree
 
 
 def count_slack(
@@ -75,23 +63,20 @@ def count_slack(
         places = jnp.arange(1, norm.slack + 1, dtype=bounds.dtype)
         return jnp.sum(room[:, None] >= places, axis=0, dtype=jnp.int32).astype(jnp.float32)
 
-    pairs = dict(groups).items() if norm.slack else ()
-    return {path: count(norms.bounds[path], clip_norm) for path, clip_norm in pairs}
+    return {path: count(norms.bounds[path], clip_norm) for path, clip_norm in dict(groups).items()}
 
 
 def append_slack(
     total: optax.Updates, counts: dict[str, jax.Array], norm: CheckedClipNorm, now: ClipNorm
 ) -> optax.Updates:
-    """Return a clipped sum with the slack of each group, or alone if there is no slack.
+    """Return a clipped sum with the slack of each group.
 
     `now` holds the clip norms of this step. If they are adaptive, the slack is divided by them.
     """
-    if not counts:
-        return total
     norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
     values = dict(zip(norm.addresses, norms, strict=True))
     slack = {path: slack_value(values[path], norm) * count for path, count in counts.items()}
-    return WithSlack(total, norm.in_tree(slack))
+    return WithSlack(total, norm.in_tree(slack), adapts=norm.adaptive is not None)
 
 
 def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
@@ -237,11 +222,7 @@ def estimate_norms(
         **extra_args: object,
     ) -> tuple[optax.Updates, EstimateNormsState]:
         del params, extra_args
-        if not isinstance(updates, WithSlack):
-            raise ValueError(
-                "`updates` must have slack, got a sum without slack; pass `slack` to "
-                "`clip_per_example` as well."
-            )
+        _check_slack(updates, norm)
         scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
         step = optax.safe_increment(state.step)
         groups, moved = [], []
@@ -270,6 +251,22 @@ def estimate_norms(
         return jax.tree.unflatten(shape, scaled), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
+    """Raise unless `updates` are a noisy sum with the slack of this clip norm."""
+    if not (isinstance(updates, WithSlack) and updates.is_noisy):
+        got = "slack without noise" if isinstance(updates, WithSlack) else "a sum without slack"
+        raise ValueError(
+            f"`updates` must come from `clip_per_example` with slack and `add_gaussian_noise`, got "
+            f"{got}; put `estimate_norms` right after `add_gaussian_noise`."
+        )
+    sizes = {len(slack) for slack in jax.tree.leaves(updates.slack)}
+    if sizes != {norm.slack} or updates.adapts != (norm.adaptive is not None):
+        raise ValueError(
+            f"`clip_norm` and `slack` must be the same in `clip_per_example` and `estimate_norms`, "
+            f"got {max(sizes)} and {norm.slack} slack coordinates; pass the same values to both."
+        )
 
 
 def _averaged(

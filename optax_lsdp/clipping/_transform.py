@@ -99,7 +99,7 @@ def clip_per_example(
     ) -> tuple[optax.Updates, ClipPerExampleState]:
         if any(map(is_marked, jax.tree.leaves(updates, is_leaf=is_marked))):
             total, counts = unmark(updates, norm.groups(updates), norm.slack)
-            now = None if norm.adaptive else norm.at(state.step)
+            now = norm.at(state.step) if norm.is_schedule else norm.value
             if extra_args:
                 check_not_per_example(extra_args, None)
             if mask is not None:
@@ -120,10 +120,11 @@ def clip_per_example(
             now = norm.at(state.step, clip_norm)
             groups = norm.groups(updates, now)
             norms, total = clip_and_sum(updates, groups, mask=mask)
-            counts = count_slack(norms, groups, norm)
+            counts = count_slack(norms, groups, norm) if norm.slack else {}
             if norm.adaptive:
                 total = divide_by_clip_norm(total, groups)
-        total = append_slack(total, counts, norm, now)
+        if counts:
+            total = append_slack(total, counts, norm, now)
         return total, ClipPerExampleState(optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -296,3 +296,17 @@ def test_an_equinox_loop_carries_the_clip_norm():
         return tx.update(total, state, params)[1]
 
     check_step(lambda: held.append(update(held[-1])), lambda: held[-1])
+
+
+@pytest.mark.parametrize("now", [float("nan"), 0.0, -1.0, float("inf"), jnp.ones(2)])
+def test_a_clip_norm_that_is_no_positive_number_is_refused(now):
+    f = lsdp.clipped_grad(jnp.vdot, clip_norm=lsdp.AdaptiveClip(1.0))
+    with pytest.raises(ValueError, match="one positive number per group"):
+        f(jnp.zeros(2), jnp.ones((3, 2)), clip_norm=now)
+
+
+def test_the_optimizer_takes_its_clip_norm_from_its_state_alone():
+    private = {"noise_multiplier": 1.0, "expected_batch_size": 4, "key": jax.random.key(0)}
+    tx = lsdp.privatize(optax.sgd(1.0), clip_norm=lsdp.AdaptiveClip(1.0), **private)
+    with pytest.raises(ValueError, match="must be passed to the gradient function"):
+        tx.update(jnp.ones((4, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2), clip_norm=2.0)

@@ -264,3 +264,28 @@ def test_shards_that_split_the_parameters_release_one_slack(as_tree):
     updates, shares = jax.jit(whole)(params, jnp.full((4, 16, 3), 0.1))  # norms √0.48
     assert len(set(np.asarray(updates["w"]).ravel().tolist())) == 48  # each entry has its own noise
     np.testing.assert_allclose(shares, [1.0, 1.0, 0.0, 0.0], atol=0.01)
+
+
+def test_norms_are_not_estimated_before_the_noise():
+    options = {"slack": 4, "stddev": 5.0, "expected_batch_size": 2}
+    for clip_norm in (1.0, lsdp.AdaptiveClip(100.0, method="fixed", slack=4)):
+        own = {} if clip_norm == 1.0 else {"slack": None}
+        tx = optax.chain(
+            lsdp.clip_per_example(clip_norm, slack=own.get("slack", 4)),
+            lsdp.clipping.estimate_norms(clip_norm, **{**options, **own}),
+            lsdp.add_gaussian_noise(5.0, key=jax.random.key(0)),
+        )
+        stacked = jnp.array([[3.0, 4.0], [0.0, 0.4]])
+        now = {} if clip_norm == 1.0 else {"clip_norm": 100.0}
+        with pytest.raises(ValueError, match="got slack without noise; put `estimate_norms` right"):
+            tx.update(stacked, tx.init(jnp.zeros(2)), jnp.zeros(2), **now)
+
+
+def test_slack_of_another_size_is_refused():
+    tx = optax.chain(
+        lsdp.clip_per_example(1.0, slack=1),
+        lsdp.add_gaussian_noise(5.0, key=jax.random.key(0)),
+        lsdp.clipping.estimate_norms(1.0, slack=8, stddev=5.0, expected_batch_size=2),
+    )
+    with pytest.raises(ValueError, match="got 1 and 8 slack coordinates"):
+        tx.update(jnp.ones((3, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2))
