@@ -16,9 +16,8 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
   both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
-  the entries within h of the jump. After eight steps, only every eighth step is probed. The last
-  probe serves the steps between, and the next corrects them as if tr J had drifted linearly. What
-  is not linear is a bias.
+  the entries within h of the jump. After eight steps, only every eighth step is probed. A probe
+  serves the steps until the next, which corrects for linear drift of tr J; other drift is a bias.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
@@ -123,7 +122,7 @@ class TrainingCurve(NamedTuple):
         stderr: the standard error of `work`.
         signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
             d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
-            Zero releases of an `AdaptiveClip` do not count. Sampling of batches counts as signal.
+            Sampling counts as signal. Releases that an `AdaptiveClip` makes zero do not count.
     """
 
     steps: np.ndarray
@@ -237,30 +236,33 @@ def watch(
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
-        releases = compute_once(updates)  # otherwise XLA could draw the noise more than once
+        releases = compute_once(updates)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
-        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        move = _change(params, moves := compute_once(moves))
-        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
-        end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
 
-        def probe(last: Probe) -> Probe:
-            signs = _public_signs(releases, state.step, shards)
+        def probe(last: Probe, ys: optax.Updates) -> tuple[Probe, optax.Updates]:
+            signs = _public_signs(ys, state.step, shards)
             h = _PROBE * jnp.where(s > 0, s, 1)
-            there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), releases, signs)
-            others, _ = inner.update(there, state.optimizer, params, **extra_args)
-            turn = jax.tree.map(jnp.subtract, _change(params, compute_once(others)), move)
+            there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
+            answers = (inner.update(y, state.optimizer, params, **extra_args) for y in (there, ys))
+            turn = jax.tree.map(jnp.subtract, *(_change(params, moves) for moves, _ in answers))
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            return Probe(trace, square, steepest, doubt, used=jnp.zeros_like(s))
+            return Probe(trace, square, steepest, doubt, jnp.zeros_like(s)), compute_once(ys)
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
-        found = jax.lax.cond(is_due, probe, lambda last: last, state.probe)
+        # `cond` returns the releases, or XLA on CPUs would draw the noise again at each use.
+        found, releases = jax.lax.cond(
+            is_due, probe, lambda last, ys: (last, compute_once(ys)), state.probe, releases
+        )
+        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
+        move = _change(params, moves)
+        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
+        end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
         used = found.used + s**2 / 2
         share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
         drift = share * state.probe.used * (found.trace - state.probe.trace)
@@ -331,8 +333,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
 
 def find_watch_state(state: PyTree) -> WatchState | None:
     """Return the first state of `watch` in a tree, or None if there is none."""
-    leaves = jax.tree.leaves(state, is_leaf=_is_watch_state)
-    return next(filter(_is_watch_state, leaves), None)
+    return next(filter(_is_watch_state, jax.tree.leaves(state, is_leaf=_is_watch_state)), None)
 
 
 def describe_work(work: float, stderr: float) -> str:
