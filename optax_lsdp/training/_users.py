@@ -4,6 +4,7 @@
 example into the loss of one user. A user's gradient is then clipped as a whole.
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 import jax
@@ -47,8 +48,8 @@ class UserData:
     Args:
         arrays: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis
             of each array counts the examples.
-        users: an id for each example, integers or strings, in any order. Nobody may have several
-            ids, unless the plan's `group_size` says how many.
+        users: an id for each example, all integers or all strings, in any order. Nobody may have
+            several ids, unless the plan's `group_size` says how many.
         max_examples: m, the largest number of examples of one user in a batch.
 
     Attributes:
@@ -127,12 +128,25 @@ class UserData:
 
 
 def _as_ids(users: ArrayLike) -> np.ndarray:
-    """Return ids as an array. Raise unless they are integers or strings."""
+    """Return ids as an array. Raise unless all are integers, or all are strings."""
     ids = np.asarray(users)
-    if isinstance(users, np.ma.MaskedArray) or ids.dtype.kind not in "iuSU":
-        got = "a masked array" if isinstance(users, np.ma.MaskedArray) else f"{ids.dtype}"
-        raise TypeError(
-            f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
-            "unknown, and convert the ids."
-        )
-    return ids
+    got = "a masked array" if isinstance(users, np.ma.MaskedArray) else f"{ids.dtype}"
+    if ids.dtype.kind in "iuSU" and not isinstance(users, np.ma.MaskedArray):
+        # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
+        is_list = not hasattr(users, "__array__")
+        types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
+        kinds = set(map(_kind_of_id, types))
+        if len(kinds) <= 1 and None not in kinds:
+            return ids
+        got = " and ".join(sorted(one.__name__ for one in types))
+    raise TypeError(
+        f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
+        "unknown, and convert the ids."
+    )
+
+
+def _kind_of_id(of: type) -> type | None:
+    """Return int, str or bytes for the type of an id, and None for a type that ids cannot have."""
+    if issubclass(of, Integral) and of is not bool:
+        return int
+    return next((kind for kind in (str, bytes) if issubclass(of, kind)), None)

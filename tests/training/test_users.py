@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections import deque
 from itertools import combinations
 
 import jax
@@ -283,6 +284,22 @@ CASES = {
     "NaN": (
         lambda: UserData(ROWS, [1, 2, 3, np.nan], max_examples=1),
         "`users` must hold integers or strings, got float64; leave out",
+    ),
+    "NaN among strings": (
+        lambda: UserData(ROWS, ["a", np.nan, "b", np.nan], max_examples=1),
+        "`users` must hold integers or strings, got float and str; leave out",
+    ),
+    "NaN among strings of a deque": (
+        lambda: UserData(ROWS, deque(["a", np.float32("nan"), "b", "c"]), max_examples=1),
+        "`users` must hold integers or strings, got float32 and str; leave out",
+    ),
+    "integers among strings": (
+        lambda: UserData(ROWS, ["1", 1, "2", 2], max_examples=1),
+        "`users` must hold integers or strings, got int and str",
+    ),
+    "bools among integers": (
+        lambda: UserData(ROWS, [1, True, 2, 3], max_examples=1),
+        "`users` must hold integers or strings, got bool and int",
     ),
     "objects": (
         lambda: UserData(ROWS, np.array([1, None, "a", 2], object), max_examples=1),
