@@ -16,6 +16,7 @@ from scipy.stats import chisquare
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp._keys import fold_in_text
+from optax_lsdp.accounting import SampledGaussian, statement
 from optax_lsdp.sampling import Batch, choose_within
 from optax_lsdp.training import UserData, average_examples
 from tests.oracles import sum_of_users
@@ -253,7 +254,17 @@ def test_a_plan_for_users_speaks_of_people():
     said = " ".join(shared.statement().split())
     assert "which of two sets of examples any one person had, or any 2 users that change" in said
     assert "a person has at most 2 user ids" in said
+    assert "the contribution of each user id" in said
     assert "person" not in make_plan().statement()
+
+
+def test_a_statement_says_that_each_of_a_persons_ids_is_sampled_and_clipped_by_itself():
+    shared = SampledGaussian(9.0, 0.2, 12, group_size=2)
+    said = " ".join(statement(shared, 1e-5, unit="user").split())
+    assert "every user id is in every batch with probability 0.2" in said
+    assert "the contribution of each user id to a step's sum is clipped" in said
+    assert "every person" not in said and "of each person" not in said
+    assert "every example is in every batch" in statement(shared, 1e-5)
 
 
 def test_a_plan_for_users_has_the_noise_of_a_plan_for_examples_but_other_keys():
