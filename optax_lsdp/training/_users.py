@@ -103,14 +103,14 @@ class UserData:
         """Return some examples of each user of a batch.
 
         Args:
-            batch: the indices of the users and their mask, from the plan's sampler. Padding gets no
-                examples.
+            batch: the indices of the users and their mask, from the plan's sampler. No user may be
+                in it twice. Padding gets no examples.
             step: the number of the step.
             key: one typed key, secret. You may pass the same key to the plan's sampler, because
                 both derive their own keys from it.
         """
         check_key("key", key)
-        users, is_user = (np.asarray(x) for x in batch)
+        users, is_user = self._check_batch(batch)
         counts = np.where(is_user, self._counts[users], 0)
         key = fold_in_text(key, "examples of users")
         places, mask = choose_within(key, step, users, counts, self.width)
@@ -124,7 +124,28 @@ class UserData:
             return padded
 
         examples = jax.tree.map_with_path(take, self.arrays)
-        return UserBatch(examples, mask, np.where(is_user, users, 0).astype(np.int32))
+        return UserBatch(examples, mask, users.astype(np.int32))
+
+    def _check_batch(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices of users, zero for padding, and the mask. Raise unless they are valid.
+
+        A user who was in a batch twice would contribute twice the clip norm.
+        """
+        users, is_user = (np.asarray(x) for x in batch)
+        if users.ndim != 1 or users.dtype.kind not in "iu":
+            got = f"indices of type {users.dtype} and shape {users.shape}"
+        elif is_user.dtype != bool or is_user.shape != users.shape:
+            got = f"a mask of type {is_user.dtype} and shape {is_user.shape} for {len(users)} users"
+        elif (outside := users[is_user & ((users < 0) | (users >= len(self)))]).size:
+            got = f"user {outside[0]}"
+        elif len(twice := np.flatnonzero(np.bincount(users[is_user].astype(int)) > 1)):
+            got = f"user {twice[0]} more than once"
+        else:
+            return np.where(is_user, users, 0), is_user
+        raise ValueError(
+            f"`batch` must hold different indices of users from 0 to {len(self) - 1} and a bool "
+            f"mask of the same length, got {got}; pass a batch of the plan's sampler."
+        )
 
 
 def _as_ids(users: ArrayLike) -> np.ndarray:

@@ -278,6 +278,19 @@ def test_a_plan_for_users_has_the_noise_of_a_plan_for_examples_but_other_keys():
 
 # Bad input.
 
+
+def draw(users, mask=None):
+    users = np.array(users)
+    mask = np.ones(users.shape, bool) if mask is None else np.array(mask)
+    return USERS.batch(Batch(users, mask), 0, key=KEY)
+
+
+def test_padding_may_repeat_any_index():
+    alone, padded = draw([3]), draw([3, 3, -7, 99], [True, False, False, False])
+    assert bits(padded.examples["x"][:1]) == bits(alone.examples["x"])
+    assert not padded.mask[1:].any() and not padded.users[1:].any()
+
+
 ROWS = np.zeros((4, 2), np.float32)
 CASES = {
     "ids of the wrong length": (
@@ -363,6 +376,28 @@ CASES = {
     "a loss of several numbers": (
         lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
         "`loss_fn` must return a scalar for one example",
+    ),
+    "a user twice": (
+        lambda: draw([3, 5, 3]),
+        "`batch` must hold different indices of users from 0 to 59 .* got user 3 more than once;",
+    ),
+    "a negative user": (lambda: draw([3, -1]), "`batch` must hold .*, got user -1; pass a batch"),
+    "a user too many": (lambda: draw([3, 60]), "`batch` must hold .*, got user 60; pass a batch"),
+    "users in fractions": (
+        lambda: draw([1.0, 2.0]),
+        r"`batch` must hold .*, got indices of type float64 and shape \(2,\)",
+    ),
+    "a batch with two axes": (
+        lambda: draw([[1, 2]]),
+        r"`batch` must hold .*, got indices of type int64 and shape \(1, 2\)",
+    ),
+    "a mask of another length": (
+        lambda: draw([1, 2], [True]),
+        r"`batch` must hold .*, got a mask of type bool and shape \(1,\) for 2 users",
+    ),
+    "a mask of a batch in numbers": (
+        lambda: draw([1, 2], [1, 0]),
+        r"`batch` must hold .*, got a mask of type int64 and shape \(2,\) for 2 users",
     ),
     "a key of another generator": (
         lambda: USERS.batch(EVERYONE, 0, key=jax.random.key(0, impl="rbg")),
