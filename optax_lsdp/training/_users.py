@@ -151,16 +151,28 @@ class UserData:
 def _as_ids(users: ArrayLike) -> np.ndarray:
     """Return ids as an array. Raise unless all are integers, or all are strings."""
     ids = np.asarray(users)
-    got = "a masked array" if isinstance(users, np.ma.MaskedArray) else f"{ids.dtype}"
-    if ids.dtype.kind in "iuSU" and not isinstance(users, np.ma.MaskedArray):
-        # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
-        is_list = not hasattr(users, "__array__")
-        types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
-        kinds = set(map(_kind_of_id, types))
-        if len(kinds) <= 1 and None not in kinds:
-            return ids
-        got = " and ".join(sorted(one.__name__ for one in types))
-    raise TypeError(
+    if isinstance(users, np.ma.MaskedArray):
+        raise _refused_ids("a masked array")
+    if not ids.size:
+        return ids  # of any type
+    # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
+    is_list = not hasattr(users, "__array__")
+    types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
+    kinds = set(map(_kind_of_id, types))
+    if kinds == {int} and ids.dtype.kind not in "iu":
+        raise ValueError(
+            "`users` must hold integers from −2⁶³ to 2⁶³ − 1, or strings, got integers outside of "
+            "this range; convert all ids to strings."
+        )
+    if ids.dtype.kind not in "iuSU":
+        raise _refused_ids(f"{ids.dtype}")
+    if len(kinds) > 1 or None in kinds:
+        raise _refused_ids(" and ".join(sorted(one.__name__ for one in types)))
+    return ids
+
+
+def _refused_ids(got: str) -> TypeError:
+    return TypeError(
         f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
         "unknown, and convert the ids."
     )

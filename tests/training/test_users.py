@@ -325,6 +325,18 @@ CASES = {
         lambda: UserData(ROWS, [1, True, 2, 3], max_examples=1),
         "`users` must hold integers or strings, got bool and int",
     ),
+    "an empty list": (
+        lambda: UserData(ROWS, [], max_examples=1),
+        r"`users` must have one id per example, got ids of shape \(0,\)",
+    ),
+    "integers of more than 64 bits": (
+        lambda: UserData(ROWS, [1, 2, 3, 2**64], max_examples=1),
+        "`users` must hold integers from −2⁶³ to .*, got integers outside of this range; convert",
+    ),
+    "integers of 64 bits with and without a sign": (
+        lambda: UserData(ROWS, [-1, 2, 3, 2**63], max_examples=1),
+        "`users` must hold integers from −2⁶³ to .*, got integers outside of this range; convert",
+    ),
     "objects": (
         lambda: UserData(ROWS, np.array([1, None, "a", 2], object), max_examples=1),
         "`users` must hold integers or strings, got object",
