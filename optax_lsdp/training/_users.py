@@ -131,8 +131,11 @@ class UserData:
 
         A user who was in a batch twice would contribute twice the clip norm.
         """
-        users, is_user = (np.asarray(x) for x in batch)
-        if users.ndim != 1 or users.dtype.kind not in "iu":
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+        users, is_user = (np.asarray(x) for x in (batch if is_pair else ((), ())))
+        if not is_pair:
+            got = type(batch).__name__
+        elif users.ndim != 1 or users.dtype.kind not in "iu":
             got = f"indices of type {users.dtype} and shape {users.shape}"
         elif is_user.dtype != bool or is_user.shape != users.shape:
             got = f"a mask of type {is_user.dtype} and shape {is_user.shape} for {len(users)} users"
@@ -150,7 +153,13 @@ class UserData:
 
 def _as_ids(users: ArrayLike) -> np.ndarray:
     """Return ids as an array. Raise unless all are integers, or all are strings."""
-    ids = np.asarray(users)
+    try:
+        ids = np.asarray(users)
+    except Exception as error:
+        reason = f"{type(users).__name__}, which NumPy cannot convert to an array"
+        raise TypeError(
+            f"`users` must have one id per example, got {reason}; pass a list or an array of ids."
+        ) from error
     if isinstance(users, np.ma.MaskedArray):
         raise _refused_ids("a masked array")
     if not ids.size:

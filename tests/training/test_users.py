@@ -285,6 +285,10 @@ def draw(users, mask=None):
     return USERS.batch(Batch(users, mask), 0, key=KEY)
 
 
+def of_user(user):
+    return average_examples(lambda params, example: params)(1.0, user)
+
+
 def test_padding_may_repeat_any_index():
     alone, padded = draw([3]), draw([3, 3, -7, 99], [True, False, False, False])
     assert bits(padded.examples["x"][:1]) == bits(alone.examples["x"])
@@ -337,6 +341,10 @@ CASES = {
         lambda: UserData(ROWS, [-1, 2, 3, 2**63], max_examples=1),
         "`users` must hold integers from −2⁶³ to .*, got integers outside of this range; convert",
     ),
+    "lists of ids of different lengths": (
+        lambda: UserData(ROWS, [[1], [2, 3], [4], [5]], max_examples=1),
+        "`users` must have one id per example, got list, which NumPy cannot convert",
+    ),
     "objects": (
         lambda: UserData(ROWS, np.array([1, None, "a", 2], object), max_examples=1),
         "`users` must hold integers or strings, got object",
@@ -388,6 +396,27 @@ CASES = {
     "a loss of several numbers": (
         lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
         "`loss_fn` must return a scalar for one example",
+    ),
+    "no loss": (
+        lambda: average_examples(None),
+        "`loss_fn` must be a function of parameters and one example, got None",
+    ),
+    "a user without mask": (
+        lambda: of_user(jnp.ones((2, 3))),
+        r"`user` must be a pair \(examples, mask\), .*, got float32\[2, 3\]; pass",
+    ),
+    "a user of one part": (lambda: of_user((jnp.ones(3),)), "`user` must be a pair"),
+    "a user without arrays": (lambda: of_user(((), jnp.ones(3, bool))), "`user` must be a pair"),
+    "no user": (lambda: of_user(None), "`user` must be a pair"),
+    "a user whose mask is None": (lambda: of_user((jnp.ones(3), None)), "`user` must be a pair"),
+    "a user with a number": (lambda: of_user((1.0, jnp.ones(3, bool))), "`user` must be a pair"),
+    "a user with arrays of different lengths": (
+        lambda: of_user(((jnp.ones(3), jnp.ones(2)), jnp.ones(3, bool))),
+        "`user` must be a pair .* the first axis of each array must count the user's examples",
+    ),
+    "no batch": (
+        lambda: USERS.batch(None, 0, key=KEY),
+        "`batch` must hold different indices .*, got NoneType; pass a batch",
     ),
     "a user twice": (
         lambda: draw([3, 5, 3]),
