@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from optax_lsdp._checks import check_whole
+from optax_lsdp._checks import check_function, check_whole
 from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
 from optax_lsdp._trees import check_mask, describe_arrays, is_floating
 from optax_lsdp._types import PyTree
@@ -199,10 +199,10 @@ def average_examples(loss_fn: LossFn) -> LossFn:
     >>> print(jax.grad(average_examples(loss_fn))(5.0, (examples, mask)))
     2.0
     """
+    check_function("loss_fn", loss_fn, "of parameters and one example")
 
     def loss(params: optax.Params, user: PyTree, *key: jax.Array) -> jax.Array:
-        examples, mask = user[:2]
-        check_mask(mask, len(jax.tree.leaves(examples)[0]))
+        examples, mask = _check_user(user)
         first = jnp.argmax(mask)
 
         def fill(x: jax.Array) -> jax.Array:
@@ -223,6 +223,19 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         return jnp.sum(jnp.where(mask, losses, 0)) / count
 
     return _with_arguments_of(loss_fn, loss)
+
+
+def _check_user(user: PyTree) -> tuple[PyTree, jax.Array]:
+    """Return the examples of a user and their mask. Raise unless they are valid."""
+    is_pair = isinstance(user, tuple | list) and len(user) >= 2 and user[1] is not None
+    lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(user[0])} if is_pair else set()
+    if len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            "`user` must be a pair (examples, mask), and the first axis of each array must count "
+            f"the user's examples, got {describe_arrays(user)}; pass one row of a UserBatch."
+        )
+    check_mask(user[1], *lengths.pop())
+    return user[0], user[1]
 
 
 def call_or_explain(loss_fn: LossFn, params: optax.Params, example: PyTree) -> PyTree:

@@ -37,6 +37,8 @@ def statement(
     if isinstance(mechanism, CorrelatedGaussian):
         facts = _correlated_facts(mechanism, words)
     else:
+        if unit == "user" and mechanism.phases[0].group_size > 1:
+            words = _WORDS_OF_IDS
         facts = _facts(mechanism, words)
     is_large = epsilon > _LARGE
     factor = "e^" + show_epsilon(epsilon) if is_large else show_epsilon(math.exp(epsilon))
@@ -68,10 +70,10 @@ def statement(
 
 
 class _Words(NamedTuple):
-    """The unit of privacy in words."""
+    """The unit of privacy, and what is sampled and clipped, in words."""
 
     unit: str
-    one: str
+    one: str  # what is sampled and clipped
     several: str
 
 
@@ -79,6 +81,8 @@ _WORDS: dict[Unit, _Words] = {
     "example": _Words("example", "example", "examples"),
     "user": _Words("user", "person", "people"),
 }
+# If a person has several user ids, each id is sampled and clipped by itself.
+_WORDS_OF_IDS = _Words("user", "user id", "user ids")
 
 
 class _Facts(NamedTuple):

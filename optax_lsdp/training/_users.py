@@ -4,6 +4,7 @@
 example into the loss of one user. A user's gradient is then clipped as a whole.
 """
 
+from numbers import Integral
 from typing import NamedTuple
 
 import jax
@@ -47,8 +48,8 @@ class UserData:
     Args:
         arrays: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis
             of each array counts the examples.
-        users: an id for each example, integers or strings, in any order. Nobody may have several
-            ids, unless the plan's `group_size` says how many.
+        users: an id for each example, all integers or all strings, in any order. Nobody may have
+            several ids, unless the plan's `group_size` says how many.
         max_examples: m, the largest number of examples of one user in a batch.
 
     Attributes:
@@ -102,14 +103,14 @@ class UserData:
         """Return some examples of each user of a batch.
 
         Args:
-            batch: the indices of the users and their mask, from the plan's sampler. Padding gets no
-                examples.
+            batch: the indices of the users and their mask, from the plan's sampler. No user may be
+                in it twice. Padding gets no examples.
             step: the number of the step.
             key: one typed key, secret. You may pass the same key to the plan's sampler, because
                 both derive their own keys from it.
         """
         check_key("key", key)
-        users, is_user = (np.asarray(x) for x in batch)
+        users, is_user = self._check_batch(batch)
         counts = np.where(is_user, self._counts[users], 0)
         key = fold_in_text(key, "examples of users")
         places, mask = choose_within(key, step, users, counts, self.width)
@@ -123,16 +124,71 @@ class UserData:
             return padded
 
         examples = jax.tree.map_with_path(take, self.arrays)
-        return UserBatch(examples, mask, np.where(is_user, users, 0).astype(np.int32))
+        return UserBatch(examples, mask, users.astype(np.int32))
+
+    def _check_batch(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
+        """Return the indices of users, zero for padding, and the mask. Raise unless they are valid.
+
+        A user who was in a batch twice would contribute twice the clip norm.
+        """
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+        users, is_user = (np.asarray(x) for x in (batch if is_pair else ((), ())))
+        if not is_pair:
+            got = type(batch).__name__
+        elif users.ndim != 1 or users.dtype.kind not in "iu":
+            got = f"indices of type {users.dtype} and shape {users.shape}"
+        elif is_user.dtype != bool or is_user.shape != users.shape:
+            got = f"a mask of type {is_user.dtype} and shape {is_user.shape} for {len(users)} users"
+        elif (outside := users[is_user & ((users < 0) | (users >= len(self)))]).size:
+            got = f"user {outside[0]}"
+        elif len(twice := np.flatnonzero(np.bincount(users[is_user].astype(int)) > 1)):
+            got = f"user {twice[0]} more than once"
+        else:
+            return np.where(is_user, users, 0), is_user
+        raise ValueError(
+            f"`batch` must hold different indices of users from 0 to {len(self) - 1} and a bool "
+            f"mask of the same length, got {got}; pass a batch of the plan's sampler."
+        )
 
 
 def _as_ids(users: ArrayLike) -> np.ndarray:
-    """Return ids as an array. Raise unless they are integers or strings."""
-    ids = np.asarray(users)
-    if isinstance(users, np.ma.MaskedArray) or ids.dtype.kind not in "iuSU":
-        got = "a masked array" if isinstance(users, np.ma.MaskedArray) else f"{ids.dtype}"
+    """Return ids as an array. Raise unless all are integers, or all are strings."""
+    try:
+        ids = np.asarray(users)
+    except Exception as error:
+        reason = f"{type(users).__name__}, which NumPy cannot convert to an array"
         raise TypeError(
-            f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
-            "unknown, and convert the ids."
+            f"`users` must have one id per example, got {reason}; pass a list or an array of ids."
+        ) from error
+    if isinstance(users, np.ma.MaskedArray):
+        raise _refused_ids("a masked array")
+    if not ids.size:
+        return ids  # of any type
+    # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
+    is_list = not hasattr(users, "__array__")
+    types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
+    kinds = set(map(_kind_of_id, types))
+    if kinds == {int} and ids.dtype.kind not in "iu":
+        raise ValueError(
+            "`users` must hold integers from −2⁶³ to 2⁶³ − 1, or strings, got integers outside of "
+            "this range; convert all ids to strings."
         )
+    if ids.dtype.kind not in "iuSU":
+        raise _refused_ids(f"{ids.dtype}")
+    if len(kinds) > 1 or None in kinds:
+        raise _refused_ids(" and ".join(sorted(one.__name__ for one in types)))
     return ids
+
+
+def _refused_ids(got: str) -> TypeError:
+    return TypeError(
+        f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
+        "unknown, and convert the ids."
+    )
+
+
+def _kind_of_id(of: type) -> type | None:
+    """Return int, str or bytes for the type of an id, and None for a type that ids cannot have."""
+    if issubclass(of, Integral) and of is not bool:
+        return int
+    return next((kind for kind in (str, bytes) if issubclass(of, kind)), None)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+from collections import deque
 from itertools import combinations
 
 import jax
@@ -15,6 +16,7 @@ from scipy.stats import chisquare
 import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp._keys import fold_in_text
+from optax_lsdp.accounting import SampledGaussian, statement
 from optax_lsdp.sampling import Batch, choose_within
 from optax_lsdp.training import UserData, average_examples
 from tests.oracles import sum_of_users
@@ -252,7 +254,17 @@ def test_a_plan_for_users_speaks_of_people():
     said = " ".join(shared.statement().split())
     assert "which of two sets of examples any one person had, or any 2 users that change" in said
     assert "a person has at most 2 user ids" in said
+    assert "the contribution of each user id" in said
     assert "person" not in make_plan().statement()
+
+
+def test_a_statement_says_that_each_of_a_persons_ids_is_sampled_and_clipped_by_itself():
+    shared = SampledGaussian(9.0, 0.2, 12, group_size=2)
+    said = " ".join(statement(shared, 1e-5, unit="user").split())
+    assert "every user id is in every batch with probability 0.2" in said
+    assert "the contribution of each user id to a step's sum is clipped" in said
+    assert "every person" not in said and "of each person" not in said
+    assert "every example is in every batch" in statement(shared, 1e-5)
 
 
 def test_a_plan_for_users_has_the_noise_of_a_plan_for_examples_but_other_keys():
@@ -265,6 +277,23 @@ def test_a_plan_for_users_has_the_noise_of_a_plan_for_examples_but_other_keys():
 
 
 # Bad input.
+
+
+def draw(users, mask=None):
+    users = np.array(users)
+    mask = np.ones(users.shape, bool) if mask is None else np.array(mask)
+    return USERS.batch(Batch(users, mask), 0, key=KEY)
+
+
+def of_user(user):
+    return average_examples(lambda params, example: params)(1.0, user)
+
+
+def test_padding_may_repeat_any_index():
+    alone, padded = draw([3]), draw([3, 3, -7, 99], [True, False, False, False])
+    assert bits(padded.examples["x"][:1]) == bits(alone.examples["x"])
+    assert not padded.mask[1:].any() and not padded.users[1:].any()
+
 
 ROWS = np.zeros((4, 2), np.float32)
 CASES = {
@@ -283,6 +312,38 @@ CASES = {
     "NaN": (
         lambda: UserData(ROWS, [1, 2, 3, np.nan], max_examples=1),
         "`users` must hold integers or strings, got float64; leave out",
+    ),
+    "NaN among strings": (
+        lambda: UserData(ROWS, ["a", np.nan, "b", np.nan], max_examples=1),
+        "`users` must hold integers or strings, got float and str; leave out",
+    ),
+    "NaN among strings of a deque": (
+        lambda: UserData(ROWS, deque(["a", np.float32("nan"), "b", "c"]), max_examples=1),
+        "`users` must hold integers or strings, got float32 and str; leave out",
+    ),
+    "integers among strings": (
+        lambda: UserData(ROWS, ["1", 1, "2", 2], max_examples=1),
+        "`users` must hold integers or strings, got int and str",
+    ),
+    "bools among integers": (
+        lambda: UserData(ROWS, [1, True, 2, 3], max_examples=1),
+        "`users` must hold integers or strings, got bool and int",
+    ),
+    "an empty list": (
+        lambda: UserData(ROWS, [], max_examples=1),
+        r"`users` must have one id per example, got ids of shape \(0,\)",
+    ),
+    "integers of more than 64 bits": (
+        lambda: UserData(ROWS, [1, 2, 3, 2**64], max_examples=1),
+        "`users` must hold integers from −2⁶³ to .*, got integers outside of this range; convert",
+    ),
+    "integers of 64 bits with and without a sign": (
+        lambda: UserData(ROWS, [-1, 2, 3, 2**63], max_examples=1),
+        "`users` must hold integers from −2⁶³ to .*, got integers outside of this range; convert",
+    ),
+    "lists of ids of different lengths": (
+        lambda: UserData(ROWS, [[1], [2, 3], [4], [5]], max_examples=1),
+        "`users` must have one id per example, got list, which NumPy cannot convert",
     ),
     "objects": (
         lambda: UserData(ROWS, np.array([1, None, "a", 2], object), max_examples=1),
@@ -335,6 +396,49 @@ CASES = {
     "a loss of several numbers": (
         lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
         "`loss_fn` must return a scalar for one example",
+    ),
+    "no loss": (
+        lambda: average_examples(None),
+        "`loss_fn` must be a function of parameters and one example, got None",
+    ),
+    "a user without mask": (
+        lambda: of_user(jnp.ones((2, 3))),
+        r"`user` must be a pair \(examples, mask\), .*, got float32\[2, 3\]; pass",
+    ),
+    "a user of one part": (lambda: of_user((jnp.ones(3),)), "`user` must be a pair"),
+    "a user without arrays": (lambda: of_user(((), jnp.ones(3, bool))), "`user` must be a pair"),
+    "no user": (lambda: of_user(None), "`user` must be a pair"),
+    "a user whose mask is None": (lambda: of_user((jnp.ones(3), None)), "`user` must be a pair"),
+    "a user with a number": (lambda: of_user((1.0, jnp.ones(3, bool))), "`user` must be a pair"),
+    "a user with arrays of different lengths": (
+        lambda: of_user(((jnp.ones(3), jnp.ones(2)), jnp.ones(3, bool))),
+        "`user` must be a pair .* the first axis of each array must count the user's examples",
+    ),
+    "no batch": (
+        lambda: USERS.batch(None, 0, key=KEY),
+        "`batch` must hold different indices .*, got NoneType; pass a batch",
+    ),
+    "a user twice": (
+        lambda: draw([3, 5, 3]),
+        "`batch` must hold different indices of users from 0 to 59 .* got user 3 more than once;",
+    ),
+    "a negative user": (lambda: draw([3, -1]), "`batch` must hold .*, got user -1; pass a batch"),
+    "a user too many": (lambda: draw([3, 60]), "`batch` must hold .*, got user 60; pass a batch"),
+    "users in fractions": (
+        lambda: draw([1.0, 2.0]),
+        r"`batch` must hold .*, got indices of type float64 and shape \(2,\)",
+    ),
+    "a batch with two axes": (
+        lambda: draw([[1, 2]]),
+        r"`batch` must hold .*, got indices of type int64 and shape \(1, 2\)",
+    ),
+    "a mask of another length": (
+        lambda: draw([1, 2], [True]),
+        r"`batch` must hold .*, got a mask of type bool and shape \(1,\) for 2 users",
+    ),
+    "a mask of a batch in numbers": (
+        lambda: draw([1, 2], [1, 0]),
+        r"`batch` must hold .*, got a mask of type int64 and shape \(2,\) for 2 users",
     ),
     "a key of another generator": (
         lambda: USERS.batch(EVERYONE, 0, key=jax.random.key(0, impl="rbg")),
