@@ -154,7 +154,11 @@ def add_correlated_noise(
 def _subtract_past(
     coefficients: np.ndarray, step: jax.Array, drawn: Sequence[jax.Array], past: PyTree
 ) -> list[jax.Array]:
-    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf."""
+    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf.
+
+    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is taken larger by 2e-7, so that no entry
+    of the matrix which is in fact applied exceeds that of C, for which ε is computed.
+    """
     rows = len(coefficients) - 1
     lags = (
         1 + (step - 1 - jnp.arange(rows, dtype=step.dtype)) % rows
@@ -162,7 +166,7 @@ def _subtract_past(
     noises = []
     for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
         weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
-        noise = noise / jnp.asarray(coefficients[0], noise.dtype)
+        noise = noise * jnp.asarray((1 + 2e-7) / coefficients[0], noise.dtype)
         for row in range(rows):  # one expression for each entry: the same bits on any mesh
             noise = noise - weights[row] * its_past[row]
         noises.append(noise)
@@ -172,16 +176,19 @@ def _subtract_past(
 def _combine_draws(
     coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
 ) -> list[jax.Array]:
-    """Return row t of C⁻¹Z for a banded C⁻¹: Σₖ cₖ·zₜ₋ₖ for each leaf."""
+    """Return row t of C⁻¹Z for a banded C⁻¹: c₀·Σₖ (cₖ/c₀)·zₜ₋ₖ for each leaf.
+
+    `Correlation` has rounded c₀ and cₖ/c₀ to float32, so C is the matrix that was analysed.
+    """
     noises: list[jax.Array] = []
-    for lag, coefficient in enumerate(coefficients.tolist()):
+    for lag, ratio in enumerate((coefficients / coefficients[0]).tolist()):
         drawn = draw_noise(
             AddGaussianNoiseState(state.key, jnp.maximum(state.step - lag, 0)), total
         )
-        weight = jnp.where(state.step >= lag, coefficient, 0.0)
+        weight = jnp.where(state.step >= lag, ratio, 0.0)
         terms = [weight.astype(noise.dtype) * noise for noise in drawn]
         noises = [a + b for a, b in zip(noises, terms, strict=True)] if lag else terms
-    return noises
+    return [jnp.asarray(coefficients[0], noise.dtype) * noise for noise in noises]
 
 
 def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:

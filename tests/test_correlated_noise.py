@@ -64,6 +64,17 @@ def test_noise_is_the_dense_solution_of_independent_noise(correlation):
     jax.tree.map(compare, correlated_noise(correlation), independent_noise())
 
 
+def test_the_first_noise_is_not_below_the_claimed_scale():
+    # The first noise is z₀/c₀; a scale that float32 rounds down would be too small.
+    for bands in range(2, 6):
+        correlation = square_root(STEPS, bands)
+        noise = run(add(correlation), jnp.zeros(9_001), steps=1)[0]
+        drawn = run(lsdp.add_gaussian_noise(1.0, key=KEY), jnp.zeros(9_001), steps=1)[0]
+        is_large = np.abs(drawn) > 0.1
+        ratios = np.float64(noise)[is_large] / drawn[is_large] * correlation.coefficients[0]
+        assert 1 < ratios.mean() < 1 + 1e-6
+
+
 def test_noise_of_one_band_is_that_of_add_gaussian_noise():
     noises = correlated_noise(CORRELATIONS["independent"])
     jax.tree.map(
