@@ -214,6 +214,19 @@ def test_noise_that_has_no_guarantee_is_nan():
         assert is_nan(state._replace(hyperparams={"stddev": jnp.float32(bad)}), update)
 
 
+@pytest.mark.parametrize("correlation", [BANDED, INVERSE], ids=["banded", "inverse"])
+def test_a_stddev_that_changes_between_steps_gives_nan(correlation):
+    injected = optax.inject_hyperparams(
+        lsdp.add_correlated_noise, static_args=("correlation", "key")
+    )
+
+    def is_finite(stddev):
+        return np.isfinite(run(injected(stddev, correlation, key=KEY), jnp.zeros(3), 3)[0]).all(1)
+
+    assert is_finite(lambda step: jnp.where(step == 1, 0.1, 0.1)).tolist() == [True, True, True]
+    assert is_finite(lambda step: jnp.where(step == 1, 2.0, 1.0)).tolist() == [True, False, True]
+
+
 def test_a_chain_with_clipping_and_sgd_trains():
     tx = optax.chain(
         lsdp.clip_per_example(1.0), add(BANDED, stddev=0.1), optax.scale(0.5), optax.sgd(0.1, 0.9)
@@ -241,6 +254,12 @@ BAD = {
     "key": (lambda: add(BANDED, key=0), "`key` must be one typed key, got 0"),
     "specs": (lambda: add(BANDED, shard_specs=5), "`shard_specs` must be None, a PartitionSpec"),
     "no parameters": (lambda: add(BANDED).init(None), "`params` must be passed to `init`"),
+    "a state of another transform": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), lsdp.add_gaussian_noise(1.0, key=KEY).init(jnp.zeros(3))
+        ),
+        "`state` must be that of `add_correlated_noise`, got AddGaussianNoiseState",
+    ),
     "other names": (
         lambda: add(BANDED).update({"a": jnp.zeros(3)}, add(BANDED).init({"b": jnp.zeros(3)})),
         "`updates` must have the structure of `params`",
