@@ -46,12 +46,15 @@ class AddCorrelatedNoiseState(NamedTuple):
         past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
             a first axis. The noise of step t is in row t mod (b − 1). It is () if the
             correlation needs no past noises.
+        stddev: that of the first step, or 0 before it. If a later step has another, the result is
+            NaN.
     """
 
     key: jax.Array
     step: jax.Array
     fingerprint: jax.Array
     past: PyTree
+    stddev: jax.Array
 
     def __repr__(self) -> str:
         return f"AddCorrelatedNoiseState(key=<secret>, step={self.step!r}, past=<secret>)"
@@ -75,8 +78,8 @@ def add_correlated_noise(
 
     Args:
         stddev: the standard deviation of Z: the noise multiplier times `sensitivity(clip_norm)`.
-            One number for all steps. If a value of `optax.inject_hyperparams` is not positive, the
-            result is NaN.
+            One number for all steps. If a value of `optax.inject_hyperparams` is not positive, or
+            not that of the first step, the result is NaN.
         correlation: C. If it differs from that of the state, the result is NaN.
         key: one typed key; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. It splits `past`
@@ -123,7 +126,9 @@ def add_correlated_noise(
             return jnp.broadcast_to(one, (rows, *one.shape))
 
         past = jax.tree.map(zeros, params) if rows else ()
-        return AddCorrelatedNoiseState(jnp.copy(key), jnp.int32(0), jnp.array(fingerprint), past)
+        return AddCorrelatedNoiseState(
+            jnp.copy(key), jnp.int32(0), jnp.array(fingerprint), past, jnp.float32(0)
+        )
 
     def update(
         updates: optax.Updates,
@@ -132,6 +137,9 @@ def add_correlated_noise(
         **extra_args: object,
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
+        if not isinstance(state, AddCorrelatedNoiseState):
+            demand = "that of `add_correlated_noise`"
+            raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
         past = state.past
@@ -144,9 +152,11 @@ def add_correlated_noise(
         else:
             noises = _combine_draws(coefficients, independent, total)
         is_good = (state.step < correlation.steps) & (state.fingerprint == fingerprint).all()
-        noisy = add_scaled(total, noises, stddev, is_good)
+        now = jnp.asarray(stddev, jnp.float32)
+        first = jnp.where(state.stddev == 0, now, state.stddev)
+        noisy = add_scaled(total, noises, stddev, is_good & (now == first))
         step = optax.safe_increment(state.step)
-        return noisy, AddCorrelatedNoiseState(state.key, step, state.fingerprint, past)
+        return noisy, AddCorrelatedNoiseState(state.key, step, state.fingerprint, past, first)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -154,7 +164,11 @@ def add_correlated_noise(
 def _subtract_past(
     coefficients: np.ndarray, step: jax.Array, drawn: Sequence[jax.Array], past: PyTree
 ) -> list[jax.Array]:
-    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf."""
+    """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf.
+
+    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is taken larger by 2e-7, so that no entry
+    of the matrix which is in fact applied exceeds that of C, for which ε is computed.
+    """
     rows = len(coefficients) - 1
     lags = (
         1 + (step - 1 - jnp.arange(rows, dtype=step.dtype)) % rows
@@ -162,7 +176,7 @@ def _subtract_past(
     noises = []
     for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
         weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
-        noise = noise / jnp.asarray(coefficients[0], noise.dtype)
+        noise = noise * jnp.asarray((1 + 2e-7) / coefficients[0], noise.dtype)
         for row in range(rows):  # one expression for each entry: the same bits on any mesh
             noise = noise - weights[row] * its_past[row]
         noises.append(noise)
@@ -172,16 +186,19 @@ def _subtract_past(
 def _combine_draws(
     coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
 ) -> list[jax.Array]:
-    """Return row t of C⁻¹Z for a banded C⁻¹: Σₖ cₖ·zₜ₋ₖ for each leaf."""
+    """Return row t of C⁻¹Z for a banded C⁻¹: c₀·Σₖ (cₖ/c₀)·zₜ₋ₖ for each leaf.
+
+    `Correlation` has rounded c₀ and cₖ/c₀ to float32, so C is the matrix that was analysed.
+    """
     noises: list[jax.Array] = []
-    for lag, coefficient in enumerate(coefficients.tolist()):
+    for lag, ratio in enumerate((coefficients / coefficients[0]).tolist()):
         drawn = draw_noise(
             AddGaussianNoiseState(state.key, jnp.maximum(state.step - lag, 0)), total
         )
-        weight = jnp.where(state.step >= lag, coefficient, 0.0)
+        weight = jnp.where(state.step >= lag, ratio, 0.0)
         terms = [weight.astype(noise.dtype) * noise for noise in drawn]
         noises = [a + b for a, b in zip(noises, terms, strict=True)] if lag else terms
-    return noises
+    return [jnp.asarray(coefficients[0], noise.dtype) * noise for noise in noises]
 
 
 def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:

@@ -4,11 +4,9 @@ Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻�
 lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
 much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most its
 clip norm, as with independent noise. But the sum of the noises over all steps is smaller, because
-C⁻¹ subtracts from each step's noise a part of the noise of earlier steps.
-
-A `Correlation` holds a Toeplitz matrix C: its first column determines all others. Either C is
-banded, or C⁻¹ is. `add_correlated_noise` draws the noise, and `accounting.CorrelatedGaussian`
-computes ε. This module needs no JAX.
+C⁻¹ subtracts from each step's noise a part of the noise of earlier steps. C is a Toeplitz matrix:
+its first column determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws
+the noise, and `accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
 """
 
 import math
@@ -27,6 +25,7 @@ __all__ = ["Correlation", "Workload", "banded_inverse", "independent", "least_er
 __all__ += ["optimize_banded", "square_root"]
 
 _ROUNDING = 1e-9  # relative amount that covers rounding in norms and sensitivities
+_NARROW = 1e-6  # relative amount that covers float32 rounding of the coefficients of a banded C
 _MOST_STEPS = 10**6
 _LARGEST_MATRIX = 5000  # rows of a dense matrix: 200 MB
 
@@ -60,12 +59,15 @@ class Workload:
 
     def rates(self, steps: int) -> np.ndarray | None:
         """Return the learning rates as an array, or None. Raise unless there is one per step."""
-        if self.learning_rates is None:
-            return None
-        if len(self.learning_rates) != steps:
+        rates = self.learning_rates
+        if rates is not None and len(rates) != steps:
             demand = f"as many as there are steps, {steps}"
-            raise checks.refusal("learning_rates", demand, len(self.learning_rates))
-        return np.array(self.learning_rates)
+            raise checks.refusal("learning_rates", demand, len(rates))
+        return None if rates is None else np.array(rates)
+
+    def with_momentum(self, values: np.ndarray) -> np.ndarray:
+        """Return the values after momentum: out[t] = values[t] + μ·out[t − 1]."""
+        return lfilter([1.0], [1.0, -self.momentum], values) if self.momentum else values
 
 
 _PREFIX_SUM = Workload()
@@ -75,15 +77,15 @@ _PREFIX_SUM = Workload()
 class Correlation:
     """A lower-triangular Toeplitz matrix C of which no column has a norm above 1.
 
-    The functions of this module make good correlations. The columns of a Toeplitz matrix get
-    shorter towards the end, so the last steps have somewhat more noise than necessary.
+    Columns get shorter towards the end, so the last steps have more noise than necessary.
 
     Attributes:
         steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C without its zeros, at most T numbers, the first of
             which is positive; with `is_inverse`, the first column of C⁻¹.
         is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
-            draws, which are drawn again, so that no past noise is stored. C has T bands.
+            draws, which are drawn again, so that no past noise is stored. C has T bands. Float32
+            rounds coefficients already here, as small changes of C⁻¹ can be large changes of C.
 
     Raises:
         ValueError: if there are more coefficients than steps, or a column's norm is above 1.
@@ -111,12 +113,23 @@ class Correlation:
             remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
             demand = "the coefficients of a matrix C without a column of norm above 1"
             raise checks.refusal("coefficients", demand, f"a norm of {norm:.9g}", remedy)
+        if self.is_inverse:
+            self._round_inverse(found)
+
+    def _round_inverse(self, found: np.ndarray) -> None:
+        """Round c₀ and all cₖ/c₀ to float32. Then raise c₀ until no column of C exceeds norm 1."""
+        ratios = (found / found[0]).astype(np.float32).astype(float)
+        first, norm = np.float32(found[0]), math.inf
+        while norm > 1:
+            object.__setattr__(self, "coefficients", tuple((float(first) * ratios).tolist()))
+            norm = float(np.linalg.norm(self.column()))
+            first = np.nextafter(np.float32(first * norm), np.float32(np.inf))
 
     @property
     def bands(self) -> int:
         """The number of diagonals of C that are not zero."""
-        is_dense = self.is_inverse and len(self.coefficients) > 1
-        return self.steps if is_dense else len(self.coefficients)
+        bands = len(self.coefficients)
+        return self.steps if self.is_inverse and bands > 1 else bands
 
     def column(self) -> np.ndarray:
         """Return the first column of C, with `steps` entries."""
@@ -127,19 +140,18 @@ class Correlation:
         return self._first_column(not self.is_inverse)
 
     def _first_column(self, solve: bool) -> np.ndarray:
-        zeros = np.zeros(self.steps - len(self.coefficients))
-        return _inverse(self.coefficients, self.steps) if solve else np.r_[self.coefficients, zeros]
+        column = np.r_[self.coefficients, np.zeros(self.steps - len(self.coefficients))]
+        return _inverse(self.coefficients, self.steps) if solve else column
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
         """Return the variance of the noise in each parameter, after each step.
 
-        Multiply by stddev², the variance of Z, and by the squared learning rate. The mean and the
-        maximum over the steps are the mean and the largest squared error.
+        Multiply by stddev², the variance of Z, and by the squared learning rate.
 
         >>> independent(3).squared_errors()
         array([1., 2., 3.])
         """
-        rates, summed = workload.rates(self.steps), _filtered(self.noise_column(), workload)
+        rates, summed = workload.rates(self.steps), workload.with_momentum(self.noise_column())
         if rates is None:
             return np.cumsum(np.cumsum(summed) ** 2)
         errors = np.zeros(self.steps)
@@ -156,8 +168,7 @@ class Correlation:
         Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 4).
 
         Args:
-            min_separation: the smallest number of steps between two uses, such as the steps of an
-                epoch if every epoch has the same order.
+            min_separation: the steps of an epoch, if every epoch has the same order.
             steps: how many steps are taken; all, if None.
 
         >>> round(independent(100).sensitivity(min_separation=25), 6)  # 4 uses
@@ -178,7 +189,10 @@ class Correlation:
         else:
             checks.check_at_most("steps", taken, _LARGEST_MATRIX)
             matrix = toeplitz(column, np.zeros(taken))
-            rows = _most(np.abs(matrix.T @ matrix), min_separation)
+            products = np.abs(matrix.T @ matrix)
+            if not self.is_inverse:  # float32 rounds the coefficients, so products need not cancel
+                products += _NARROW * (np.abs(matrix).T @ np.abs(matrix))
+            rows = _most(products, min_separation)
             squared = float(_most(rows, min_separation))
         return math.sqrt(squared) * (1 + _ROUNDING)
 
@@ -195,9 +209,8 @@ def independent(steps: int) -> Correlation:
 def square_root(steps: int, bands: int, *, momentum: float = 0.0) -> Correlation:
     """Return the square root of the workload's matrix, cut off after `bands` diagonals.
 
-    The prefix sum has the generating function 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ. C
-    holds the first coefficients of its square root (arXiv 2405.13763). If `bands` equals
-    `steps`, no Toeplitz matrix has a smaller maximum error of the prefix sums.
+    C holds the first coefficients of the root of 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ
+    (arXiv 2405.13763). With T bands, no Toeplitz matrix has a smaller maximum error.
 
     >>> np.array(square_root(4, 3).coefficients).round(3)  # proportional to 1, 1/2, 3/8
     array([0.848, 0.424, 0.318])
@@ -219,16 +232,13 @@ def banded_inverse(
     With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
     factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
     γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
-
-    Such noise needs no memory. It suits several epochs in one fixed order. Sampling does not
-    amplify its privacy.
+    Such noise suits several epochs in one fixed order. Sampling does not amplify its privacy.
 
     Args:
         steps: T.
         bands: the bands of C⁻¹, which is how many draws the noise of a step combines.
         power: γ in [0, 1]. If None, the γ with the smallest mean squared error.
-        min_separation: the smallest number of steps between two uses of an example, for which γ is
-            chosen. If None, an example is used once.
+        min_separation: as in `sensitivity`, to choose γ. If None, an example is used once.
         workload: how the optimizer sums the noise.
 
     >>> chosen = banded_inverse(100, bands=2, min_separation=25)
@@ -324,13 +334,12 @@ def _error_function(
     """Return a function from the first column of C⁻¹ to the squared error and its gradient."""
     rates = workload.rates(steps)
     if rates is None:
-        # After step t, the error is the sum of the first t squares.
         weights = np.arange(steps, 0, -1) / steps if error == "mean" else np.ones(steps)
 
         def of_constant_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
-            summed = np.cumsum(_filtered(noise, workload))
+            summed = np.cumsum(workload.with_momentum(noise))
             slope = np.cumsum((2 * weights * summed)[::-1])
-            return float(weights @ summed**2), _filtered(slope, workload)[::-1]
+            return float(weights @ summed**2), workload.with_momentum(slope)[::-1]
 
         return of_constant_rate
     if error == "max":
@@ -347,16 +356,11 @@ def _error_function(
         np.fill_diagonal(form[:, lag:], sums)
 
     def of_scheduled_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
-        summed = _filtered(noise, workload)
+        summed = workload.with_momentum(noise)
         slope = form @ summed
-        return float(summed @ slope), _filtered(2 * slope[::-1], workload)[::-1]
+        return float(summed @ slope), workload.with_momentum(2 * slope[::-1])[::-1]
 
     return of_scheduled_rate
-
-
-def _filtered(values: np.ndarray, workload: Workload) -> np.ndarray:
-    """Return the values after momentum: out[t] = values[t] + μ·out[t − 1]."""
-    return lfilter([1.0], [1.0, -workload.momentum], values) if workload.momentum else values
 
 
 def _inverse(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
@@ -368,8 +372,6 @@ def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
     """Return the first coefficients of (1 − x)^power, or of ((1 − x)(1 − μx))^power."""
     order = np.arange(1, size)
     series = np.r_[1.0, np.cumprod((order - 1 - power) / order)]
-    if not workload.momentum:
-        return series
     return np.convolve(series, series * workload.momentum ** np.arange(size))[:size]
 
 
@@ -382,10 +384,7 @@ def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -
 
 
 def _most(values: np.ndarray, separation: int) -> np.ndarray:
-    """Return the largest sum of non-negative values at places at least `separation` apart.
-
-    The places are along the last axis.
-    """
+    """Return the largest sum of values ≥ 0 in the last axis, at least `separation` apart."""
     size = values.shape[-1]
     best = np.zeros((*values.shape[:-1], size + separation))
     for place in range(size - 1, -1, -1):

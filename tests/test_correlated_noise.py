@@ -64,6 +64,17 @@ def test_noise_is_the_dense_solution_of_independent_noise(correlation):
     jax.tree.map(compare, correlated_noise(correlation), independent_noise())
 
 
+def test_the_first_noise_is_not_below_the_claimed_scale():
+    # The first noise is z₀/c₀; a scale that float32 rounds down would be too small.
+    for bands in range(2, 6):
+        correlation = square_root(STEPS, bands)
+        noise = run(add(correlation), jnp.zeros(9_001), steps=1)[0]
+        drawn = run(lsdp.add_gaussian_noise(1.0, key=KEY), jnp.zeros(9_001), steps=1)[0]
+        is_large = np.abs(drawn) > 0.1
+        ratios = np.float64(noise)[is_large] / drawn[is_large] * correlation.coefficients[0]
+        assert 1 < ratios.mean() < 1 + 1e-6
+
+
 def test_noise_of_one_band_is_that_of_add_gaussian_noise():
     noises = correlated_noise(CORRELATIONS["independent"])
     jax.tree.map(
@@ -203,6 +214,19 @@ def test_noise_that_has_no_guarantee_is_nan():
         assert is_nan(state._replace(hyperparams={"stddev": jnp.float32(bad)}), update)
 
 
+@pytest.mark.parametrize("correlation", [BANDED, INVERSE], ids=["banded", "inverse"])
+def test_a_stddev_that_changes_between_steps_gives_nan(correlation):
+    injected = optax.inject_hyperparams(
+        lsdp.add_correlated_noise, static_args=("correlation", "key")
+    )
+
+    def is_finite(stddev):
+        return np.isfinite(run(injected(stddev, correlation, key=KEY), jnp.zeros(3), 3)[0]).all(1)
+
+    assert is_finite(lambda step: jnp.where(step == 1, 0.1, 0.1)).tolist() == [True, True, True]
+    assert is_finite(lambda step: jnp.where(step == 1, 2.0, 1.0)).tolist() == [True, False, True]
+
+
 def test_a_chain_with_clipping_and_sgd_trains():
     tx = optax.chain(
         lsdp.clip_per_example(1.0), add(BANDED, stddev=0.1), optax.scale(0.5), optax.sgd(0.1, 0.9)
@@ -230,6 +254,12 @@ BAD = {
     "key": (lambda: add(BANDED, key=0), "`key` must be one typed key, got 0"),
     "specs": (lambda: add(BANDED, shard_specs=5), "`shard_specs` must be None, a PartitionSpec"),
     "no parameters": (lambda: add(BANDED).init(None), "`params` must be passed to `init`"),
+    "a state of another transform": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), lsdp.add_gaussian_noise(1.0, key=KEY).init(jnp.zeros(3))
+        ),
+        "`state` must be that of `add_correlated_noise`, got AddGaussianNoiseState",
+    ),
     "other names": (
         lambda: add(BANDED).update({"a": jnp.zeros(3)}, add(BANDED).init({"b": jnp.zeros(3)})),
         "`updates` must have the structure of `params`",

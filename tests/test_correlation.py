@@ -6,6 +6,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from scipy.signal import lfilter
 
 from optax_lsdp.correlation import (
     Correlation,
@@ -116,12 +117,42 @@ def test_the_whole_square_root_is_the_square_root_of_the_workload():
         expected = workload_dense(STEPS, momentum)
         np.testing.assert_allclose(whole @ whole / whole[0, 0] ** 2, expected, rtol=1e-9)
         inverse = banded_inverse(STEPS, STEPS, power=0.5, workload=Workload(momentum))
-        np.testing.assert_allclose(toeplitz_dense(inverse.column()), whole, atol=ROUNDING)
+        # The ratios of the inverse's coefficients are rounded to float32, by 6e-8.
+        np.testing.assert_allclose(toeplitz_dense(inverse.column()), whole, atol=1e-6)
 
 
 def test_an_inverse_of_two_bands_subtracts_a_part_of_the_last_draw():
     first, second = banded_inverse(STEPS, 2, power=0.7).coefficients
     assert second / first == pytest.approx(-0.7)
+
+
+@pytest.mark.parametrize(
+    "correlation",
+    [
+        banded_inverse(10**5, 2, power=0.99999),
+        banded_inverse(10**5, 2),
+        banded_inverse(10**4, 3, power=0.3, workload=Workload(0.9)),
+        Correlation(10**4, (2e3, -2e3 * 1.00015501), is_inverse=True),
+    ],
+)
+def test_a_banded_inverse_in_float32_has_no_column_above_norm_one(correlation):
+    # The noise of a step is c₀·Σₖ (cₖ/c₀)·zₜ₋ₖ, with c₀ and the ratios in float32.
+    coefficients = np.array(correlation.coefficients)
+    first = float(np.float32(coefficients[0]))
+    narrow = first * np.float64(np.float32(coefficients / coefficients[0]))
+    drawn = lfilter([1.0], narrow, np.r_[1.0, np.zeros(correlation.steps - 1)])
+    assert np.linalg.norm(drawn) <= 1
+    np.testing.assert_allclose(drawn, correlation.column(), rtol=1e-9)
+    again = Correlation(correlation.steps, correlation.coefficients, is_inverse=True)
+    assert again == correlation
+
+
+def test_a_rounded_banded_correlation_has_no_larger_sensitivity_than_claimed():
+    exact = Correlation(9, (0.5, -0.4, -0.4, 0.5))  # uses three steps apart do not cancel
+    changed = np.array(exact.coefficients) * (1 + 1.2e-7 * np.array([1, 1, -1, -1]))
+    for separation in (1, 2, 3):
+        worst = largest_movement(toeplitz_dense(np.r_[changed, np.zeros(5)]), separation)
+        assert worst <= exact.sensitivity(separation)
 
 
 @pytest.mark.parametrize("separation", [1, 2, 3, 5, 9])
