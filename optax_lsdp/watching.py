@@ -44,9 +44,8 @@ part of sampling is therefore estimated by half the squared differences of conse
 the known part of noise. On average this is too much, since the ends also change for other reasons.
 Because it is uncertain after few steps, a share 1/t of the bound is added after t steps.
 
-References:
-    Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution.
-    Hutchinson 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
+References: Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution; Hutchinson
+1990, A Stochastic Estimator of the Trace of the Influence Matrix.
 """
 
 from __future__ import annotations
@@ -235,10 +234,10 @@ def watch(
         release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
-        check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         releases = compute_once(updates)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
+        check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
 
         def probe(last: Probe, ys: optax.Updates) -> tuple[Probe, optax.Updates]:
