@@ -141,8 +141,9 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
     else:
         return
     raise ValueError(
-        f"`loss_fn` must neither mix nor reveal examples, got {what}; {remedy} or, if it does "
-        f"neither, wrap the loss in vouch_for_callbacks(loss_fn, {called!r})."
+        f"`loss_fn` must neither mix nor reveal examples, got {what}; {remedy} or, if you "
+        f"know that {called} does neither, wrap the loss in vouch_for_callbacks(loss_fn, "
+        f"{called!r})."
     )
 
 

@@ -48,7 +48,11 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 
 
 def _is_plain(entry: object) -> bool:
-    """Return whether the `keystr` of a path's entry is unique, alone and within a path."""
+    """Return whether a key on a leaf's path is plain; see `leaf_addresses`.
+
+    The `keystr` of a plain key differs from those of its plain siblings, and is not the joined
+    `keystr` of several keys.
+    """
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)
     if isinstance(entry, jax.tree_util.GetAttrKey):

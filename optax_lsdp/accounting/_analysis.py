@@ -38,7 +38,11 @@ T = TypeVar("T")
 
 
 class PhaseAnalysis(NamedTuple):
-    """Bounds on what one phase reveals in each case, such as one example added, or one removed."""
+    """Bounds on what one phase reveals.
+
+    A case is one way in which neighbouring datasets may differ, such as one example added, or one
+    example removed. Each case has its own bounds. A guarantee must hold in all cases.
+    """
 
     mu: float | None  # μ if the whole phase is one Gaussian mechanism, which counts as one step
     upper: tuple[Step, ...]  # for each case, a step that dominates one step of the phase
@@ -216,7 +220,14 @@ class PrivacyProfile:
 
     @classmethod
     def of(cls, upper: _Analyses, lower: _Analyses, group_size: int, mu_unamplified: float) -> Self:
-        """Return the profile of phases, given the analyses for upper and for lower bounds."""
+        """Return the profile of a sequence of phases.
+
+        Args:
+            upper: the analyses of the phases from which upper bounds on δ are computed.
+            lower: those from which lower bounds on δ are computed.
+            group_size: see `PrivacyProfile`.
+            mu_unamplified: see `PrivacyProfile`.
+        """
         mu = math.hypot(*(one.mu for one in upper if one.mu is not None))
         mu = min(mu * (1 + 1e-15), mu_unamplified)
         mu_lower = math.hypot(*(one.mu for one in lower if one.mu is not None and one.lower))
@@ -308,7 +319,11 @@ class PrivacyProfile:
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return, for each case, the parts of all phases. Phases with fewer cases repeat theirs."""
+    """Return, for each case, one (part, count) per phase.
+
+    `parts` has, for each phase, one part per case, and a count. If a phase has fewer cases than
+    another, its cases repeat in order.
+    """
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 

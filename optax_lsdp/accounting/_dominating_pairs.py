@@ -115,20 +115,22 @@ def replacement_pair(rate: float, shift: float) -> Pair:
 
 
 def fixed_size_pair(rate: float, shift: float) -> Pair:
-    """Return the folded `removal_pair`, for replacing one example of a fixed-size batch.
+    """Return the pair for replacing one example, if batches have a fixed size.
 
-    The pair dominates at ε ≥ 0, and with P and Q exchanged at ε < 0. Here μ is the largest distance
-    between the old and the new contribution (Zhu, Dong and Wang 2022, Optimal Accounting of
-    Differential Privacy via Characteristic Function; Lebeda et al. 2024, Avoiding Pitfalls for
-    Privacy Accounting of Subsampled Mechanisms).
+    P and Q are those of `removal_pair`. The pair is folded: (P, Q) dominates a step at ε ≥ 0, and
+    (Q, P) dominates it at ε < 0. Here μ is the largest distance between the old and the new
+    contribution (Zhu, Dong and Wang 2022, Optimal Accounting of Differential Privacy via
+    Characteristic Function; Lebeda et al. 2024, Avoiding Pitfalls for Privacy Accounting of
+    Subsampled Mechanisms).
     """
     return removal_pair(rate, shift)._replace(folded=True)
 
 
 def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
-    """Return m, the most group members per batch that a pair models, and a bound on P(more than m).
+    """Return m, and an upper bound on the probability that a batch has more than m group members.
 
-    More than m members in one batch are unlikely, or move the sum too far.
+    A group has `size` examples, and a pair models batches with at most m of them. A batch with more
+    is improbable, or its members may move the sum by more than `_LARGEST_REACH`.
     """
 
     def exceeds(m: int) -> float:

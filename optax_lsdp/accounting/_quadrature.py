@@ -224,10 +224,13 @@ def _settings(
 def _window(
     quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float
 ) -> tuple[float, float]:
-    """Return the extra tilt and the window's width.
+    """Return the extra tilt, and the width w of the window of losses from ε to ε + w.
 
-    Over the window, e^(−θs) falls to at most δ·e^(−25). Above the window, the tilted sum has a mass
-    of at most e^(−20). Mass that is cut off counts with the largest loss.
+    The width is the smallest one with two properties. First, e^(−θw) is at most δ·e^(−25). Second,
+    a Chernoff bound on the mass that the sum of losses, tilted by θ, has above the window is at
+    most e^(−20). The extra tilt is the one, among a few, for which this bound allows the smallest
+    width. The bound assumes that the mass `tail`, which the quadratures lack at each end, has the
+    largest loss.
     """
 
     def log_moment(at: float) -> float:

@@ -108,7 +108,10 @@ def audit_hard_models(
 
 
 def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> ClaimsReport:
-    """Compare sums of automatic clipping, in microbatches, with sums computed in float64."""
+    """Compare sums that are clipped in microbatches with sums computed in float64.
+
+    The clip style is "automatic".
+    """
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     gradient = clipped_grad(
         loss,

@@ -75,7 +75,11 @@ class ClaimsReport:
 
 
 def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
-    """Run one check per claim. A check returns what is wrong, or "". One that raises has failed."""
+    """Run one check per claim, and report which claims hold.
+
+    A check returns what is wrong with its claim, or "" if the claim holds. If a check raises an
+    error, its claim does not hold.
+    """
     claims = {}
     for claim, check in checks.items():
         try:

@@ -231,7 +231,10 @@ def _with_example(batch: PyTree, example: PyTree, row: int) -> PyTree:
 
 @jax.jit
 def _scaled(tree: PyTree, factors: ArrayLike) -> PyTree:
-    """Multiply all floats of an example by a factor, or of a batch by one factor per example."""
+    """Multiply all floats of an example by a factor.
+
+    If `tree` is a batch, `factors` has one factor for each of its examples.
+    """
 
     def scale(x: jax.Array) -> jax.Array:
         if not _is_float(x):

@@ -209,7 +209,10 @@ def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) 
 
 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
-    """For each (array, axis), test the scale of every slice along the axis."""
+    """Test whether every slice of some arrays has a standard deviation of 1.
+
+    Each part is an array and an axis. All entries with the same index along the axis are a slice.
+    """
     shares = []
     for array, axis in parts:
         sums = np.sum(array**2, axis=tuple(i for i in range(array.ndim) if i != axis))

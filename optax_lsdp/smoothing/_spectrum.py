@@ -120,11 +120,13 @@ def grid_beta(
 def _grid_means(
     smoothing: float, sizes: Sequence[int], boundary: str, order: int
 ) -> tuple[float, float]:
-    """Return γ and β of a grid.
+    """Return γ and β of a grid, the means of 1/λ and 1/λ² over all its waves.
 
-    Let r be the roots of 1 + σrⁿ = 0, s the energy 4 sin²(…) of the last axis, E the sum of the
-    energies of the other axes, and u = r − E. Then 1/λ = (1/n) Σ_r r/(u − s). Each term is that of
-    a ring with the complex smoothing −1/u. Also, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ with σ ∂r/∂σ = −r/n.
+    A wave has an energy 4 sin²(…) along each axis. Let s be its energy along the last axis, and E
+    the sum of its energies along the other axes. Then λ = 1 + σ(s + E)ⁿ. Let r run over the n roots
+    of 1 + σrⁿ = 0, and let u = r − E. Partial fractions give 1/λ = (1/n) Σ_r r/(u − s). As
+    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is that of a ring with the complex
+    smoothing −1/u, times r/u. For β, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ, and σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)

@@ -130,7 +130,10 @@ class Journal:
 
 
 class _Lines:
-    """A file with one JSON object per line. If not `writable`, it is neither written nor read."""
+    """A file with one JSON object per line.
+
+    If it is not `writable`, `write` does nothing, and `read` returns an empty text.
+    """
 
     def __init__(self, path: Path, *, writable: bool = True) -> None:
         self._path, self._writable = path, writable

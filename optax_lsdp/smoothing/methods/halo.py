@@ -90,7 +90,12 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return the shape of all segments, the place of this device's first, and the mesh axes."""
+        """Return where this device's segments are among those of all devices.
+
+        The result has the shape of an array with one number for each segment of all devices, the
+        index in this array at which the segments of this device start, and the names of the mesh
+        axes that split the leaf.
+        """
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
         starts = [size * jax.lax.axis_index(names) if names else 0 for size, names in pairs]
@@ -195,7 +200,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return what enters each pack's segments at their ends, if each row is smoothed by itself."""
+    """Return, for each pack, the carries of its segments if each row is smoothed by itself."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -209,7 +214,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return what enters each pack's segments at their ends, if all leaves form one row."""
+    """Return, for each pack, the carries of its segments if all leaves together form one row."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -237,7 +242,11 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
-    """Return what enters this device's segments, from within the row and from outside."""
+    """Return the carries of this device's segments.
+
+    `outer` has the carries of the rows. `carries` has what each segment, on any device, gets from
+    the other segments of its row.
+    """
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
 

@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
         return jnp.exp(-self.rate * exponents)
 
     def every(self, width: int) -> Kernel:
-        """Return the kernel as seen by every `width`-th entry of the line."""
+        """Return the kernel between entries that are w = `width` places apart, gain·(ρʷ)^|k|."""
         return Kernel(width * self.rate, self.gain, self.reach / width)
 
 
@@ -215,10 +215,11 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Add what enters whole rows, `outer`, to what enters their segments, `carries`.
+    """Return the carries of the segments of rows, including what comes from beyond the rows.
 
-    Arrays in `outer` have shape (…,), those in `carries` (…, segments). `places` has the index in
-    the row at which each segment starts and, last, the row's length.
+    `outer` has the carries of the rows, in arrays of shape (…,). `carries` has what each segment
+    gets from the other segments of its row, in arrays of shape (…, segments). `places` has the
+    index in the row at which each segment starts and, last, the row's length.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
@@ -270,7 +271,10 @@ def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
 
 
 def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kernel) -> jax.Array:
-    """Return the line with every block filtered. `carries`, (blocks, 2, …), enter the blocks."""
+    """Filter every block of the line, with its two carries, and return the line.
+
+    `carries` has shape (blocks, 2, …): for each block, its left and its right carry.
+    """
     weights = jnp.concatenate([_toeplitz(width, kernel), _carry_weights(width, kernel)], axis=1)
 
     def whole(line: jax.Array, carries: jax.Array) -> jax.Array:
