@@ -6,7 +6,7 @@ An error is one sentence: the argument, what it must be, its value, and the reme
 import json
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -84,6 +84,28 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
     """Raise unless `value` is one of `choices`."""
     if not (isinstance(value, str) and value in choices):
         raise refusal(name, "one of " + ", ".join(map(repr, choices)), value)
+
+
+def check_bool(name: str, value: object) -> None:
+    """Raise unless `value` is True or False. A text such as "no" would count as True."""
+    if type(value).__name__ not in ("bool", "bool_"):  # of Python or NumPy
+        raise refusal(name, "True or False", value)
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise unless `value` is an instance of `kind`."""
+    if not isinstance(value, kind):
+        raise TypeError(_sentence(name, f"a {kind.__name__}", value))
+
+
+def numbers(name: str, value: object, demand: str) -> tuple[float, ...]:
+    """Return a non-empty sequence of finite numbers as a tuple. Raise if it is anything else."""
+    if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
+        value = value.tolist()
+    found = list(value) if isinstance(value, Sequence) else []
+    if not (found and all(is_number(one) and math.isfinite(one) for one in found)):
+        raise refusal(name, demand, value)
+    return tuple(map(float, found))
 
 
 def frozen_number(value: _Value) -> _Value:

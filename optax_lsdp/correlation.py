@@ -41,8 +41,7 @@ class Workload:
         momentum: μ, at least 0 and below 1, as in `optax.sgd`.
         learning_rates: η of each step, or None if all are 1.
 
-    >>> Workload(momentum=0.9, learning_rates=(1.0, 0.5, 0.25)).momentum
-    0.9
+    >>> decay = Workload(momentum=0.9, learning_rates=(1.0, 0.5, 0.25))
     """
 
     momentum: float = 0.0
@@ -52,17 +51,17 @@ class Workload:
         if not (checks.is_number(self.momentum) and 0 <= self.momentum < 1):
             raise checks.refusal("momentum", "at least 0 and below 1", self.momentum)
         if self.learning_rates is not None:
-            object.__setattr__(self, "learning_rates", tuple(map(float, self.learning_rates)))
-            if not (min(self.learning_rates) >= 0 and 0 < max(self.learning_rates) < math.inf):
-                demand = "finite, none below 0 and one above 0"
-                raise checks.refusal("learning_rates", demand, self.learning_rates)
+            demand = "finite numbers, none below 0 and one above 0"
+            rates = checks.numbers("learning_rates", self.learning_rates, demand)
+            if min(rates) < 0 or not any(rates):
+                raise checks.refusal("learning_rates", demand, rates)
+            object.__setattr__(self, "learning_rates", rates)
 
     def rates(self, steps: int) -> np.ndarray | None:
         """Return the learning rates as an array, or None. Raise unless there is one per step."""
         rates = self.learning_rates
         if rates is not None and len(rates) != steps:
-            demand = f"as many as there are steps, {steps}"
-            raise checks.refusal("learning_rates", demand, len(rates))
+            raise checks.refusal("learning_rates", f"as many as the steps, {steps}", len(rates))
         return None if rates is None else np.array(rates)
 
     def with_momentum(self, values: np.ndarray) -> np.ndarray:
@@ -87,9 +86,6 @@ class Correlation:
             draws, which are drawn again, so that no past noise is stored. C has T bands. Float32
             rounds coefficients already here, as small changes of C⁻¹ can be large changes of C.
 
-    Raises:
-        ValueError: if there are more coefficients than steps, or a column's norm is above 1.
-
     >>> Correlation(steps=4, coefficients=(0.8, 0.6)).column()
     array([0.8, 0.6, 0. , 0. ])
     """
@@ -101,20 +97,23 @@ class Correlation:
     def __post_init__(self) -> None:
         checks.check_whole("steps", self.steps)
         checks.check_at_most("steps", self.steps, _MOST_STEPS)
-        found = np.asarray(self.coefficients, float)
-        if found.ndim != 1 or not found.size or not np.isfinite(found).all() or found[0] <= 0:
-            demand = "the first column of a lower-triangular matrix with a positive diagonal"
+        checks.check_bool("is_inverse", self.is_inverse)
+        demand = "the first column of a lower-triangular matrix with a positive diagonal"
+        found = np.array(checks.numbers("coefficients", self.coefficients, demand))
+        if found[0] <= 0:
             raise checks.refusal("coefficients", demand, self.coefficients)
         _check_bands(found.size, self.steps, "coefficients")
         object.__setattr__(self, "steps", int(self.steps))
         object.__setattr__(self, "coefficients", tuple(found.tolist()))
-        norm = float(np.linalg.norm(self.column()))
-        if not norm <= 1 + _ROUNDING:
+        if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
             remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
             demand = "the coefficients of a matrix C without a column of norm above 1"
             raise checks.refusal("coefficients", demand, f"a norm of {norm:.9g}", remedy)
         if self.is_inverse:
             self._round_inverse(found)
+        if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
+            demand = "those of a matrix whose inverse has no entry above 1e+06"
+            raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
         """Round c₀ and all cₖ/c₀ to float32. Then raise c₀ until no column of C exceeds norm 1."""
@@ -128,20 +127,16 @@ class Correlation:
     @property
     def bands(self) -> int:
         """The number of diagonals of C that are not zero."""
-        bands = len(self.coefficients)
-        return self.steps if self.is_inverse and bands > 1 else bands
+        count = len(self.coefficients)
+        return self.steps if self.is_inverse and count > 1 else count
 
     def column(self) -> np.ndarray:
         """Return the first column of C, with `steps` entries."""
-        return self._first_column(self.is_inverse)
+        return (_inverse if self.is_inverse else _padded)(self.coefficients, self.steps)
 
     def noise_column(self) -> np.ndarray:
         """Return the first column of C⁻¹. The noise of step t is Σₖ column[k]·Z[t − k]."""
-        return self._first_column(not self.is_inverse)
-
-    def _first_column(self, solve: bool) -> np.ndarray:
-        column = np.r_[self.coefficients, np.zeros(self.steps - len(self.coefficients))]
-        return _inverse(self.coefficients, self.steps) if solve else column
+        return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
         """Return the variance of the noise in each parameter, after each step.
@@ -151,6 +146,7 @@ class Correlation:
         >>> independent(3).squared_errors()
         array([1., 2., 3.])
         """
+        checks.check_kind("workload", workload, Workload)
         rates, summed = workload.rates(self.steps), workload.with_momentum(self.noise_column())
         if rates is None:
             return np.cumsum(np.cumsum(summed) ** 2)
@@ -187,11 +183,11 @@ class Correlation:
                 total[first:] += column[: taken - first]
             squared = float(total @ total)
         else:
-            checks.check_at_most("steps", taken, _LARGEST_MATRIX)
+            why = "without a column of C that is non-negative and does not increase"
+            checks.check_at_most("steps", taken, _LARGEST_MATRIX, why)
             matrix = toeplitz(column, np.zeros(taken))
-            products = np.abs(matrix.T @ matrix)
-            if not self.is_inverse:  # float32 rounds the coefficients, so products need not cancel
-                products += _NARROW * (np.abs(matrix).T @ np.abs(matrix))
+            rounding = _NARROW * (np.abs(matrix).T @ np.abs(matrix))  # of products that cancel
+            products = np.abs(matrix.T @ matrix) + rounding
             rows = _most(products, min_separation)
             squared = float(_most(rows, min_separation))
         return math.sqrt(squared) * (1 + _ROUNDING)
@@ -236,16 +232,17 @@ def banded_inverse(
 
     Args:
         steps: T.
-        bands: the bands of C⁻¹, which is how many draws the noise of a step combines.
+        bands: how many draws the noise of a step combines.
         power: γ in [0, 1]. If None, the γ with the smallest mean squared error.
         min_separation: as in `sensitivity`, to choose γ. If None, an example is used once.
-        workload: how the optimizer sums the noise.
+        workload: how the optimizer sums.
 
     >>> chosen = banded_inverse(100, bands=2, min_separation=25)
     >>> bool(chosen.squared_errors().mean() < independent(100).squared_errors().mean())
     True
     """
     _check_bands(bands, steps)
+    checks.check_kind("workload", workload, Workload)
 
     def made(power: float) -> Correlation:
         return _scaled(_power_series(power, bands, workload), steps, is_inverse=True)
@@ -256,7 +253,7 @@ def banded_inverse(
         return math.log(found.squared_errors(workload).mean()) + 2 * math.log(uses)
 
     if power is None:
-        return made(float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x))
+        power = float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x)
     if not (checks.is_number(power) and 0 <= power <= 1):
         raise checks.refusal("power", "from 0 to 1, or None", power)
     return made(power)
@@ -273,8 +270,8 @@ def optimize_banded(
 
     Args:
         steps: T.
-        bands: b. More bands cancel more noise. But noise needs memory for b − 1 copies of the
-            parameters, and with cyclic Poisson sampling, ε grows with b.
+        bands: b. More bands cancel more noise, but need memory for b − 1 copies of the parameters,
+            and with cyclic Poisson sampling, ε grows with b.
         workload: how the optimizer sums the noise.
         error: minimize the "mean" over all steps or, with a constant learning rate, the "max".
 
@@ -283,6 +280,7 @@ def optimize_banded(
     True
     """
     checks.check_choice("error", error, ("mean", "max"))
+    checks.check_kind("workload", workload, Workload)
     start = square_root(steps, bands, momentum=workload.momentum)
     error_of = _error_function(steps, workload, error)
 
@@ -309,17 +307,17 @@ def optimize_banded(
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     """Return a lower bound on the mean, and so on the largest, squared error of any matrix C.
 
-    Let A = BC be the workload's matrix. If no column of C has a norm above 1, the singular values
-    of A sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms. ‖B‖²/T is the mean squared error.
+    Let A = BC be the workload's matrix. Its singular values sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in
+    Frobenius norms. ‖B‖²/T is the mean squared error.
 
     >>> best = optimize_banded(100, bands=100).squared_errors().mean()
     >>> float(round(best / least_error(100), 2))
     1.13
     """
     checks.check_whole("steps", steps)
+    checks.check_kind("workload", workload, Workload)
     if workload == _PREFIX_SUM:
-        angles = (2 * np.arange(1, steps + 1) - 1) * np.pi / (4 * steps + 2)
-        values = 1 / (2 * np.sin(angles))
+        values = 0.5 / np.sin(np.arange(1, 2 * steps, 2) * np.pi / (4 * steps + 2))
     else:
         checks.check_at_most("steps", steps, _LARGEST_MATRIX)
         powers = workload.momentum ** np.arange(steps)
@@ -346,8 +344,7 @@ def _error_function(
         demand = "None with error='max', because the last step need not have the largest error"
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
     checks.check_at_most("steps", steps, _LARGEST_MATRIX, "with learning rates")
-    # The error is quadratic in the column g of C⁻¹ after momentum: gᵀSg, where S[a, a − d] is the
-    # sum over i ≥ a of ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
+    # For C⁻¹'s column g after momentum: gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
     form = np.zeros((steps, steps))
     weights = rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):
@@ -365,7 +362,11 @@ def _error_function(
 
 def _inverse(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
     """Return the first column of the inverse of a lower-triangular Toeplitz matrix."""
-    return lfilter([1.0], column, np.r_[1.0, np.zeros(steps - 1)])
+    return lfilter([1.0], column, _padded([1.0], steps))
+
+
+def _padded(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
+    return np.r_[column, np.zeros(steps - len(column))]
 
 
 def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:

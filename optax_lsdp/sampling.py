@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from scipy.stats import binom
 
-from optax_lsdp._checks import check_at_most, check_rate, check_whole
+from optax_lsdp._checks import check_at_most, check_bool, check_rate, check_whole
 from optax_lsdp._keys import (
     Array,
     RandomBits,
@@ -238,6 +238,7 @@ class ShuffledSampler:
     _last_order: dict[int, Array] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_bool("reshuffle", self.reshuffle)
         _set_size(self, "batch_size")
 
     def batch(self, step: Step) -> Batch:

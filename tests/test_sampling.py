@@ -241,6 +241,7 @@ def test_different_keys_and_steps_draw_different_batches():
         (lambda: PoissonSampler(2**31, 0.5, KEY), "`dataset_size` must be at most 2147483647"),
         (lambda: FixedSizeSampler(10, 11, KEY), "`batch_size` must be at most the dataset's size"),
         (lambda: ShuffledSampler(10, 0, KEY), "`batch_size` must be a whole number"),
+        (lambda: ShuffledSampler(10, 5, KEY, reshuffle="no"), "`reshuffle` must be True or False"),
         (
             lambda: FixedSizeSampler(10, 5, jax.random.key(0, impl="rbg")),
             "`key` must be a Threefry",

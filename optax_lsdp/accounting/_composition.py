@@ -137,6 +137,10 @@ class Composition(Mechanism):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
+        for phase in self.phases:
+            if not hasattr(phase, "group_size"):
+                demand = "SampledGaussians, and `dominating` of a CorrelatedGaussian"
+                raise TypeError(f"`phases` must be {demand}, got {repr(phase)[:200]}.")
         for name in ("neighbouring", "group_size"):
             values = {getattr(phase, name) for phase in self.phases}
             if len(values) > 1:

@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Literal, Self, cast
+from typing import Literal, Never, Self, cast
 
 from scipy.optimize import minimize_scalar
 
@@ -120,6 +120,17 @@ class SampledGaussian(Mechanism):
 
 
 @dataclass(frozen=True)
+class _CyclicPhase(SampledGaussian):
+    """The dominating phase of cyclic batches, which says nothing about groups."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.group_size != 1:
+            demand = "1, because members of a group may be in different parts of the data"
+            raise checks.refusal("group_size", demand, self.group_size)
+
+
+@dataclass(frozen=True)
 class CorrelatedGaussian:
     """Steps of `add_correlated_noise`, with cyclic Poisson batches or one order for all epochs.
 
@@ -223,12 +234,12 @@ class CorrelatedGaussian:
         """A phase with independent noise that reveals at least as much about one example.
 
         Compose runs as `first.dominating + second.dominating`, and find noise by `calibrate_scale`.
-        Do not call `group`: members of a group may be in different parts of the data.
+        With `sampling_rate`, `group` refuses: members may be in different parts of the data.
         """
         noise, relation = float(self.noise_multiplier) * (1 - _ROUNDING), self.neighbouring
         if self.sampling_rate is not None and self.cycle is not None:
             rate = min(1.0, self.sampling_rate * self.cycle * (1 + 1e-15))
-            return SampledGaussian(noise, rate, -(-self.steps // self.cycle), neighbouring=relation)
+            return _CyclicPhase(noise, rate, -(-self.steps // self.cycle), neighbouring=relation)
         uses = self.correlation.sensitivity(self.min_separation or 1, self.steps)
         count = min(self.steps, 1)
         noise = noise / uses if count else noise
@@ -241,6 +252,12 @@ class CorrelatedGaussian:
     def delta(self, epsilon: float) -> float:
         """Return a δ for which (ε, δ)-differential privacy is certified."""
         return self.dominating.delta(epsilon)
+
+    def __add__(self, other: object) -> Never:
+        demand = "that of single phases; add `dominating` of a CorrelatedGaussian"
+        raise TypeError(f"A sum must be {demand}, got {repr(self)[:200]}.")
+
+    __radd__ = __add__
 
 
 @dataclass(frozen=True)

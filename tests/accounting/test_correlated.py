@@ -7,6 +7,7 @@ import pytest
 from scipy.stats import norm
 
 from optax_lsdp.accounting import (
+    Composition,
     CorrelatedGaussian,
     Ledger,
     SampledGaussian,
@@ -126,6 +127,32 @@ def test_a_ledger_of_single_steps_refuses_correlated_noise_by_name():
     with pytest.raises(TypeError, match=r"got CorrelatedGaussian\(.*`dominating` of"):
         Ledger().append(run)
     assert Ledger([run.dominating]).epsilon(DELTA) == run.epsilon(DELTA)
+
+
+def test_sums_of_runs_refuse_correlated_noise_by_name():
+    run = CorrelatedGaussian(1.0, square_root(100, 64), sampling_rate=0.01)
+    phase = SampledGaussian(1.0, 0.01, 1)
+    for call in (
+        lambda: run + run,
+        lambda: phase + run,
+        lambda: run + phase,
+        lambda: sum([run]),
+        lambda: Composition((run,)),
+    ):
+        with pytest.raises(TypeError, match=r"`dominating` of .* got CorrelatedGaussian\("):
+            call()
+
+
+def test_groups_of_cyclic_batches_are_refused():
+    phase = CorrelatedGaussian(1.0, square_root(100, 64), sampling_rate=0.01).dominating
+    for call in (
+        lambda: phase.group(2),
+        lambda: (phase + phase).group(2),
+        lambda: Ledger([phase]).group(2),
+    ):
+        with pytest.raises(ValueError, match="`group_size` must be 1, because members of a group"):
+            call()
+    assert phase.group(1) == phase
 
 
 def made(*args, correlation=None, **kwargs):
