@@ -202,10 +202,11 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
 
 
 def usable_scale(largest: jax.Array) -> jax.Array:
-    """Return min(largest, max/8) as a divisor, or 1 where `largest` is zero.
+    """Return `largest` as a divisor that XLA can invert, or 1 where `largest` is zero.
 
-    Here max is the largest finite number of the dtype, so largest/divisor is at most 8. XLA
-    multiplies by the reciprocal of the divisor, and could flush the reciprocal of max to zero.
+    The divisor is at most an eighth of the largest finite number of the dtype, so largest/divisor
+    is at most 8. XLA multiplies by the reciprocal of the divisor, and could flush the reciprocal of
+    a larger number to zero.
     """
     most = jnp.asarray(jnp.finfo(largest.dtype).max / 8, largest.dtype)
     return jnp.where(largest > 0, jnp.minimum(largest, most), jnp.ones_like(largest))

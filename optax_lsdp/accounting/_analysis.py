@@ -89,8 +89,8 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 def unamplified_mu(phase: "SampledGaussian") -> float:
     """Return μ as if the attacker knew every batch. It bounds what the phase reveals.
 
-    The bound assumes that every step uses every example or, with shuffled batches, that every epoch
-    does. A part of an epoch counts as a whole epoch.
+    The bound assumes that every step uses every example. With shuffled batches, it assumes that
+    every epoch uses every example once. A part of an epoch counts as a whole epoch.
     """
     once_per_epoch = SCHEMES[phase.sampling].once_per_epoch
     uses = math.ceil(phase.steps / (steps_per_epoch(phase) if once_per_epoch else 1))

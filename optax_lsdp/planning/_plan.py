@@ -130,7 +130,7 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps for z = 1, with the noise schedule."""
+        """Return the planned steps with noise multiplier 1 times the noise schedule."""
         names = ("sampling", "neighbouring", "max_batch_size", "group_size")
         shared = {name: getattr(self, name) for name in names}
         size = None if self.max_batch_size is None else self.dataset_size

@@ -74,7 +74,7 @@ class Arrangement(NamedTuple):
         return transposed.reshape(*transposed.shape[: transposed.ndim - self.trailing], *self.grid)
 
     def restore(self, arranged: jax.Array, array: jax.Array) -> jax.Array:
-        """Undo `arrange` or `transpose`. Restore the shape and dtype of `array`, its input."""
+        """Undo `arrange` or `transpose`. The result has the shape and dtype of `array`."""
         transposed_shape = [self.shape_of(array)[axis] for axis in self.order]
         restored = arranged.reshape(transposed_shape).transpose(np.argsort(self.order))
         return restored.reshape(array.shape).astype(array.dtype)

@@ -61,9 +61,9 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
     """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an infinite line, centre first.
 
-    The result is the mean of n kernels gain·ρᵏ of order 1. Each has the smoothing −1/r for a root r
-    of 1 + σrⁿ = 0. The absolute values of all entries that are cut off, on both sides, sum to at
-    most `error`.
+    The result is the mean of n kernels of order 1, one for each root r of 1 + σrⁿ = 0. The kernel
+    of a root has σ = −1/r, and its entry at distance k is gain·ρᵏ. The absolute values of all
+    entries that are cut off, on both sides, sum to at most `error`.
 
     >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
     array([0.33333333, 0.16666667, 0.08333333, 0.04166667])

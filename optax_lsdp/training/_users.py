@@ -127,9 +127,10 @@ class UserData:
         return UserBatch(examples, mask, users.astype(np.int32))
 
     def _check_batch(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-        """Return the indices of users, zero for padding, and the mask. Raise unless they are valid.
+        """Return the indices of users, and the mask. Raise unless they are valid.
 
-        A user who was in a batch twice would contribute twice the clip norm.
+        Padding gets the index zero. A user who was in a batch twice would contribute twice the clip
+        norm.
         """
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         users, is_user = (np.asarray(x) for x in (batch if is_pair else ((), ())))

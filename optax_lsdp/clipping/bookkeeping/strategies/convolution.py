@@ -230,7 +230,7 @@ def convolution_sums(
 def convolution_sum(
     term: Term, image: jax.Array, cotangent: jax.Array, factors: jax.Array, platform: Platform
 ) -> jax.Array:
-    """Return Σᵢ cᵢGᵢ of a kernel: XLA's weight gradient of a batch of all examples.
+    """Return Σᵢ cᵢGᵢ of a kernel, as XLA's weight gradient of weighted cotangents.
 
     The operands are cast to float32, which holds the same numbers, because a convolution of
     bfloat16 numbers would round the sum to bfloat16. Zeros replace pixels that are not finite: an

@@ -277,7 +277,7 @@ def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
 
 
 def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> jax.Array:
-    """Map a weight's gradient to leaf `index`. Both are multiplied by the scale of the leaf."""
+    """Map a weight's gradient to leaf `index`. Argument and result have the scale of the leaf."""
     leaves, scale = rounded.leaves, rounded.scales[index]
     weight, leaf = term.piece.weight, leaves[index]
     gradient = gradient.astype(wide_dtype(leaf))
