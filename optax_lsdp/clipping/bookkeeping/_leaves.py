@@ -17,9 +17,8 @@ import numpy as np
 import optax
 
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._jaxpr import shape_of
-from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._uses import Path, Piece, Use, Uses, find_uses
 from optax_lsdp.clipping.bookkeeping._weights import are_disjoint, merged, reshaped
