@@ -57,7 +57,7 @@ def term_of_convolution(image, outputs):
 
 
 def convolved_with_channels(platform, kind):
-    factors = constant_factors(40, 5000, 30)
+    factors = constant_factors(40, 1000, 30)
     term = term_of_convolution(factors.a[0, 0], 30)
     return factors, convolution_bound(term, factors.a, factors.g, platform, kind)
 
