@@ -127,7 +127,7 @@ def is_example_split(loss_fn: ValueAndAux, params: optax.Params, example: PyTree
     """Return whether shards that hold the same example compute different parts of its loss.
 
     This happens if parameters are split over the shards, or if the loss reads the index of its
-    shard. The gradient of one example is then the sum over the shards, or is split over the shards.
+    shard. Each shard then has only a part, or a summand, of the example's gradient.
     """
     replicated = _replicated_axes(example)
     if not replicated:
