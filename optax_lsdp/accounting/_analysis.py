@@ -272,8 +272,8 @@ class PrivacyProfile:
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
         """Return a lower bound on the false-negative rate at each false-positive rate α.
 
-        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). The result is
-        the largest of them.
+        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). The largest
+        of all counts.
         """
         if not self.upper and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
