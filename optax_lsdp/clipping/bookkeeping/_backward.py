@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._isolation import ValueAndAux
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, evaluate, is_literal
+from optax_lsdp._jaxpr import Atom, ClosedJaxpr, Equation, body, evaluate, is_literal
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, analyse_loss
+from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis
 from optax_lsdp.clipping.bookkeeping._uses import (
     CALLS,
     REMATERIALISED,
@@ -50,42 +49,38 @@ class Recorded(NamedTuple):
 
 
 def run_backward(
-    loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
-) -> tuple[tuple[jax.Array, PyTree], Recorded, LossAnalysis]:
-    """Return each example's (value, aux), the recorded arrays, and the analysis of the loss."""
-    found: list[LossAnalysis] = []
-    axes = varying_axes(batch)
+    analysis: LossAnalysis, params: optax.Params, batch: PyTree
+) -> tuple[tuple[jax.Array, PyTree], Recorded]:
+    """Return each example's (value, aux), and the recorded arrays."""
     values = jax.tree.leaves(params)
-
-    def backward(example: PyTree) -> tuple[tuple[jax.Array, PyTree], Recorded]:
-        program, analysis = analyse_loss(loss_fn, params, example)
-        found.append(analysis)
-        taps = {path: _tap(use) for path, use in analysis.uses.items()}
-        differentiated = {
-            leaf.index: values[leaf.index] for leaf in analysis.leaves if leaf.is_differentiated
-        }
-
-        def tapped(
-            taps: Taps, differentiated: Mapping[int, jax.Array]
-        ) -> tuple[jax.Array, tuple[PyTree, Operands]]:
-            inputs = [differentiated.get(i, x) for i, x in enumerate(values)]
-            inputs += jax.tree.leaves(example)
-            results, operands = _run(program.closed, inputs, analysis.uses, taps, ())
-            value, aux = jax.tree.unflatten(program.outputs, results)
-            return value, (aux, operands)
-
-        run = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        (value, (aux, operands)), (cotangents, grads) = run(vary(taps, axes), differentiated)
-        return (value, aux), Recorded(operands, cotangents, grads)
-
-    outputs, recorded = jax.vmap(backward)(batch)
-    return outputs, recorded, found[-1]
+    taps = vary({path: _tap(use) for path, use in analysis.uses.items()}, varying_axes(batch))
+    differentiated = {
+        i: values[i] for leaf in analysis.leaves if leaf.is_differentiated for i in leaf.indices
+    }
+    run = jax.value_and_grad(partial(_run_loss, analysis, values), argnums=(0, 1), has_aux=True)
+    results = jax.vmap(run, in_axes=(None, None, 0))(taps, differentiated, batch)
+    (value, (aux, operands)), (cotangents, gradients) = results
+    return (value, aux), Recorded(operands, cotangents, gradients)
 
 
 def _tap(use: Use) -> jax.Array:
     """Return zeros for the output of a use, with one leading axis for each scan around it."""
     output = cast("jax.ShapeDtypeStruct", use.equation.outvars[0].aval)
     return jnp.zeros((*(loop.length for loop in use.loops), *output.shape), output.dtype)
+
+
+def _run_loss(
+    analysis: LossAnalysis,
+    values: Sequence[jax.Array],
+    taps: Taps,
+    differentiated: Mapping[int, jax.Array],
+    example: PyTree,
+) -> tuple[jax.Array, tuple[PyTree, Operands]]:
+    """Return the loss of one example, and its aux with the operands of all uses."""
+    inputs = [differentiated.get(i, x) for i, x in enumerate(values)] + jax.tree.leaves(example)
+    results, operands = _run(analysis.program.closed, inputs, analysis.uses, taps, ())
+    value, aux = jax.tree.unflatten(analysis.program.outputs, results)
+    return value, (aux, operands)
 
 
 Results = tuple[list[jax.Array], Operands]
@@ -96,14 +91,9 @@ def _run(
 ) -> Results:
     """Evaluate a jaxpr with taps. Return its outputs, and the data operand of each use."""
     jaxpr, operands = closed.jaxpr, Operands()
-    values: dict[object, jax.Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, inputs, strict=True)
-
-    def read(atom: Any) -> jax.Array:
-        return atom.val if is_literal(atom) else values[atom]
-
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
     for number, equation in enumerate(jaxpr.eqns):
-        place, arguments = (*path, number), [read(atom) for atom in equation.invars]
+        place, arguments = (*path, number), [_read(atom, values) for atom in equation.invars]
         run = _RUN.get(equation.primitive.name)
         inside = {p: tap for p, tap in taps.items() if run and p[: len(place)] == place}
         if place in uses:
@@ -114,7 +104,11 @@ def _run(
             outputs, more = evaluate(equation, arguments), {}
         values |= zip(equation.outvars, outputs, strict=True)
         operands |= more
-    return [read(atom) for atom in jaxpr.outvars], operands
+    return [_read(atom, values) for atom in jaxpr.outvars], operands
+
+
+def _read(atom: Atom, values: Mapping[Atom, jax.Array]) -> jax.Array:
+    return atom.val if is_literal(atom) else values[atom]
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:

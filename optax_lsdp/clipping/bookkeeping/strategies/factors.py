@@ -1,14 +1,15 @@
-"""Round the recorded arrays, and compute the terms and weighted sums of gradients from them.
+"""Compute norms and weighted sums of gradients from their factors, without forming gradients.
 
-Norms and sums both use the rounded arrays. The gradient that the rounded arrays define depends only
-on its own example, so clipping it is as private as clipping the exact gradient. This module also
-maps the gradient of a weight back to the leaf, through scans, views and concatenations.
+All strategies use the rounded arrays of `round_recorded`, for norms and for sums. The gradient that
+the rounded arrays define depends only on its own example, so clipping it is as private as clipping
+the exact gradient. This module also maps the gradient of a weight back to the leaves, through
+scans, views and concatenations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,13 +19,20 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._backward import Recorded
-from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
-from optax_lsdp.clipping.bookkeeping._uses import Path, Use
-from optax_lsdp.clipping.bookkeeping.strategies.bounds import Factors, is_one_hot
+from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf
+from optax_lsdp.clipping.bookkeeping._uses import Path, Use, Weight
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
+    Factors,
+    NormBound,
+    gram_bound,
+    is_one_hot,
+    outer_bound,
+)
 
 _CACHE_FLOATS = 2**20  # 4 MiB, which fit into a CPU's cache
 
@@ -36,28 +44,20 @@ class Rounded(NamedTuple):
         pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
             the examples. If a rule has factors that are larger than the operand, such as patches,
             `pairs` holds the operand and the cotangent instead. Each g or cotangent is multiplied
-            by the scale of the use.
+            by `scale_of` the use.
         gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
         scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
             near 1, so that squares neither overflow nor underflow.
-        use_scales: the scale of each use, which is the scale of one of its leaves.
         leaves: the parameters themselves.
         platform: the kind of device that all arrays are rounded for.
     """
 
     pairs: dict[Path, tuple[jax.Array, jax.Array]]
     gradients: dict[int, jax.Array]
-    scales: list[ArrayLike]
-    use_scales: dict[Path, ArrayLike]
+    scales: Sequence[ArrayLike]
     leaves: Sequence[jax.Array]
     platform: Platform
-
-    def of(self, term: Term, index: int) -> tuple[jax.Array, jax.Array]:
-        """Return the pair of a term, multiplied by the scale of leaf `index`."""
-        (a, g), scale = self.pairs[term.path], self.use_scales[term.path]
-        same = scale is self.scales[index]
-        return a, g if same else _scaled(g, self.scales[index] / scale)
 
 
 def round_recorded(
@@ -70,13 +70,12 @@ def round_recorded(
     """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
     by_group = {path: _scale(clip_norm) for path, clip_norm in groups}
     scales = [by_group[path] for path, _ in groups]
-    # If the leaves of a use have different scales, `Rounded.of` converts.
-    use_scales = {path: scales[min(use.pieces[0].weight.leaves)] for path, use in uses.items()}
     pairs, known = {}, dict[object, jax.Array]()
     for path, use in uses.items():
-        a, g = recorded.operands[use.operand], _scaled(recorded.cotangents[path], use_scales[path])
+        a, g = recorded.operands[use.operand], recorded.cotangents[path]
+        g = _scaled(g, scales[min(use.weight.leaves)])
         if not use.rule.expands:
-            a, g = _factors(use)(a, g)
+            a, g = _apply_rule(use, a, g)
         if wide_dtype(a, g) == jnp.float64 and not use.rule.is_one_hot:
             a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
         key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
@@ -86,7 +85,7 @@ def round_recorded(
     gradients = {
         i: compute_once(_scaled(widen(x), scales[i])) for i, x in recorded.gradients.items()
     }
-    return Rounded(pairs, gradients, scales, use_scales, leaves, platform)
+    return Rounded(pairs, gradients, scales, leaves, platform)
 
 
 def _round_once(x: jax.Array, platform: Platform) -> jax.Array:
@@ -116,80 +115,58 @@ def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
     return x * jnp.asarray(scale, x.dtype)
 
 
-def _factors(use: Use) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-    """Return a function that applies a use's rule to all iterations of scans and all examples."""
+def _apply_rule(use: Use, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the factors of a use for all examples and all iterations of scans."""
     factors = partial(use.rule.factors, use.equation, use.place)
     for _ in range(len(use.loops) + 1):
         factors = jax.vmap(factors)
-    return factors
+    return factors(a, g)
 
 
-def term_factors(term: Term, a: jax.Array, g: jax.Array) -> Factors:
-    """Return the factors of one term for every example, from its pair in `Rounded`.
+def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
+    """Return the factors of one use for every example, from its pair in `Rounded`.
 
     The iterations of a scan that slices the weight become blocks. The iterations of other scans
     become rows.
     """
-    use, piece = term.use, term.piece
     if use.rule.expands:
-        a, g = _factors(use)(a, g)
-    if piece.start is not None:
-        _, blocks, inputs, outputs = use.matrix
-        a = _cut(_cut(a, term, -3, blocks), term, -1, inputs)
-        g = _cut(_cut(g, term, -3, blocks), term, -1, outputs)
-    sliced = [1 + i for i, loop in enumerate(use.loops) if loop in piece.weight.sliced]
-    shared = [1 + i for i, loop in enumerate(use.loops) if loop not in piece.weight.sliced]
+        a, g = _apply_rule(use, a, g)
+    sliced = [1 + i for i, loop in enumerate(use.loops) if loop in use.weight.sliced]
+    shared = [1 + i for i, loop in enumerate(use.loops) if loop not in use.weight.sliced]
     block, split = 1 + len(use.loops), 2 + len(sliced)
     merged = []
     for x in (a, g):
         x = x.transpose([0, *sliced, block, *shared, *range(block + 1, x.ndim)])
         height = math.prod(x.shape[split : block + 2])
-        merged.append(x.reshape(len(x), term.size.blocks, height, *x.shape[block + 2 :]))
+        merged.append(x.reshape(len(x), use.size.blocks, height, *x.shape[block + 2 :]))
     return Factors(*merged)
 
 
-def part_factors(leaf: ParameterLeaf, rounded: Rounded) -> list[list[Factors]]:
-    """Return the factors of each term in each part of a leaf. Swap a and g of transposed terms."""
-    parts = []
-    for part in leaf.parts or ():
-        pairs = [(term, term_factors(term, *rounded.of(term, leaf.index))) for term in part]
-        parts.append([Factors(p.g, p.a) if term.is_transposed else p for term, p in pairs])
-    return parts
+class ByFactors(NamedTuple):
+    """A leaf whose norms are outer products, or come from Gram matrices."""
 
+    leaf: Leaf
+    kind: Kind
+    rounded: Rounded
 
-def _cut(x: jax.Array, term: Term, axis: int, merged: tuple[int, ...]) -> jax.Array:
-    """Cut the piece of a term out of x along `axis`.
+    def bounds(self) -> list[NormBound]:
+        """Return the bound of each part. Swap a and g of transposed uses."""
+        bound, found = outer_bound if self.kind == "outer product" else gram_bound, []
+        for part in self.leaf.parts or ():
+            pairs = [(use, use_factors(use, *self.rounded.pairs[use.path])) for use in part]
+            terms = [Factors(p.g, p.a) if use.is_transposed else p for use, p in pairs]
+            found.append(bound(terms, self.rounded.platform))
+        return found
 
-    The axes `merged` of the concatenated weight were merged to `axis` of x.
-    """
-    piece, whole = term.piece, term.use.matrix.split
-    if piece.start is None or piece.axis not in merged:
-        return x
-    before, after = x.shape[: x.ndim + axis], x.shape[x.ndim + axis + 1 :]
-    split = x.reshape(*before, *(whole[i] for i in merged), *after)
-    place, stop = len(before) + merged.index(piece.axis), piece.start + piece.length
-    return lax.slice_in_dim(split, piece.start, stop, axis=place).reshape(*before, -1, *after)
-
-
-def weighted_leaves(
-    leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
-) -> dict[int, jax.Array]:
-    """Return Σᵢ cᵢ Gᵢ of a leaf, or of the leaves that it joins, from its factors.
-
-    There is one product per term, as in ordinary training.
-    """
-    sums: dict[int, jax.Array] = {}
-    for whole in leaf.terms:
-        pair, inputs = term_factors(whole, *rounded.of(whole, leaf.index)), whole.size.inputs
-        weighted = to_weight(whole, weighted_sum(pair, factors, inputs, rounded.platform))
-        for index, term in leaf.pieces or [(leaf.index, whole)]:
-            part = weighted
-            if leaf.pieces:
-                start, axis = term.piece.start or 0, term.piece.axis + len(term.piece.weight.sliced)
-                part = lax.slice_in_dim(weighted, start, start + term.piece.length, axis=axis)
-            gradient = to_leaf(term, index, rounded, part)
-            sums[index] = sums[index] + gradient if index in sums else gradient
-    return sums
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return Σᵢ cᵢGᵢ, by one product per use, as in ordinary training."""
+        sums: dict[int, jax.Array] = {}
+        for use in self.leaf.uses:
+            pair = use_factors(use, *self.rounded.pairs[use.path])
+            matrix = weighted_sum(pair, factors, use.size.inputs, self.rounded.platform)
+            for index, x in to_leaves(use, self.leaf, self.rounded, to_weight(use, matrix)).items():
+                sums[index] = sums[index] + x if index in sums else x
+        return sums
 
 
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
@@ -257,38 +234,48 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
     `ids` has shape (blocks, t), `rows` has shape (blocks, t, outputs), and the result has shape
     (blocks, inputs, outputs). Rows with a negative index are dropped.
     """
-
-    def one(ids: jax.Array, rows: jax.Array) -> jax.Array:
-        zeros = jnp.zeros((inputs, rows.shape[-1]), rows.dtype)
-        places = jnp.where(ids >= 0, ids, inputs)  # an index beyond the end is dropped
-        return zeros.at[places].add(rows, mode="drop")
-
-    return jax.vmap(one)(ids, rows)
+    zeros = jnp.zeros((len(ids), inputs, rows.shape[-1]), rows.dtype)
+    places = jnp.where(ids >= 0, ids, inputs)  # an index beyond the end is dropped
+    return jax.vmap(lambda zeros, places, rows: zeros.at[places].add(rows, mode="drop"))(
+        zeros, places, rows
+    )
 
 
-def to_weight(term: Term, gradient: jax.Array) -> jax.Array:
+def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
     """Convert (blocks, inputs, outputs) to the shape of the weight, with leading axes of scans."""
-    matrix = term.piece.matrix
-    stack = [loop.length for loop in term.piece.weight.sliced]
+    matrix, stack = use.matrix, [loop.length for loop in use.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
     sizes = [matrix.split[axis] for axis in order]
     back = [len(stack) + order.index(axis) for axis in range(len(order))]
     return gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
 
 
-def to_leaf(term: Term, index: int, rounded: Rounded, gradient: jax.Array) -> jax.Array:
-    """Map a weight's gradient to leaf `index`. Argument and result have the scale of the leaf."""
-    leaves, scale = rounded.leaves, rounded.scales[index]
-    weight, leaf = term.piece.weight, leaves[index]
-    gradient = gradient.astype(wide_dtype(leaf))
-    if weight.entries is not None:
-        back = jax.linear_transpose(weight.show, widen(leaf))
-        return back(gradient.reshape(weight.entries.shape))[0]
+def to_leaves(use: Use, leaf: Leaf, rounded: Rounded, gradient: jax.Array) -> dict[int, jax.Array]:
+    """Map a weight's gradient to the leaves. Argument and result have the scale of `Rounded`."""
+    weight, leaves = use.weight, rounded.leaves
+    members = [leaves[index] for index in leaf.indices]
+    stack = [loop.length for loop in weight.sliced]
+    gradient = gradient.reshape(*stack, *shape_of(use.equation.invars[use.place]))
+    gradient = gradient.astype(wide_dtype(*members))
+    if leaf.parts is not None or weight.entries is not None:
+        build = partial(_weight_value, weight, (), leaf.indices, False)
+        pulled = jax.linear_transpose(build, *map(widen, members))(gradient)
+        return dict(zip(leaf.indices, pulled, strict=True))
+    # A derived weight has its dtype, which may be float16: pull its gradient back without a scale.
+    build = partial(_weight_value, weight, leaves, leaf.indices, True)
+    value, pull = jax.vjp(build, *members)
+    unscaled = gradient / jnp.asarray(rounded.scales[min(weight.leaves)], gradient.dtype)
+    pulled = map(widen, pull(unscaled.astype(value.dtype)))
+    pairs = zip(leaf.indices, pulled, strict=True)
+    return {i: x * jnp.asarray(rounded.scales[i], x.dtype) for i, x in pairs}
 
-    def build(leaf: jax.Array) -> jax.Array:
-        return weight.value([*leaves[:index], leaf, *leaves[index + 1 :]], {})
 
-    value, pull = jax.vjp(build, leaf)  # without the scale, because the dtype may be float16
-    unscaled = (gradient / jnp.asarray(scale, gradient.dtype)).reshape(value.shape)
-    pulled = widen(pull(unscaled.astype(value.dtype))[0])
-    return pulled * jnp.asarray(scale, pulled.dtype)
+def _weight_value(
+    weight: Weight,
+    leaves: Sequence[jax.Array],
+    indices: Sequence[int],
+    casts: bool,
+    *members: jax.Array,
+) -> jax.Array:
+    """Return the value of a weight if `members` are the leaves at `indices`; see `Weight.value`."""
+    return weight.value(dict(enumerate(leaves)) | dict(zip(indices, members, strict=True)), {}, casts)
