@@ -21,13 +21,23 @@ from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipStyle, ExampleNorms, bound_norms, clip_factors
-from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
+from optax_lsdp.clipping.bookkeeping._backward import (
+    Recorded,
+    Rounded,
+    round_recorded,
+    run_backward,
+)
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf, LossAnalysis, analyse_batch, choose
+from optax_lsdp.clipping.bookkeeping._strategy import (
+    Kind,
+    Leaf,
+    LossAnalysis,
+    analyse_batch,
+    choose,
+)
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
 from optax_lsdp.clipping.bookkeeping.strategies.convolution import Convolved
-from optax_lsdp.clipping.bookkeeping.strategies.factors import ByFactors, Rounded, round_recorded
-from optax_lsdp.clipping.bookkeeping.strategies.formed import Formed, form_gradients
+from optax_lsdp.clipping.bookkeeping.strategies.leaves import ByFactors, Formed, form_gradients
 
 _SMALL = 2**15  # gradients with up to this many entries, over all examples, are handled together
 _UNFORMED: dict[Kind, type[ByFactors] | type[Convolved]] = {

@@ -21,7 +21,7 @@ from optax_lsdp._loss import call_loss, raise_explained, takes_key
 from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._backward import run_backward
+from optax_lsdp.clipping.bookkeeping._backward import round_recorded, run_backward
 from optax_lsdp.clipping.bookkeeping._engine import leaf_gradients
 from optax_lsdp.clipping.bookkeeping._platforms import (
     CPU,
@@ -37,7 +37,6 @@ from optax_lsdp.clipping.bookkeeping._strategy import (
     choose,
 )
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
-from optax_lsdp.clipping.bookkeeping.strategies.factors import round_recorded
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
 _WORDS = 4  # columns of words; the columns after them hold numbers
@@ -293,7 +292,7 @@ def _shares(
             for leaf in analysis.leaves
         ]
         each = [joint_bound(bounds, platform) if bounds else None for bounds in found]
-        return joint_bound(sum(found, []), platform), each
+        return joint_bound([bound for bounds in found for bound in bounds], platform), each
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
     joint, each = jax.jit(with_automatic_axes(bounds, jax.P()))(params, batch)

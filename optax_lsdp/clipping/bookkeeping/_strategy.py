@@ -173,7 +173,9 @@ def _leaf(
     own = [use for use in uses if not use.weight.leaves.isdisjoint(indices)]
     names = without_rule.get(indices[0], set())
     is_entrywise = names <= _ENTRYWISE and not own and not dropped
-    parts = None if names or dropped else _disjoint_parts(own) if len(indices) == 1 else (tuple(own),)
+    parts = (
+        None if names or dropped else _disjoint_parts(own) if len(indices) == 1 else (tuple(own),)
+    )
     by_name = [use.equation.primitive.name for use in own] + sorted({*names, *dropped})
     return Leaf(
         indices,
@@ -198,7 +200,9 @@ def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
         if whole is None or split is None:
             return None
         axes = list(zip(split.shape, split.strides, strict=True))
-        blocks, inputs, outputs = ([axes[len(stack) + i] for i in which] for which in use.matrix[1:])
+        blocks, inputs, outputs = (
+            [axes[len(stack) + i] for i in which] for which in use.matrix[1:]
+        )
         # The order of blocks matters: a block of one use is paired with the block of equal index.
         frame = [_merged([*axes[: len(stack)], *blocks]), _merged(inputs), _merged(outputs)]
         for other, other_frame, members in parts:

@@ -26,6 +26,7 @@ from jax import lax
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import compute_once, wide_dtype
+from optax_lsdp.clipping.bookkeeping._backward import Rounded
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import Movement, movements
 from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf
@@ -37,7 +38,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     root,
     spectral_square,
 )
-from optax_lsdp.clipping.bookkeeping.strategies.factors import Rounded, to_leaves, weigh
+from optax_lsdp.clipping.bookkeeping.strategies.leaves import to_leaves, weigh
 
 _AXES = "bxyzuvw"  # letters for the axes of an image, before those of examples and channels
 
@@ -67,12 +68,11 @@ def convolution_bound(
     """Return the bound of the gradient of a kernel by one of three strategies.
 
     Let X be the image and P the patches, as matrices with a row for each pixel and each position.
-    If the window covers each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the Frobenius norm. Each
-    offset covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
-    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g multiplies each entry by a factor
-    from 1 − u to 1 + u, so it changes the gradient by at most u·‖g‖ times the spectral norm of P.
-    An entry of the formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the
-    error of an addition.
+    Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and
+    in the spectral norm. In the first, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g
+    multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at most
+    u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T products, so
+    ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -92,9 +92,8 @@ def convolution_bound(
         arranged, wide = arrange(folded), arrange(g)
         seen = list(_seen(arranged, wide, shorter))
         image_square, image_spectral = _squared_norms(folded, platform)
-        sizes = zip(moves, x.shape[1:-2], g.shape[1:-2], strict=True)
-        frobenius = math.prod(move.most_meetings(*size) for move, *size in sizes) * image_square
-        spectral = jnp.minimum(frobenius, len(seen) * image_spectral)
+        frobenius = len(seen) * image_square
+        spectral = len(seen) * jnp.minimum(image_square, image_spectral)
     formed = [_product(part, wide, abreast, platform) for part in seen]
     total = _sum(sum((part * part for part in formed[1:]), formed[0] * formed[0]), abreast)
     dtype, entries = total.dtype, (len(seen), channels, g.shape[-1])

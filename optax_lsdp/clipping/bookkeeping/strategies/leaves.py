@@ -1,126 +1,40 @@
-"""Compute norms and weighted sums of gradients from their factors, without forming gradients.
+"""Compute norms and weighted sums of gradients from their factors, or form and store gradients.
 
-All strategies use the rounded arrays of `round_recorded`, for norms and for sums. The gradient that
-the rounded arrays define depends only on its own example, so clipping it is as private as clipping
-the exact gradient. This module also maps the gradient of a weight back to the leaves, through
+The factors of a gradient give its norm and its weighted sum without forming it. Stored gradients
+are also the fallback for leaves whose uses have no rule: automatic differentiation forms them
+during the backward pass. This module maps the gradient of a weight back to the leaves, through
 scans, views and concatenations.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
 
-from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._jaxpr import shape_of
+from optax_lsdp._jaxpr import Equation, evaluate, shape_of
 from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import compute_once, wide_dtype, widen
-from optax_lsdp.clipping.bookkeeping._backward import Recorded
+from optax_lsdp.clipping.bookkeeping._backward import Rounded, apply_rule
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf
-from optax_lsdp.clipping.bookkeeping._uses import Path, Use, Weight
+from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf, is_plain_convolution
+from optax_lsdp.clipping.bookkeeping._uses import Use, Weight
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     Factors,
     NormBound,
     gram_bound,
     is_one_hot,
+    kept_bound,
     outer_bound,
 )
 
 _CACHE_FLOATS = 2**20  # 4 MiB, which fit into a CPU's cache
-
-
-class Rounded(NamedTuple):
-    """The rounded operands and cotangents of all uses, with a leading axis of examples.
-
-    Attributes:
-        pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
-            the examples. If a rule has factors that are larger than the operand, such as patches,
-            `pairs` holds the operand and the cotangent instead. Each g or cotangent is multiplied
-            by `scale_of` the use.
-        gradients: for each leaf with uses that have no rule, the gradient from those uses,
-            multiplied by the scale of the leaf.
-        scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
-            near 1, so that squares neither overflow nor underflow.
-        leaves: the parameters themselves.
-        platform: the kind of device that all arrays are rounded for.
-    """
-
-    pairs: dict[Path, tuple[jax.Array, jax.Array]]
-    gradients: dict[int, jax.Array]
-    scales: Sequence[ArrayLike]
-    leaves: Sequence[jax.Array]
-    platform: Platform
-
-
-def round_recorded(
-    recorded: Recorded,
-    leaves: Sequence[jax.Array],
-    uses: Mapping[Path, Use],
-    groups: Sequence[ClipGroup],
-    platform: Platform,
-) -> Rounded:
-    """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
-    by_group = {path: _scale(clip_norm) for path, clip_norm in groups}
-    scales = [by_group[path] for path, _ in groups]
-    pairs, known = {}, dict[object, jax.Array]()
-    for path, use in uses.items():
-        a, g = recorded.operands[use.operand], recorded.cotangents[path]
-        g = _scaled(g, scales[min(use.weight.leaves)])
-        if not use.rule.expands:
-            a, g = _apply_rule(use, a, g)
-        if wide_dtype(a, g) == jnp.float64 and not use.rule.is_one_hot:
-            a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
-        key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
-        if key not in known:  # uses of one operand share its rounded copy
-            known[key] = _round_once(a, platform)
-        pairs[path] = known[key], _round_once(g, platform)
-    gradients = {
-        i: compute_once(_scaled(widen(x), scales[i])) for i, x in recorded.gradients.items()
-    }
-    return Rounded(pairs, gradients, scales, leaves, platform)
-
-
-def _round_once(x: jax.Array, platform: Platform) -> jax.Array:
-    """Return a rounded array that XLA computes once, so that norms and sums use equal numbers.
-
-    Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
-    keep XLA from fusing the rounding with the product that computes x.
-    """
-    dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
-    return compute_once(platform.rounded(dense)).reshape(x.shape)
-
-
-def _scale(clip_norm: ArrayLike) -> ArrayLike:
-    """Return the power of two nearest to 1/C; C may be traced."""
-    if isinstance(clip_norm, int | float):
-        return 2.0 ** -round(math.log2(clip_norm))
-    inverse = 1 / jnp.asarray(clip_norm)
-    bits = 11 if inverse.dtype == jnp.float64 else 8
-    return lax.reduce_precision(inverse, exponent_bits=bits, mantissa_bits=0)
-
-
-def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """Return x times a power of two, in float32 if x is float16, whose range is too small."""
-    if isinstance(scale, float) and scale == 1:
-        return x
-    x = widen(x) if x.dtype == jnp.float16 else x
-    return x * jnp.asarray(scale, x.dtype)
-
-
-def _apply_rule(use: Use, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the factors of a use for all examples and all iterations of scans."""
-    factors = partial(use.rule.factors, use.equation, use.place)
-    for _ in range(len(use.loops) + 1):
-        factors = jax.vmap(factors)
-    return factors(a, g)
 
 
 def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
@@ -130,7 +44,7 @@ def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
     become rows.
     """
     if use.rule.expands:
-        a, g = _apply_rule(use, a, g)
+        a, g = apply_rule(use, a, g)
     sliced = [1 + i for i, loop in enumerate(use.loops) if loop in use.weight.sliced]
     shared = [1 + i for i, loop in enumerate(use.loops) if loop not in use.weight.sliced]
     block, split = 1 + len(use.loops), 2 + len(sliced)
@@ -278,4 +192,117 @@ def _weight_value(
     *members: jax.Array,
 ) -> jax.Array:
     """Return the value of a weight if `members` are the leaves at `indices`; see `Weight.value`."""
-    return weight.value(dict(enumerate(leaves)) | dict(zip(indices, members, strict=True)), {}, casts)
+    return weight.value(
+        dict(enumerate(leaves)) | dict(zip(indices, members, strict=True)), {}, casts
+    )
+
+
+class Formed(NamedTuple):
+    """Stored gradients of one or several leaves: arrays (n, *shape), by the index of the leaf."""
+
+    rows: dict[int, jax.Array]
+    platform: Platform
+
+    def joined(self) -> jax.Array:
+        """Return the gradients as one array of shape (n, …)."""
+        if len(self.rows) == 1:
+            return next(iter(self.rows.values()))
+        flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in self.rows.values()]
+        return jnp.concatenate(flat, axis=1)
+
+    def bounds(self) -> list[NormBound]:
+        """Return the bound of all leaves together."""
+        return [kept_bound(self.joined(), self.platform)]
+
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return Σᵢ cᵢGᵢ. Only CPUs use a matmul, because a matrix unit would round gradients."""
+        joined = self.joined()
+        if self.platform is CPU:
+            vectors = select(joined, factors).reshape(len(joined), math.prod(joined.shape[1:]))
+            total = self.platform.product("n,nd->d", factors.astype(joined.dtype), vectors)
+        else:
+            total = jnp.sum(weigh(joined, factors), axis=0)
+        ends = list(accumulate(math.prod(x.shape[1:]) for x in self.rows.values()))
+        parts = jnp.split(total, ends[:-1]) if len(self.rows) > 1 else [total]
+        leaves = zip(self.rows.items(), parts, strict=True)
+        return {index: part.reshape(x.shape[1:]) for (index, x), part in leaves}
+
+
+def form_gradients(leaf: Leaf, rounded: Rounded) -> dict[int, jax.Array]:
+    """Return every example's gradient of a leaf, or of each concatenated leaf, as (n, *shape).
+
+    The gradients are float32 or wider. But if a convolution has already rounded them to bfloat16,
+    they stay in bfloat16, which holds the same numbers in half the bytes.
+    """
+    sums = {i: rounded.gradients[i] for i in leaf.indices if i in rounded.gradients}
+    for use in leaf.uses:
+        operand, cotangent = rounded.pairs[use.path]
+        few = rounded.platform is CPU and use.rule.expands and not is_multi_device_mesh()
+        form = _form_in_chunks if few else _form
+        formed = form(use, leaf, rounded, operand, cotangent)
+        is_view = use.weight.entries is not None and len(leaf.uses) == 1
+        for index, rows in formed.items():
+            if is_view and _is_formed_by_xla(use, rounded.platform):
+                rows = rows.astype(jnp.result_type(operand, cotangent))
+            sums[index] = sums[index] + rows if index in sums else rows
+    return compute_once(sums)
+
+
+def _form(
+    use: Use, leaf: Leaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
+) -> dict[int, jax.Array]:
+    """Return one use's part of every example's gradient of a leaf."""
+    platform, inputs = rounded.platform, use.size.inputs
+    if _is_formed_by_xla(use, platform):
+        formed = jax.vmap(partial(_transposed_convolution, use.equation))(operand, cotangent)
+    else:
+        a, g = use_factors(use, operand, cotangent)
+        if is_one_hot(a):
+            products = jax.vmap(partial(scatter, inputs=inputs))(a, widen(g))
+        elif platform is CPU and inputs > g.shape[-1]:  # fastest with the longer side last
+            products = platform.product("nbtp,nbtq->nbqp", a, g).swapaxes(-1, -2)
+        else:
+            products = platform.product("nbtp,nbtq->nbpq", a, g)
+        formed = jax.vmap(partial(to_weight, use))(products)
+    return jax.vmap(partial(to_leaves, use, leaf, rounded))(formed)
+
+
+def _is_formed_by_xla(use: Use, platform: Platform) -> bool:
+    """Return whether XLA's own transposed convolution forms a use's part of the gradients."""
+    return platform is not CPU and is_plain_convolution(use)
+
+
+def _transposed_convolution(
+    equation: Equation, image: jax.Array, cotangent: jax.Array
+) -> jax.Array:
+    """Return the gradient of a kernel for one example, by XLA's own transposed convolution."""
+
+    def convolve(kernel: jax.Array) -> jax.Array:
+        return evaluate(equation, [image, kernel])[0].astype(cotangent.dtype)
+
+    kernel = jax.ShapeDtypeStruct(shape_of(equation.invars[1]), image.dtype)
+    return widen(jax.linear_transpose(convolve, kernel)(cotangent)[0])
+
+
+def _form_in_chunks(
+    use: Use, leaf: Leaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
+) -> dict[int, jax.Array]:
+    """Return `_form(…)`, computed for a few examples at a time, so that patches fit the cache.
+
+    Do not call this on a mesh of several devices: slicing the batch would gather it.
+    """
+    blocks, rows, inputs, outputs = use.size
+    arrays, form = (operand, cotangent), partial(_form, use, leaf, rounded)
+    n, most = len(operand), examples_in_cache(blocks * rows * (inputs + outputs))
+    if n <= most:
+        return form(*arrays)
+
+    def step(i: jax.Array, formed: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        start = jnp.minimum(i * most, n - most)  # the last chunk may overlap the previous one
+        new = form(*(lax.dynamic_slice_in_dim(x, start, most) for x in arrays))
+        put = partial(lax.dynamic_update_slice_in_dim, start_index=start, axis=0)
+        return {index: put(x, new[index]) for index, x in formed.items()}
+
+    some = jax.eval_shape(form, *(x[:most] for x in arrays))
+    zeros = {index: jnp.zeros((n, *x.shape[1:]), x.dtype) for index, x in some.items()}
+    return lax.fori_loop(0, -(-n // most), step, vary(zeros, varying_axes(arrays)))
