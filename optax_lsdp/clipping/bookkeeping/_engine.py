@@ -30,7 +30,7 @@ from optax_lsdp.clipping.bookkeeping._backward import (
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._strategy import (
     Kind,
-    Leaf,
+    ParameterLeaf,
     LossAnalysis,
     analyse_batch,
     choose,
@@ -125,7 +125,7 @@ def clip_recorded(
     return ExampleNorms(norms, after), clipped
 
 
-def leaf_gradients(leaves: Sequence[Leaf], rounded: Rounded) -> list[LeafGradient]:
+def leaf_gradients(leaves: Sequence[ParameterLeaf], rounded: Rounded) -> list[LeafGradient]:
     """Return the gradients of leaves, each by the strategy that is cheapest on the platform.
 
     Leaves that the loss does not use are left out. On accelerators, starting many small kernels

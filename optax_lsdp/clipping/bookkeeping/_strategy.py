@@ -49,7 +49,7 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
-class Leaf:
+class ParameterLeaf:
     """A leaf of the parameters, or several leaves that the loss concatenates, with all their uses.
 
     The gradient is a sum with one term for each use. The terms are grouped into parts. All terms of
@@ -100,7 +100,7 @@ class LossAnalysis(NamedTuple):
 
     program: TracedLoss
     uses: dict[Path, Use]
-    leaves: list[Leaf]
+    leaves: list[ParameterLeaf]
 
 
 def analyse_loss(
@@ -115,7 +115,7 @@ def analyse_loss(
     warn_of_batch_norms(program.closed)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     found = find_uses(program.closed, len(sizes))
-    by_rule, without_rule, leaves = dict[Path, Use](), found.without_rule, list[Leaf]()
+    by_rule, without_rule, leaves = dict[Path, Use](), found.without_rule, list[ParameterLeaf]()
     for indices, uses in _components(found.by_rule.values(), len(sizes)):
         joined = _is_joined(indices, uses, groups) and not indices & without_rule.keys()
         units = [tuple(sorted(indices))] if joined else [(index,) for index in sorted(indices)]
@@ -168,7 +168,7 @@ def _leaf(
     uses: Sequence[Use],
     without_rule: dict[int, set[str]],
     dropped: Sequence[str] = (),
-) -> Leaf:
+) -> ParameterLeaf:
     """Return a leaf; `dropped` are the primitives of uses that are cheaper without their rule."""
     own = [use for use in uses if not use.weight.leaves.isdisjoint(indices)]
     names = without_rule.get(indices[0], set())
@@ -177,7 +177,7 @@ def _leaf(
         None if names or dropped else _disjoint_parts(own) if len(indices) == 1 else (tuple(own),)
     )
     by_name = [use.equation.primitive.name for use in own] + sorted({*names, *dropped})
-    return Leaf(
+    return ParameterLeaf(
         indices,
         sum(sizes[index] for index in indices),
         tuple(own),
@@ -245,7 +245,7 @@ class Strategy(NamedTuple):
     cost: float
 
 
-def choose(leaf: Leaf, platform: Platform) -> Strategy:
+def choose(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cheapest strategy that the uses of a leaf allow."""
     if not leaf.primitives:
         return Strategy("unused", 0, 0, 0)
@@ -265,7 +265,7 @@ def is_plain_convolution(use: Use) -> bool:
     return use.rule is CONVOLUTION and not use.loops
 
 
-def _materialised(leaf: Leaf, platform: Platform) -> Strategy:
+def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cost of storing all gradients and reading them back.
 
     Forming the gradients takes no extra multiplications, because the sum then needs no product.
@@ -289,7 +289,7 @@ def _materialised(leaf: Leaf, platform: Platform) -> Strategy:
     return Strategy(kind, multiplications or leaf.entries, leaf.entries, stored + idle)
 
 
-def _by_factors(leaf: Leaf, platform: Platform) -> list[Strategy]:
+def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     """Return the costs of strategies that work with the factors of the gradient."""
     parts = leaf.parts or ()
     if platform.keeps and leaf.entries <= leaf.held:

@@ -29,7 +29,7 @@ from optax_lsdp._trees import compute_once, wide_dtype
 from optax_lsdp.clipping.bookkeeping._backward import Rounded
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import Movement, movements
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf
+from optax_lsdp.clipping.bookkeeping._strategy import Kind, ParameterLeaf
 from optax_lsdp.clipping.bookkeeping._uses import Use
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     Gram,
@@ -46,7 +46,7 @@ _AXES = "bxyzuvw"  # letters for the axes of an image, before those of examples 
 class Convolved(NamedTuple):
     """A leaf that is the kernel of a single convolution, outside of any scan."""
 
-    leaf: Leaf
+    leaf: ParameterLeaf
     kind: Kind
     rounded: Rounded
 

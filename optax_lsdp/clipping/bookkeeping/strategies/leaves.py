@@ -23,7 +23,7 @@ from optax_lsdp._mesh import is_multi_device_mesh, vary, varying_axes
 from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp.clipping.bookkeeping._backward import Rounded, apply_rule
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, Leaf, is_plain_convolution
+from optax_lsdp.clipping.bookkeeping._strategy import Kind, ParameterLeaf, is_plain_convolution
 from optax_lsdp.clipping.bookkeeping._uses import Use, Weight
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     Factors,
@@ -59,7 +59,7 @@ def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
 class ByFactors(NamedTuple):
     """A leaf whose norms are outer products, or come from Gram matrices."""
 
-    leaf: Leaf
+    leaf: ParameterLeaf
     kind: Kind
     rounded: Rounded
 
@@ -164,7 +164,9 @@ def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
     return gradient.reshape(*stack, *sizes).transpose([*range(len(stack)), *back])
 
 
-def to_leaves(use: Use, leaf: Leaf, rounded: Rounded, gradient: jax.Array) -> dict[int, jax.Array]:
+def to_leaves(
+    use: Use, leaf: ParameterLeaf, rounded: Rounded, gradient: jax.Array
+) -> dict[int, jax.Array]:
     """Map a weight's gradient to the leaves. Argument and result have the scale of `Rounded`."""
     weight, leaves = use.weight, rounded.leaves
     members = [leaves[index] for index in leaf.indices]
@@ -228,7 +230,7 @@ class Formed(NamedTuple):
         return {index: part.reshape(x.shape[1:]) for (index, x), part in leaves}
 
 
-def form_gradients(leaf: Leaf, rounded: Rounded) -> dict[int, jax.Array]:
+def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> dict[int, jax.Array]:
     """Return every example's gradient of a leaf, or of each concatenated leaf, as (n, *shape).
 
     The gradients are float32 or wider. But if a convolution has already rounded them to bfloat16,
@@ -249,7 +251,7 @@ def form_gradients(leaf: Leaf, rounded: Rounded) -> dict[int, jax.Array]:
 
 
 def _form(
-    use: Use, leaf: Leaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
+    use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
     """Return one use's part of every example's gradient of a leaf."""
     platform, inputs = rounded.platform, use.size.inputs
@@ -285,7 +287,7 @@ def _transposed_convolution(
 
 
 def _form_in_chunks(
-    use: Use, leaf: Leaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
+    use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
     """Return `_form(…)`, computed for a few examples at a time, so that patches fit the cache.
 
