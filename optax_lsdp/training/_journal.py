@@ -14,6 +14,7 @@ The files hold one JSON object per line:
   of the examples that the process has read for this step.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -24,9 +25,10 @@ from typing import Any
 
 import jax
 
-from optax_lsdp.training._files import START_AGAIN, cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
+START_AGAIN = "start again in another folder, and add the ε of the plan in this folder"
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
 FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key determines the noise
 
@@ -191,3 +193,16 @@ class _Lines:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def cannot_write(folder: Path, error: BaseException) -> OSError:
+    """Return the error for a run that cannot write to its folder because of `error`."""
+    demand, remedy = "accept journal and checkpoints", "correct this error"
+    for number in _DISK_IS_FULL:
+        # Orbax reports errors of the operating system only as text.
+        if number == getattr(error, "errno", None) or os.strerror(number) in str(error):
+            demand, remedy = "have room for journal and checkpoints", "free some space"
+    return OSError(
+        f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
+        f"{remedy} and call `fit` again: the run resumes from its last checkpoint."
+    )

@@ -31,7 +31,7 @@ from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import BatchReader, Examples, hash_data, update_digest
-from optax_lsdp.training._files import START_AGAIN
+from optax_lsdp.training._journal import START_AGAIN
 from optax_lsdp.training._multihost import Placement, gather_text
 from optax_lsdp.training._step import CompiledStep, with_noise_key
 from optax_lsdp.training._validation import warn_caller
