@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import (
+    check_bool,
     check_fraction,
+    check_kind,
     check_non_negative,
     check_positive,
     check_whole,
@@ -28,11 +30,14 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
+from optax_lsdp.filters import denoised, scale_by_debiased_adam
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
 from optax_lsdp.smoothing import laplacian_smooth
 from optax_lsdp.watching import watch
 
-Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
+Smoothing: TypeAlias = (
+    optax.ScalarOrSchedule | optax.GradientTransformation | Sequence[optax.GradientTransformation]
+)
 
 
 def privatize(
@@ -72,7 +77,8 @@ def privatize(
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
         smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
-            `laplacian_smooth(...)` transform instead. Smoothing does not change ε.
+            `laplacian_smooth(...)` transform instead, or a list of transforms such as
+            `[laplacian_smooth(1.0), low_pass(...)]`. Smoothing does not change ε.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -125,13 +131,14 @@ def privatize(
         release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
     if adapts:
         release = [_with_clip_norm(optax.chain(*release))]
-    after_noise: list[optax.GradientTransformation] = [
-        _smoothing_transform(smoothing, shard_specs),
-        optax.stateless(_cast_like),
-        _with_clear_errors(optimizer),
-    ]
+    several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
+    after_noise = denoised(
+        _denoisers(smoothing, shard_specs),
+        optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer)),
+    )
+    mean_stddev = _product(1 / expected_batch_size, stddev)
     if watch_steps is not None:
-        if adapts and len(jax.tree.leaves(clip_norm)) > 1:
+        if several_adapt:
             raise ValueError(
                 "`watch_steps` must be None with an AdaptiveClip for each of several groups, whose "
                 f"noise differs, got {watch_steps}; watch with one AdaptiveClip for all leaves."
@@ -140,18 +147,16 @@ def privatize(
         check_whole("watch_steps", watch_steps)
         check_fraction("sampling_rate", rate)
         spread = math.sqrt((1 - rate) / expected_batch_size)
-        watched = watch(
-            optax.chain(*after_noise),
+        after_noise = watch(
+            after_noise,
             steps=watch_steps,
-            stddev=_product(1 / expected_batch_size, stddev),
+            stddev=mean_stddev,
             sampling_stddev=_product(spread, sensitivity(clip_norm)),
             shard_specs=shard_specs,
         )
-        after_noise = [watched]
-        if adapts:
-            released = optax.chain(*release, optax.scale(1 / expected_batch_size))
-            return _with_release_scale(released, watched)
-    return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
+    released = optax.chain(*release, optax.scale(1 / expected_batch_size))
+    known = None if several_adapt else mean_stddev
+    return _with_known_noise(released, after_noise, known, adapts=adapts)
 
 
 def dp_sgd(
@@ -217,11 +222,12 @@ def dp_adam(
     clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
+    debias: bool = False,
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-Adam: `privatize(optax.adam(learning_rate), ...)`, without smoothing.
 
-    For the arguments, see `privatize`.
+    For the arguments, see `privatize` and `dp_lsadam`.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_adam(0.1, expected_batch_size=256, **private)
@@ -232,6 +238,7 @@ def dp_adam(
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         smoothing=0.0,
+        debias=debias,
         key=key,
     )
 
@@ -243,18 +250,23 @@ def dp_lsadam(
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 1.0,
+    debias: bool = False,
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize`; σ is 1 by default.
+    For the arguments, see `privatize`; σ is 1 by default. With `debias`, the noise that smoothing
+    leaves is subtracted from Adam's second moments; see `scale_by_debiased_adam`. The steps are
+    then longer, so try smaller learning rates too.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
     """
     check_non_negative("learning_rate", learning_rate, schedule=True)
+    check_bool("debias", debias)
+    scale = scale_by_debiased_adam() if debias else optax.scale_by_adam()
     return privatize(
-        optax.adam(learning_rate),
+        optax.chain(scale, optax.scale_by_learning_rate(learning_rate)),
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
@@ -305,13 +317,17 @@ def _with_clip_norm(
     return optax.GradientTransformationExtraArgs(release.init, update)
 
 
-def _with_release_scale(
-    release: optax.GradientTransformationExtraArgs, watched: optax.GradientTransformationExtraArgs
+def _with_known_noise(
+    release: optax.GradientTransformationExtraArgs,
+    after: optax.GradientTransformationExtraArgs,
+    stddev: optax.ScalarOrSchedule | None,
+    *,
+    adapts: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain both, and tell `watch` the factor by which an adaptive clip norm scales the noise."""
+    """Chain both, and tell what follows the noise its standard deviation, if this is known."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), watched.init(params)
+        return release.init(params), after.init(params)
 
     def update(
         updates: optax.Updates,
@@ -320,23 +336,28 @@ def _with_release_scale(
         **extra_args: object,
     ) -> tuple[optax.Updates, tuple[optax.OptState, optax.OptState]]:
         updates, released = release.update(updates, state[0], params, **extra_args)
-        scale = last_factor(released)
-        updates, after = watched.update(
-            updates, state[1], params, release_scale=scale, **extra_args
-        )
-        return updates, (released, after)
+        if stddev is not None:
+            now = stddev(steps_taken(state[0])) if callable(stddev) else stddev
+            scale = last_factor(released) if adapts else 1.0
+            extra_args |= {"release_scale": scale, "noise_stddev": now * scale}
+        updates, afterwards = after.update(updates, state[1], params, **extra_args)
+        return updates, (released, afterwards)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:
-    """Return the transform that smooths. If σ is the number 0, return the identity."""
+def _denoisers(smoothing: Smoothing, shard_specs: PyTree) -> list[optax.GradientTransformation]:
+    """Return the transforms that smooth: none if σ is the number 0."""
     if isinstance(smoothing, optax.GradientTransformation):
-        return smoothing
+        return [smoothing]
+    if isinstance(smoothing, list | tuple):
+        for one in smoothing:
+            check_kind("smoothing", one, optax.GradientTransformation)
+        return [*smoothing]
     check_non_negative("smoothing", smoothing, schedule=True)
     if is_number(smoothing) and smoothing == 0:
-        return optax.identity()
-    return laplacian_smooth(smoothing, shard_specs=shard_specs)
+        return []
+    return [laplacian_smooth(smoothing, shard_specs=shard_specs)]
 
 
 def _with_clear_errors(

@@ -41,6 +41,7 @@ from optax_lsdp._trees import (
     path_name,
 )
 from optax_lsdp._types import ClipNorm, PyTree
+from optax_lsdp.clipping._batching import clip_by_vmap, in_microbatches
 from optax_lsdp.clipping._clip_norm import (
     CLIP_STYLES,
     CheckedClipNorm,
@@ -49,9 +50,7 @@ from optax_lsdp.clipping._clip_norm import (
     checked_clip_norm,
     divide_by_clip_norm,
 )
-from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._slack import count_slack
-from optax_lsdp.clipping._vmap import clip_by_vmap
 from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
 # Each example's (value, aux), the norms of each group, and the clipped sum.

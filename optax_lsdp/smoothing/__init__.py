@@ -1,7 +1,26 @@
 """Laplacian smoothing of noisy gradients."""
 
 from optax_lsdp.smoothing._layout import Grid
-from optax_lsdp.smoothing._spectrum import grid_beta, grid_gamma, ring_beta, ring_gamma
-from optax_lsdp.smoothing._transform import laplacian_smooth
+from optax_lsdp.smoothing._spectrum import (
+    TimeFilter,
+    grid_beta,
+    grid_gamma,
+    low_pass_gain,
+    read_filter,
+    ring_beta,
+    ring_gamma,
+)
+from optax_lsdp.smoothing._transform import Denoiser, laplacian_smooth
 
-__all__ = ["Grid", "grid_beta", "grid_gamma", "laplacian_smooth", "ring_beta", "ring_gamma"]
+__all__ = [
+    "Denoiser",
+    "Grid",
+    "TimeFilter",
+    "grid_beta",
+    "grid_gamma",
+    "laplacian_smooth",
+    "low_pass_gain",
+    "read_filter",
+    "ring_beta",
+    "ring_gamma",
+]
