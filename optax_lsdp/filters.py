@@ -14,7 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import check_non_negative, check_positive, is_number, refusal
+from optax_lsdp._checks import (
+    check_non_negative,
+    check_positive,
+    frozen_number,
+    is_number,
+    refusal,
+)
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, wide_dtype, widen
 from optax_lsdp._types import PyTree
@@ -195,8 +201,10 @@ def scale_by_debiased_adam(
             raise refusal(name, "below 1", decay)
     check_non_negative("eps", eps)
     check_positive("floor", floor)
-    for stddev in [] if callable(noise_stddev) else jax.tree.leaves(noise_stddev):
-        check_non_negative("noise_stddev", stddev)
+    if not callable(noise_stddev):
+        noise_stddev = jax.tree.map(frozen_number, noise_stddev)  # a copy
+        for stddev in jax.tree.leaves(noise_stddev):
+            check_non_negative("noise_stddev", stddev)
 
     def init(params: optax.Params) -> ScaleByDebiasedAdamState:
         zeros = jnp.zeros(len(jax.tree.leaves(params)))

@@ -225,10 +225,11 @@ def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> Tim
         stable = "that of a filter whose poles are inside the unit circle, in float32"
         raise refusal("denominator", stable, denominator, remedy)
     order = max(len(above), len(below)) - 1
-    matrix = np.eye(order, k=1)
-    matrix[: len(below) - 1, 0] = -below[1:]
     above = above * below.sum() / (above.sum() or math.inf)
-    entry = np.pad(above[1:], (0, order + 1 - len(above))) + above[0] * matrix[:, 0]
+    above, below = (np.pad(x, (0, order + 1 - len(x))) for x in (above, below))
+    matrix = np.eye(order, k=1)
+    matrix[:, :1] -= below[1:, None]
+    entry = above[1:] - above[0] * below[1:]
     if not _least_response(matrix, entry, radius) > 0 or above.sum() == 0:
         remedy = "take a low-pass filter, such as scipy.signal.butter(1, 0.1)"
         positive = "that of a filter whose response to a constant signal is positive in all steps"
