@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from optax_lsdp._checks import (
     check_whole,
     frozen_number,
     is_number,
+    refusal,
 )
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
@@ -29,10 +30,10 @@ from optax_lsdp.clipping import (
     sensitivity,
 )
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
-from optax_lsdp.smoothing import laplacian_smooth
+from optax_lsdp.smoothing import auto_smooth, laplacian_smooth
 from optax_lsdp.watching import watch
 
-Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
+Smoothing: TypeAlias = optax.ScalarOrSchedule | Literal["auto"] | optax.GradientTransformation
 
 
 def privatize(
@@ -71,7 +72,8 @@ def privatize(
             of a schedule; `PrivacyPlan` accounts for the values of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
-        smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
+        smoothing: σ ≥ 0, a number or a schedule. "auto" chooses σ and the layout of each leaf from
+            past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead. Smoothing does not change ε.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
@@ -83,8 +85,9 @@ def privatize(
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
             but a copy of the parameters; see `watch`. The default records nothing. Refused with
             several groups of `AdaptiveClip`.
-        sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
-            batches. Without it, the error is that of batches from a much larger dataset.
+        sampling_rate: q, which narrows the standard error of the recorded curve, and tells
+            smoothing="auto" how much sampling noise there is: 1 for full batches. Without it, both
+            assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log; add `watch_steps` and
@@ -125,33 +128,33 @@ def privatize(
         release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
     if adapts:
         release = [_with_clip_norm(optax.chain(*release))]
-    after_noise: list[optax.GradientTransformation] = [
-        _smoothing_transform(smoothing, shard_specs),
-        optax.stateless(_cast_like),
-        _with_clear_errors(optimizer),
-    ]
-    if watch_steps is not None:
-        if adapts and len(jax.tree.leaves(clip_norm)) > 1:
+    release.append(optax.scale(1 / expected_batch_size))
+    is_auto = isinstance(smoothing, str) and smoothing == "auto"
+    learner = [optax.stateless(_cast_like), _with_clear_errors(optimizer)]
+    for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
+        if value is not None and adapts and len(jax.tree.leaves(clip_norm)) > 1:
             raise ValueError(
-                "`watch_steps` must be None with an AdaptiveClip for each of several groups, whose "
-                f"noise differs, got {watch_steps}; watch with one AdaptiveClip for all leaves."
+                f"`{name}` must not be {value!r} with an AdaptiveClip for each of several groups, "
+                "whose noise differs, got several; use one AdaptiveClip for all leaves."
             )
-        rate = 0.0 if sampling_rate is None else sampling_rate
+    rate = 0.0 if sampling_rate is None else sampling_rate
+    check_fraction("sampling_rate", rate)
+    spread = math.sqrt((1 - rate) / expected_batch_size)
+    noises = {
+        "stddev": _product(1 / expected_batch_size, stddev),
+        "sampling_stddev": _product(spread, sensitivity(clip_norm)),
+        "shard_specs": shard_specs,
+    }
+    if is_auto:
+        learner = [auto_smooth(optax.chain(*learner), **noises)]
+    else:
+        learner = [_smoothing_transform(smoothing, shard_specs), *learner]
+    if watch_steps is not None:
         check_whole("watch_steps", watch_steps)
-        check_fraction("sampling_rate", rate)
-        spread = math.sqrt((1 - rate) / expected_batch_size)
-        watched = watch(
-            optax.chain(*after_noise),
-            steps=watch_steps,
-            stddev=_product(1 / expected_batch_size, stddev),
-            sampling_stddev=_product(spread, sensitivity(clip_norm)),
-            shard_specs=shard_specs,
-        )
-        after_noise = [watched]
-        if adapts:
-            released = optax.chain(*release, optax.scale(1 / expected_batch_size))
-            return _with_release_scale(released, watched)
-    return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
+        learner = [watch(optax.chain(*learner), steps=watch_steps, **noises)]
+    if adapts and (is_auto or watch_steps is not None):
+        return _with_release_scale(optax.chain(*release), learner[0])
+    return optax.chain(*release, *learner)
 
 
 def dp_sgd(
@@ -306,12 +309,12 @@ def _with_clip_norm(
 
 
 def _with_release_scale(
-    release: optax.GradientTransformationExtraArgs, watched: optax.GradientTransformationExtraArgs
+    release: optax.GradientTransformationExtraArgs, learner: optax.GradientTransformationExtraArgs
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain both, and tell `watch` the factor by which an adaptive clip norm scales the noise."""
+    """Chain both, and tell the learner by which factor an adaptive clip norm scales the noise."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), watched.init(params)
+        return release.init(params), learner.init(params)
 
     def update(
         updates: optax.Updates,
@@ -321,7 +324,7 @@ def _with_release_scale(
     ) -> tuple[optax.Updates, tuple[optax.OptState, optax.OptState]]:
         updates, released = release.update(updates, state[0], params, **extra_args)
         scale = last_factor(released)
-        updates, after = watched.update(
+        updates, after = learner.update(
             updates, state[1], params, release_scale=scale, **extra_args
         )
         return updates, (released, after)
@@ -333,6 +336,8 @@ def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.Gra
     """Return the transform that smooths. If σ is the number 0, return the identity."""
     if isinstance(smoothing, optax.GradientTransformation):
         return smoothing
+    if isinstance(smoothing, str):
+        raise refusal("smoothing", "a number, a schedule, 'auto' or a transform", smoothing)
     check_non_negative("smoothing", smoothing, schedule=True)
     if is_number(smoothing) and smoothing == 0:
         return optax.identity()
@@ -351,6 +356,7 @@ def _with_clear_errors(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
+        extra_args.pop("release_scale", None)  # for `watch` and `auto_smooth` only
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as error:
