@@ -8,7 +8,7 @@ filters, `denoised` follows it through a sequence of `Denoiser`s, leaf by leaf.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,10 @@ from optax_lsdp._checks import (
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, wide_dtype, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.smoothing import Denoiser, TimeFilter, read_filter
+from optax_lsdp.smoothing import Denoiser, TimeFilter, laplacian_smooth, read_filter
+
+Stage: TypeAlias = optax.ScalarOrSchedule | Literal["auto"] | optax.GradientTransformation
+Smoothing: TypeAlias = Stage | Sequence[Stage]
 
 
 class LowPassState(NamedTuple):
@@ -246,6 +249,27 @@ def scale_by_debiased_adam(
         return jax.tree.unflatten(structure, scales), after
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def read_stages(
+    smoothing: Smoothing, shard_specs: PyTree
+) -> tuple[bool, list[optax.GradientTransformation]]:
+    """Return whether the first stage is "auto", and the transforms of all other stages."""
+    is_list = isinstance(smoothing, list | tuple) and not hasattr(smoothing, "update")
+    stages = [*smoothing] if is_list else [smoothing]
+    is_auto = bool(stages) and isinstance(stages[0], str) and stages[0] == "auto"
+    transforms = []
+    for stage in stages[is_auto:]:
+        if isinstance(stage, str):
+            demand = "a number, a schedule, a transform or a list of these, and 'auto' only first"
+            raise refusal("smoothing", demand, stage)
+        if isinstance(stage, optax.GradientTransformation):
+            transforms.append(stage)
+            continue
+        check_non_negative("smoothing", stage, schedule=True)
+        if not (is_number(stage) and stage == 0):
+            transforms.append(laplacian_smooth(stage, shard_specs=shard_specs))
+    return is_auto, transforms
 
 
 def denoised(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ import optax
 from optax_lsdp._checks import (
     check_bool,
     check_fraction,
-    check_kind,
     check_non_negative,
     check_positive,
     check_whole,
@@ -30,14 +28,10 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
-from optax_lsdp.filters import denoised, scale_by_debiased_adam
+from optax_lsdp.filters import Smoothing, denoised, read_stages, scale_by_debiased_adam
 from optax_lsdp.noise import add_gaussian_noise, is_noise_state
-from optax_lsdp.smoothing import laplacian_smooth
+from optax_lsdp.smoothing import auto_smooth
 from optax_lsdp.watching import watch
-
-Smoothing: TypeAlias = (
-    optax.ScalarOrSchedule | optax.GradientTransformation | Sequence[optax.GradientTransformation]
-)
 
 
 def privatize(
@@ -76,9 +70,10 @@ def privatize(
             of a schedule; `PrivacyPlan` accounts for the values of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
-        smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
+        smoothing: σ ≥ 0, a number or a schedule. "auto" chooses σ and the layout of each leaf from
+            past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
-            `[laplacian_smooth(1.0), low_pass(...)]`. Smoothing does not change ε.
+            `["auto", low_pass(...)]`. Smoothing does not change ε.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -89,8 +84,9 @@ def privatize(
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
             but a copy of the parameters; see `watch`. The default records nothing. Refused with
             several groups of `AdaptiveClip`.
-        sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
-            batches. Without it, the error is that of batches from a much larger dataset.
+        sampling_rate: q, which narrows the standard error of the recorded curve, and tells
+            smoothing="auto" how much sampling noise there is: 1 for full batches. Without it, both
+            assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log; add `watch_steps` and
@@ -131,32 +127,33 @@ def privatize(
         release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
     if adapts:
         release = [_with_clip_norm(optax.chain(*release))]
-    several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
-    after_noise = denoised(
-        _denoisers(smoothing, shard_specs),
-        optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer)),
+    release.append(optax.scale(1 / expected_batch_size))
+    is_auto, stages = read_stages(smoothing, shard_specs)
+    learner = denoised(
+        stages, optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
     )
-    mean_stddev = _product(1 / expected_batch_size, stddev)
-    if watch_steps is not None:
-        if several_adapt:
+    several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
+    for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
+        if value is not None and several_adapt:
             raise ValueError(
-                "`watch_steps` must be None with an AdaptiveClip for each of several groups, whose "
-                f"noise differs, got {watch_steps}; watch with one AdaptiveClip for all leaves."
+                f"`{name}` must not be {value!r} with an AdaptiveClip for each of several groups, "
+                "whose noise differs, got several; use one AdaptiveClip for all leaves."
             )
-        rate = 0.0 if sampling_rate is None else sampling_rate
+    rate = 0.0 if sampling_rate is None else sampling_rate
+    check_fraction("sampling_rate", rate)
+    spread = math.sqrt((1 - rate) / expected_batch_size)
+    noises = {
+        "stddev": _product(1 / expected_batch_size, stddev),
+        "sampling_stddev": _product(spread, sensitivity(clip_norm)),
+        "shard_specs": shard_specs,
+    }
+    if is_auto:
+        learner = auto_smooth(learner, **noises)
+    if watch_steps is not None:
         check_whole("watch_steps", watch_steps)
-        check_fraction("sampling_rate", rate)
-        spread = math.sqrt((1 - rate) / expected_batch_size)
-        after_noise = watch(
-            after_noise,
-            steps=watch_steps,
-            stddev=mean_stddev,
-            sampling_stddev=_product(spread, sensitivity(clip_norm)),
-            shard_specs=shard_specs,
-        )
-    released = optax.chain(*release, optax.scale(1 / expected_batch_size))
-    known = None if several_adapt else mean_stddev
-    return _with_known_noise(released, after_noise, known, adapts=adapts)
+        learner = watch(learner, steps=watch_steps, **noises)
+    known = None if several_adapt else noises["stddev"]
+    return _with_known_noise(optax.chain(*release), learner, known, adapts=adapts)
 
 
 def dp_sgd(
@@ -319,15 +316,15 @@ def _with_clip_norm(
 
 def _with_known_noise(
     release: optax.GradientTransformationExtraArgs,
-    after: optax.GradientTransformationExtraArgs,
+    learner: optax.GradientTransformationExtraArgs,
     stddev: optax.ScalarOrSchedule | None,
     *,
     adapts: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain both, and tell what follows the noise its standard deviation, if this is known."""
+    """Chain both, and tell the learner the noise's standard deviation, if this is known."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), after.init(params)
+        return release.init(params), learner.init(params)
 
     def update(
         updates: optax.Updates,
@@ -340,24 +337,10 @@ def _with_known_noise(
             now = stddev(steps_taken(state[0])) if callable(stddev) else stddev
             scale = last_factor(released) if adapts else 1.0
             extra_args |= {"release_scale": scale, "noise_stddev": now * scale}
-        updates, afterwards = after.update(updates, state[1], params, **extra_args)
-        return updates, (released, afterwards)
+        updates, after = learner.update(updates, state[1], params, **extra_args)
+        return updates, (released, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _denoisers(smoothing: Smoothing, shard_specs: PyTree) -> list[optax.GradientTransformation]:
-    """Return the transforms that smooth: none if σ is the number 0."""
-    if isinstance(smoothing, optax.GradientTransformation):
-        return [smoothing]
-    if isinstance(smoothing, list | tuple):
-        for one in smoothing:
-            check_kind("smoothing", one, optax.GradientTransformation)
-        return [*smoothing]
-    check_non_negative("smoothing", smoothing, schedule=True)
-    if is_number(smoothing) and smoothing == 0:
-        return []
-    return [laplacian_smooth(smoothing, shard_specs=shard_specs)]
 
 
 def _with_clear_errors(
@@ -372,6 +355,7 @@ def _with_clear_errors(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
+        extra_args.pop("release_scale", None)  # for `watch` and `auto_smooth` only
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as error:

@@ -285,9 +285,9 @@ REFUSED = {
         private(optax.chain(LOW_PASS, lsdp.scale_by_debiased_adam())),
         "`smoothing` must hold the `low_pass` filter .*; pass smoothing=",
     ),
-    "a list of σ": (
-        lambda: lsdp.dp_lssgd(0.1, smoothing=[1.0], **PRIVATE),
-        "`smoothing` must be a GradientTransformation, got 1.0",
+    "auto after smoothing": (
+        lambda: lsdp.dp_lssgd(0.1, smoothing=[1.0, "auto"], **PRIVATE),
+        "`smoothing` must be a number.* 'auto' only first, got 'auto'",
     ),
     "debias as a text": (
         lambda: lsdp.dp_adam(0.1, debias="no", **PRIVATE),

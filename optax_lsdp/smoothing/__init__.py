@@ -1,5 +1,6 @@
 """Laplacian smoothing of noisy gradients."""
 
+from optax_lsdp.smoothing._auto import auto_smooth, chosen_smoothing
 from optax_lsdp.smoothing._layout import Grid
 from optax_lsdp.smoothing._spectrum import (
     TimeFilter,
@@ -16,6 +17,8 @@ __all__ = [
     "Denoiser",
     "Grid",
     "TimeFilter",
+    "auto_smooth",
+    "chosen_smoothing",
     "grid_beta",
     "grid_gamma",
     "laplacian_smooth",

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing.methods import (
     Blocking,
     band_reach,
@@ -32,6 +31,7 @@ from optax_lsdp.smoothing.methods import (
     smooth_matrix,
     smooth_recursive,
 )
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
 SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # along the last k axes

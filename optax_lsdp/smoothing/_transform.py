@@ -14,10 +14,11 @@ from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._mesh import check_shard_specs, read_shards
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
+from optax_lsdp.smoothing._auto import LAYOUTS, auto_smooth
 from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
 from optax_lsdp.smoothing._layout import Layout, Leaf, Scope, arrange_leaf, check_layout
-from optax_lsdp.smoothing._operator import LARGEST_SMOOTHING, Operator, noise_left
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary
+from optax_lsdp.smoothing.methods.spectral import LARGEST_SMOOTHING, Operator, noise_left
 
 VarianceAfter = Callable[[jax.Array, PyTree, PyTree, optax.Updates], jax.Array]
 
@@ -53,15 +54,16 @@ class LaplacianSmoothState(NamedTuple):
 
 
 def laplacian_smooth(
-    smoothing: optax.ScalarOrSchedule,
+    smoothing: optax.ScalarOrSchedule | Literal["auto"],
     *,
     scope: Scope = "leaf",
-    layout: Layout = "inputs",
+    layout: Layout | None = None,
     boundary: Boundary = "periodic",
     order: int | None = None,
     method: Literal["auto", "recursive", "halo", "banded", "matrix", "fft"] = "auto",
     shard_specs: PyTree = None,
-) -> Denoiser:
+    stddev: optax.ScalarOrSchedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
     Smoothing keeps the mean and shrinks differences between neighbouring entries. It multiplies the
@@ -120,6 +122,9 @@ def laplacian_smooth(
     >>> print(np.asarray(smoothed).round(3))  # the mean is still 1
     [1.867 0.8   0.533 0.8  ]
     """
+    if isinstance(smoothing, str):
+        return _auto(smoothing, scope, layout, boundary, order, method, shard_specs, stddev)
+    layout = "inputs" if layout is None else layout
     fixed = smoothing if callable(smoothing) else _checked(smoothing)
     check_choice("scope", scope, ("leaf", "tree"))
     check_choice("boundary", boundary, BOUNDARIES)
@@ -184,6 +189,32 @@ def laplacian_smooth(
         return variance
 
     return Denoiser(init, update, variance_after)
+
+
+def _auto(
+    smoothing: str,
+    scope: Scope,
+    layout: Layout | None,
+    boundary: Boundary,
+    order: int | None,
+    method: str,
+    shard_specs: PyTree,
+    stddev: optax.ScalarOrSchedule | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transform with a σ that is chosen from past releases."""
+    check_choice("smoothing", smoothing, ("auto",))
+    check_choice("scope", scope, ("leaf",))
+    if stddev is None:
+        raise ValueError("`stddev` must be set with smoothing='auto', got None.")
+    return auto_smooth(
+        optax.identity(),
+        stddev=stddev,
+        layouts=LAYOUTS if layout is None else (layout,),
+        boundary=boundary,
+        order=order,
+        method=method,
+        shard_specs=shard_specs,
+    )
 
 
 def _checked(smoothing: object) -> jax.Array | float:
