@@ -7,6 +7,7 @@ import math
 import mpmath
 import numpy as np
 import scipy.linalg
+import scipy.stats
 
 
 def second_difference(size: int, boundary: str = "periodic") -> np.ndarray:
@@ -300,3 +301,25 @@ def largest_movement(matrix: np.ndarray, separation: int) -> float:
         if (np.diff(used) >= separation).all():
             largest = max(largest, float(np.linalg.norm(matrix @ np.array(signs))))
     return largest
+
+
+def choose_smoothing(total, variance, sampling, matrices, last):
+    """Return (place among `matrices`, length) by the rule of `auto_smooth`, in dense arithmetic.
+
+    `total` is D as a vector, `matrices` are all candidates A, the identity first, and `last` is the
+    choice before.
+    """
+    quantile = scipy.stats.norm.ppf(1 - 0.05 / len(matrices))
+    signals, scores = [], []
+    for matrix in matrices:
+        square = np.trace(matrix @ matrix)
+        margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / square)
+        signal = total @ matrix @ total - variance * np.trace(matrix) - sampling
+        lower = max(0.0, signal - margin * variance * np.sqrt(2 * square))
+        signals.append(signal)
+        scores.append(lower**2 / np.sum((matrix @ total) ** 2))
+    best = int(np.argmax(scores))
+    if scores[best] == 0:
+        return last if signals[last[0]] > 0 else (0, 1.0)
+    ratio = np.linalg.norm(total) / np.linalg.norm(matrices[best] @ total)
+    return best, float(np.clip(ratio, 1, 4))
