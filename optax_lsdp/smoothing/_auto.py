@@ -54,7 +54,7 @@ fraction at most in between. The number of these steps grows with the logarithm 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
@@ -77,7 +77,7 @@ from optax_lsdp._checks import (
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
+from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
 from optax_lsdp.smoothing._layout import Arrangement, Layout, Leaf, arrange_leaf, check_layout
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
 from optax_lsdp.smoothing.methods.spectral import Operator
@@ -143,14 +143,14 @@ def auto_smooth(
     in a chain of your own, around everything that follows the noisy mean. It needs no learning
     rate. Each leaf has its own σ and layout. They are chosen from past releases, so they cost no
     privacy. A leaf is smoothed if the sum of its past releases shows that neighbouring entries
-    belong together, and is left alone otherwise. Smoothed steps keep their length, so tune the
-    learning rate without smoothing, or with it. `chosen_smoothing(state)` shows the choices.
+    belong together, and is left alone otherwise. Smoothed steps keep their length, so a learning
+    rate that was tuned without smoothing stays tuned. `chosen_smoothing(state)` shows the choices.
 
     The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
     Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
     (⟨D, A D⟩ − V·tr A − κ·V·√(2 tr A²))² / ‖A D‖², the squared progress of A D per squared length,
-    if the difference is positive. Multiply the step by ‖D‖/‖A D‖, and by 4 at most. The source of
-    this module derives the rule, with κ and what it adds for sampled batches.
+    if the difference is positive. Multiply the step by ‖D‖/‖A D‖, and by 4 at most. This module's
+    docstring derives the rule, with κ and what it adds for sampled batches.
 
     Args:
         optimizer: everything that follows the noisy mean. If it changes parameters other than by
@@ -203,6 +203,49 @@ def auto_smooth(
         # Copies, because a caller can donate each array only once.
         return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
+    def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
+        named, _ = unmarked_leaves("auto_smooth", updates)
+        shards = mesh.read_shards(shard_specs, [array for _, array in named])
+        leaves = [
+            _usable([arrange_leaf(layout, *leaf, shard) for layout in layouts], kind, method)
+            for leaf, shard in zip(named, shards, strict=True)
+        ]
+        return leaves, shards
+
+    @jax.jit  # or a call outside `jit` would compile the conditionals again
+    def smooth_releases(
+        updates: optax.Updates, total: optax.Updates, choice: Choice
+    ) -> tuple[optax.Updates, optax.Updates]:
+        """Return A y/√β, and D with y added."""
+        options, _ = candidates(updates)
+        arrays, structure = jax.tree.flatten(compute_once(updates))
+        smoothed, sums = [], []
+        rows = zip(arrays, options, jax.tree.leaves(total), _split(choice), strict=True)
+        for array, leaves, before, now in rows:
+            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
+            # The branches return y, or XLA on CPUs would draw the noise again at each use.
+            result, y = jax.lax.switch(now.layout, branches, array)
+            smoothed.append(result / jnp.sqrt(now.beta).astype(result.dtype))
+            sums.append(before + y.astype(before.dtype))
+        return jax.tree.unflatten(structure, smoothed), jax.tree.unflatten(structure, sums)
+
+    @jax.jit
+    def choose(state: AutoSmoothState) -> Choice:
+        options, shards = candidates(state.total)
+
+        def anew(total: optax.Updates) -> Choice:
+            found = []
+            rows = zip(jax.tree.leaves(total), shards, options, _split(state.choice), strict=True)
+            for array, shard, leaves, last in rows:
+                these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
+                sums = _sums(array, shard, [leaf for leaf in leaves if leaf], smooth)
+                noise = state.variance, state.sampling
+                found.append(_choose_candidate(*sums, these, *noise, last))
+            return Choice(*map(jnp.stack, zip(*found, strict=True)))
+
+        is_due = mesh.all_under_vmap(_is_due(state.step))
+        return jax.lax.cond(is_due, anew, lambda _: state.choice, state.total)
+
     def update(
         updates: optax.Updates,
         state: AutoSmoothState,
@@ -211,47 +254,20 @@ def auto_smooth(
         release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, AutoSmoothState]:
-        named, structure = unmarked_leaves("auto_smooth", compute_once(updates))
+        unmarked_leaves("auto_smooth", updates)
         check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
-        shards = mesh.read_shards(shard_specs, [array for _, array in named])
-        options = [
-            _different(arrange_leaf(layout, *leaf, shard) for layout in layouts)
-            for leaf, shard in zip(named, shards, strict=True)
-        ]
-        smoothed, total = [], []
-        rows = zip(named, options, jax.tree.leaves(state.total), _split(state.choice), strict=True)
-        for (_, array), leaves, before, now in rows:
-            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
-            # The branches return y, or XLA on CPUs would draw the noise again at each use.
-            result, y = jax.lax.switch(now.layout, branches, array)
-            smoothed.append(result / jnp.sqrt(now.beta).astype(result.dtype))
-            total.append(before + y.astype(before.dtype))
-        releases = jax.tree.unflatten(structure, smoothed)
-        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        factors = list(state.choice.length * jnp.sqrt(state.choice.beta))
-        factors = jax.tree.unflatten(structure, factors)
-        moves = jax.tree.map(lambda move, x: move * x.astype(move.dtype), moves, factors)
+        smoothed, total = smooth_releases(updates, state.total, state.choice)
+        moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
+        lengths = list(state.choice.length * jnp.sqrt(state.choice.beta))
+        lengths = jax.tree.unflatten(jax.tree.structure(moves), lengths)
+        moves = jax.tree.map(lambda move, x: move * x.astype(move.dtype), moves, lengths)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
         step = optax.safe_increment(state.step)
-        variance, sampling = state.variance + s**2, state.sampling + v**2
-
-        def choose(total: list[jax.Array]) -> Choice:
-            found = []
-            for array, shard, leaves, last in zip(
-                total, shards, options, _split(state.choice), strict=True
-            ):
-                candidates = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
-                sums = _sums(array, shard, [leaf for leaf in leaves if leaf], smooth)
-                found.append(_choose_candidate(*sums, candidates, variance, sampling, last))
-            return Choice(*map(jnp.stack, zip(*found, strict=True)))
-
-        is_due = mesh.all_under_vmap(_is_due(step))
-        choice = (
-            jax.lax.cond(is_due, choose, lambda _: state.choice, total) if total else state.choice
-        )
-        total = jax.tree.unflatten(structure, total)
-        return moves, AutoSmoothState(after, step, total, variance, sampling, choice)
+        noise = state.variance + s**2, state.sampling + v**2
+        state = AutoSmoothState(None, step, total, *noise, state.choice)
+        choice = choose(state) if jax.tree.leaves(total) else state.choice
+        return moves, state._replace(optimizer=after, choice=choice)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -259,9 +275,9 @@ def auto_smooth(
 def chosen_smoothing(state: PyTree) -> PyTree:
     """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
 
-    Its fields are `layout` (0 for no smoothing, 1 for the first of the layouts, which are "inputs"
-    and "images" by default), `smoothing` σ, `beta` (the share of the noise's variance that
-    smoothing leaves) and `length` (by which smoothed releases are lengthened).
+    `layout` is 0 for no smoothing, 1 for the first layout, and so on. The layouts are "inputs" and
+    "images" by default. `smoothing` is σ. `beta` is the share of the noise's variance that remains.
+    `length` is the factor that lengthens smoothed releases.
 
     Args:
         state: the state of `auto_smooth`, or a tree that contains it, such as the state of
@@ -270,7 +286,8 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
     {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
     """
-    found = next(filter(_is_state, jax.tree.leaves(state, is_leaf=_is_state)), None)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AutoSmoothState))
+    found = next((node for node in nodes if isinstance(node, AutoSmoothState)), None)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with smoothing='auto', got one without; "
@@ -281,29 +298,37 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(found.total), each)
 
 
-def _is_state(node: object) -> bool:
-    return isinstance(node, AutoSmoothState)
-
-
 def _split(choice: Choice) -> list[Choice]:
     """Return the choice of each leaf."""
     return [Choice(*(x[i] for x in choice)) for i in range(len(choice.layout))]
 
 
-def _different(leaves: Iterable[Leaf | None]) -> list[Leaf | None]:
-    """Replace leaves that are arranged like an earlier one by None."""
+def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf | None]:
+    """Replace arrangements by None if they occurred before, or if `method` cannot smooth them.
+
+    Raise if there are arrangements, but `method` can smooth none of them.
+    """
+    traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []
+    errors = []
     for leaf in leaves:
-        earlier = [one.arrangement for one in found if one]
-        found.append(None if leaf is None or leaf.arrangement in earlier else leaf)
+        if leaf is None or leaf.arrangement in [one.arrangement for one in found if one]:
+            found.append(None)
+            continue
+        try:
+            check_leaf(leaf, traced, method)
+            found.append(leaf)
+        except ValueError as error:  # for example, if `shard_map` splits an image
+            errors.append(error)
+            found.append(None)
+    if errors and not any(found):
+        raise errors[0]
     return found
 
 
 def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Callable[..., PyTree]:
     """Return a function that returns a release smoothed, and the release."""
-    if leaf is None:
-        return lambda y: (y, y)
-    return lambda y: (smooth(leaf, y, smoothing), y)
+    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), y)
 
 
 def _is_due(step: jax.Array) -> jax.Array:
