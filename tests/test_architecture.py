@@ -25,7 +25,9 @@ def own(*names):
 
 FREE = own("_checks", "_schemes", "_types")  # without JAX: every file may import them
 SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_loss", "_mesh", "_trees")
-STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing", "watching")
+STAGES = own(
+    "clipping", "discrete", "filters", "noise", "optimizers", "sampling", "smoothing", "watching"
+)
 # What a file may import besides the standard library, FREE and its own folder; the longest match
 # rules. A name stands for the public names of that module or folder.
 MAY_IMPORT = {
@@ -52,7 +54,8 @@ MAY_IMPORT = {
     "smoothing": JAX | SHARED,
     "smoothing._spectrum": {"numpy"},
     "watching": JAX | SHARED | {"matplotlib"},
-    "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing", "watching"),
+    "filters": JAX | SHARED | own("smoothing"),
+    "optimizers": JAX | SHARED | own("clipping", "filters", "noise", "smoothing", "watching"),
     "model_check": JAX | SHARED | own("clipping"),
     "planning": JAX | SHARED | STAGES | own("accounting"),
     "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
