@@ -181,7 +181,7 @@ def test_any_is_rare():
 
 def test_the_package_stays_small():
     strategies = [path for path in FILES if path.parent.name == "strategies"]  # one file each
-    assert len(FILES) - len(strategies) <= 94
+    assert len(FILES) - len(strategies) <= 95
 
 
 def test_a_class_name_means_one_thing():
