@@ -17,6 +17,7 @@ from optax_lsdp._checks import (
     check_whole,
     frozen_number,
     is_number,
+    refusal,
 )
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
@@ -28,7 +29,9 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
-from optax_lsdp.noise import add_gaussian_noise, is_noise_state
+from optax_lsdp.correlated_noise import add_correlated_noise, is_noise_state
+from optax_lsdp.correlation import Correlation
+from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.smoothing import laplacian_smooth
 from optax_lsdp.watching import watch
 
@@ -42,6 +45,7 @@ def privatize(
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 0.0,
+    correlation: Correlation | None = None,
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
@@ -73,6 +77,8 @@ def privatize(
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
         smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead. Smoothing does not change ε.
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. Schedules of
+            noise or clip norm, `AdaptiveClip`, `slack` and `watch_steps` are refused with it.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -116,7 +122,12 @@ def privatize(
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
-    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    noise = add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)
+    if correlation is not None:
+        constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        _check_constant(constant, {"slack": slack, "watch_steps": watch_steps})
+        noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
+    release = [clip, noise]
     if adapts or slack is not None:
         # All shards have the same slack, so they must draw the same noise for it.
         specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
@@ -267,6 +278,19 @@ def steps_taken(state: optax.OptState) -> jax.Array:
     """Return how many steps an optimizer of `privatize` has taken, according to its state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
+
+
+def _check_constant(constant: dict[str, object], absent: dict[str, object]) -> None:
+    """Raise if settings would change correlated noise, or assume independent noise."""
+    remedy = "leave one of the two out"
+    for name, value in constant.items():
+        if any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value)):
+            demand = "constant with a `correlation`, whose noise must not change"
+            raise refusal(name, demand, value, remedy)
+    for name, value in absent.items():
+        if value is not None:
+            demand = "None with a `correlation`, because its estimates assume independent noise"
+            raise refusal(name, demand, value, remedy)
 
 
 def _product(

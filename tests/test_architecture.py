@@ -26,6 +26,7 @@ def own(*names):
 FREE = own("_checks", "_schemes", "_types")  # without JAX: every file may import them
 SHARED = own("_clipped", "_isolation", "_jaxpr", "_keys", "_layers", "_loss", "_mesh", "_trees")
 STAGES = own("clipping", "discrete", "noise", "optimizers", "sampling", "smoothing", "watching")
+STAGES |= own("correlated_noise", "correlation")
 # What a file may import besides the standard library, FREE and its own folder; the longest match
 # rules. A name stands for the public names of that module or folder.
 MAY_IMPORT = {
@@ -52,8 +53,10 @@ MAY_IMPORT = {
     "correlated_noise": JAX | SHARED | own("correlation", "noise"),
     "smoothing": JAX | SHARED,
     "smoothing._spectrum": {"numpy"},
-    "watching": JAX | SHARED | {"matplotlib"},
-    "optimizers": JAX | SHARED | own("clipping", "noise", "smoothing", "watching"),
+    "watching": JAX | SHARED | {"matplotlib"} | own("correlated_noise"),
+    "optimizers": JAX
+    | SHARED
+    | own("clipping", "correlated_noise", "correlation", "noise", "smoothing", "watching"),
     "model_check": JAX | SHARED | own("clipping"),
     "planning": JAX | SHARED | STAGES | own("accounting"),
     "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
