@@ -4,12 +4,13 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import optax_lsdp.accounting as accounting
 from optax_lsdp._checks import check_positive, refusal
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting import Composition, CorrelatedGaussian, Ledger, SampledGaussian
+from optax_lsdp.correlation import Correlation
 from optax_lsdp.planning._settings import Piecewise
 
 if TYPE_CHECKING:
@@ -28,7 +29,8 @@ def planned_steps(plan: "PrivacyPlan") -> Composition:
         shared |= (
             {"min_separation": size // batch} if is_in_order else {"sampling_rate": batch / size}
         )
-        return Composition((CorrelatedGaussian(1.0, plan.correlation, plan.steps, **shared),))
+        correlation = cast(Correlation, plan.correlation)
+        return Composition((CorrelatedGaussian(1.0, correlation, plan.steps, **shared),))
     if plan.max_batch_size is not None:
         shared |= {"max_batch_size": plan.max_batch_size, "dataset_size": size}
     step = SampledGaussian(1.0, batch / size, 1, sampling=plan.sampling, **shared)
@@ -108,22 +110,48 @@ def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
         step -= phase.steps
 
 
-def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool) -> Ledger:
+def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) -> Ledger:
     """Return a ledger with further phases. With `continues`, the first continues the last phase."""
     whole = Ledger(ledger.phases)
     for phase in phases:
-        whole.append(phase, continues=continues)
+        whole.append(phase, continues=bool(continues))
         continues = False
     return whole
 
 
-def follows_plan(ledger: Ledger, planned: Composition) -> bool:
-    """Return whether the ledger's steps are the first planned steps, each taken once."""
+def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
+    """Return whether `step` is the next planned step after those in the ledger, each taken once.
+
+    It is not if it starts a new order or new correlated noise.
+    """
+    is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
+    is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0
+    return is_planned and not is_new
+
+
+def watched_rate(plan: "PrivacyPlan") -> float:
+    """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
+
+    For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
+    """
+    size, batch = plan.dataset_size, plan.expected_batch_size
+    if SCHEMES[plan.sampling].random_size or size == 1:
+        return batch / size
+    return (batch - 1) / (size - 1)
+
+
+def check_ledger(ledger: Ledger) -> None:
+    """Raise unless `ledger` is a Ledger."""
     if not isinstance(ledger, Ledger):
         raise TypeError(
             f"`ledger` must be a Ledger, got {type(ledger).__name__}; pass the `ledger` of "
             "the result of `fit`, or `Ledger()` if no step was taken."
         )
+
+
+def follows_plan(ledger: Ledger, planned: Composition) -> bool:
+    """Return whether the ledger's steps are the first planned steps, each taken once."""
+    check_ledger(ledger)
     if not ledger.phases:
         return True
     *whole, last = ledger.phases

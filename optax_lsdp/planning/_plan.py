@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Self, get_args
+from typing import Any, Self, cast, get_args
 
 import jax
 import numpy as np
@@ -96,7 +96,7 @@ class PrivacyPlan:
     noise_schedule: Piecewise | None = None
     clip_norm: ClipNorm = 1.0
     smoothing: float | Piecewise = 0.0
-    correlation: Correlation | None = None  # __post_init__ replaces a number of bands
+    correlation: Correlation | int | None = None  # __post_init__ replaces a number of bands
     sampling: Sampling = None  # type: ignore[assignment]  # __post_init__ replaces None
     neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
     group_size: int = 1
@@ -180,7 +180,10 @@ class PrivacyPlan:
         if scheme.random_size:
             rate, options["max_batch_size"] = self.expected_batch_size / size, self.room
             if self.correlation is not None:
-                options |= {"cycle": self.correlation.bands, "group_size": self.group_size}
+                options |= {
+                    "cycle": cast(Correlation, self.correlation).bands,
+                    "group_size": self.group_size,
+                }
             return make(size, rate, key=key, **options)
         if self.correlation is not None:
             options["reshuffle"] = False
@@ -247,25 +250,14 @@ class PrivacyPlan:
             noise_multiplier=noise,
             expected_batch_size=self.expected_batch_size,
             smoothing=self.smoothing if smoothing is None else smoothing,
-            correlation=self.correlation,
+            correlation=cast(Correlation | None, self.correlation),
             key=self.derive_key(key, "noise"),
             shard_specs=shard_specs,
             replicated_axes=replicated_axes,
             watch_steps=self.steps if watch else None,
-            sampling_rate=self._watched_rate,
+            sampling_rate=budget.watched_rate(self),
         )
         return limit_steps(private, self.steps)
-
-    @property
-    def _watched_rate(self) -> float:
-        """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
-
-        For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
-        """
-        size, batch = self.dataset_size, self.expected_batch_size
-        if SCHEMES[self.sampling].random_size or size == 1:
-            return batch / size
-        return (batch - 1) / (size - 1)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return the key for one purpose. Different plans and labels give independent keys."""
@@ -309,41 +301,45 @@ class PrivacyPlan:
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta_of_noise)
 
-    def allows(self, ledger: Ledger, step: int, *, continues: bool = False) -> bool:
+    def allows(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> bool:
         """Return whether the budget covers the steps in the ledger and the planned step `step`.
 
-        `continues` is that with which the step will be appended; see `Ledger.append`.
+        `continues` says whether the step continues the noise and the order of the ledger's last
+        step; see `Ledger.append`. By default, it does if each planned step was taken once.
         """
-        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step < self.steps:
+        if step >= self.steps:
+            return False
+        if budget.is_next(self, ledger, step, continues):
             return True
-        if step >= self.steps or ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
+        if ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
             return False
         whole = budget.extended(ledger, [self.event(step)], continues)
         return whole.epsilon(self.delta_of_noise) <= self.epsilon
 
-    def epsilons(self, ledger: Ledger, step: int, *, continues: bool = False) -> np.ndarray:
-        """Return ε after each planned step from `step` on, taken after the steps in the ledger.
+    def epsilons(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> np.ndarray:
+        """Return ε after each planned step from `step` on, taken after those in the ledger.
 
-        With `continues`, the first of them continues the last phase; see `Ledger.append`.
+        For `continues`, see `allows`.
         """
-        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step:
+        if budget.is_next(self, ledger, step, continues):
             return self._epsilons[step:]
         whole = budget.extended(ledger, budget.phases_from(self.mechanism, step), continues)
         return whole.epsilons(self.delta_of_noise)[ledger.steps :]
 
     def remaining_steps(
-        self, ledger: Ledger, step: int | None = None, *, continues: bool = False
+        self, ledger: Ledger, step: int | None = None, *, continues: bool | None = None
     ) -> int:
         """Return how many planned steps the budget still covers, starting at the next step.
 
-        By default, the next step is `ledger.steps`, as in a run that has repeated no step. With
-        `continues`, it continues the last phase; see `Ledger.append`.
+        By default, the next step is `ledger.steps`, as in a run that has repeated no step. For
+        `continues`, see `allows`.
         """
-        is_planned = budget.follows_plan(ledger, self.mechanism)
+        budget.check_ledger(ledger)
         step = ledger.steps if step is None else step
         check_whole("step", step, least=0)
+        is_next = budget.is_next(self, ledger, step, continues)
         most = min(self.steps - step, budget.RECORDED_AT_MOST * self.steps - ledger.steps)
-        if most <= 0 or (is_planned and ledger.steps == step):
+        if most <= 0 or is_next:
             return max(most, 0)
         spent = self.epsilons(ledger, step, continues=continues)[:most]
         return int(np.sum(spent <= self.epsilon))

@@ -136,8 +136,7 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
 
     Raise unless it has as many steps as the plan, and an analysis with the plan's other settings.
     """
-    wanted: Correlation | int | None = plan.correlation
-    scheme = SCHEMES[plan.sampling]
+    wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
     if wanted is None:
         if scheme.correlated:
             demand = f"given with sampling={plan.sampling!r}, which is for correlated noise"

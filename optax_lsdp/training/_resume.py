@@ -144,11 +144,14 @@ class Account:
         self, plan: PrivacyPlan, ledger: Ledger, first_step: int, order_start: int
     ) -> None:
         self.ledger, self.first_step = ledger, first_step
-        self._continues = first_step > order_start  # the ledger's last phase
-        left = plan.remaining_steps(ledger, first_step, continues=self._continues)
-        self.last_step = first_step + left
         self._plan, self._order_start = plan, order_start
-        self._before = deepcopy(ledger)
+        self._before, self._continues = deepcopy(ledger), first_step > order_start
+        repeated = _repeated_steps(plan, first_step) if not self._continues else 0
+        if repeated:  # a new order, which counts since the beginning of the epoch
+            self._before.append(replace(plan.event(first_step), steps=repeated))
+            self._continues = True
+        left = plan.remaining_steps(self._before, first_step, continues=self._continues)
+        self.last_step = first_step + left
 
     def record(self, step: int) -> None:
         """Append a step to the ledger."""
@@ -175,14 +178,20 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
     """
     for step in steps:
         event = plan.event(min(step, plan.steps - 1))
-        scheme = SCHEMES[event.sampling]
         if isinstance(event, CorrelatedGaussian):
             ledger.append(event, continues=order_start < step < plan.steps)
-        elif step == order_start and scheme.once_per_epoch:
-            epoch = int(scheme.steps_per_epoch(plan.dataset_size, plan.expected_batch_size))
-            ledger.append(replace(event, steps=step % epoch + 1))
+        elif step == order_start and SCHEMES[event.sampling].once_per_epoch:
+            ledger.append(replace(event, steps=_repeated_steps(plan, step) + 1))
         else:
             ledger.append(event, continues=True)
+
+
+def _repeated_steps(plan: PrivacyPlan, step: int) -> int:
+    """Return how many earlier steps of its epoch a new order at `step` may repeat."""
+    scheme = SCHEMES[plan.sampling]
+    if scheme.correlated or not scheme.once_per_epoch:
+        return 0
+    return step % int(scheme.steps_per_epoch(plan.dataset_size, plan.expected_batch_size))
 
 
 class Start(NamedTuple):

@@ -93,6 +93,30 @@ def test_a_restart_begins_a_second_mechanism_from_an_empty_state(plan, tmp_path)
     np.testing.assert_allclose(drawn @ drawn.T / 1000, np.eye(12), atol=0.2)  # 6 standard errors
 
 
+SHUFFLED = small(sampling="shuffled", neighbouring="zero_out", steps=25, noise_multiplier=9.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps", "counted"),
+    [(small(correlation=4, epsilon=3.89), 17, [9, 8]), (SHUFFLED, 20, [9, 20])],
+    ids=["cyclic", "shuffled"],
+)
+def test_new_noise_after_a_clean_stop_does_not_exceed_the_budget(plan, steps, counted, tmp_path):
+    """The ledger is that of the plan until the restart, which begins a new cycle or order."""
+
+    def stop(report):
+        if report.step == 9:
+            raise training.StopTraining
+
+    data = make_data()
+    fit(plan, folder=tmp_path, callbacks=[stop])
+    data["x"][7] += 1
+    done = fit(plan, data, folder=tmp_path)
+    assert (done.stopped, done.steps) == ("budget", steps)
+    assert [phase.steps for phase in done.ledger.phases] == counted
+    assert plan.spent(done.ledger) <= plan.epsilon
+
+
 def test_past_noises_are_sharded_as_their_leaves_and_noise_is_that_of_one_device():
     mesh = jax.make_mesh((8,), ("examples",))
     params = make_params() | {"wide": jnp.zeros((16, 4))}
