@@ -224,10 +224,26 @@ def _subtract_past(
     for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
         weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
         noise = noise * jnp.asarray((1 + 2e-7) / coefficients[0], noise.dtype)
-        for row in range(rows):  # one expression for each entry: the same bits on any mesh
-            noise = noise - weights[row] * its_past[row]
-        noises.append(noise)
+        noises.append(_subtract_rows(noise, weights, its_past))
     return noises
+
+
+def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
+    """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
+
+    Without the loop, XLA's CPU backend would copy each row and, twice, the whole past.
+    """
+
+    def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
+        return rest - weights[row] * past[row]
+
+    # With explicit axes, a loop would need the sharding of the sum for the noise.
+    is_explicit = bool(jax.sharding.get_abstract_mesh().explicit_axes)
+    if is_explicit:
+        for row in range(len(past)):
+            noise = subtract(row, noise)
+        return noise
+    return jax.lax.fori_loop(0, len(past), subtract, noise)
 
 
 def _combine_draws(

@@ -94,7 +94,7 @@ MUTATIONS_OF_CORRELATION = {
         NOISES, (wrap(f"{NOISE}:_subtract_past", _without_the_last),)
     ),
     "past noises with a wrong sign": Mutation(
-        NOISES, rewrite(f"{NOISE}:_subtract_past", "noise - weights", "noise + weights")
+        NOISES, rewrite(f"{NOISE}:_subtract_rows", "rest - weights", "rest + weights")
     ),
     "earlier draws that are drawn anew": Mutation(
         NOISES,
