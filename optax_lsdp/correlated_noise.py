@@ -19,7 +19,7 @@ import optax
 
 from optax_lsdp._checks import check_positive, frozen_number, refusal
 from optax_lsdp._keys import check_key
-from optax_lsdp._mesh import check_shard_specs, vary, varying_axes
+from optax_lsdp._mesh import check_shard_specs, explicit_spec, vary, varying_axes
 from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.correlation import Correlation
@@ -237,9 +237,7 @@ def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
         return rest - weights[row] * past[row]
 
-    # With explicit axes, a loop would need the sharding of the sum for the noise.
-    is_explicit = bool(jax.sharding.get_abstract_mesh().explicit_axes)
-    if is_explicit:
+    if any(explicit_spec(past)):  # a loop would need noise with the sharding of the past
         for row in range(len(past)):
             noise = subtract(row, noise)
         return noise
