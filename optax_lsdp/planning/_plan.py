@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Self, cast, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import jax
 import numpy as np
@@ -59,7 +59,8 @@ class PrivacyPlan:
         noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
         clip_norm: C, as a number, an `AdaptiveClip`, a prefix tree of either, or a `Piecewise`; see
             `clip_per_example`.
-        smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
+        smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`, or "auto"; see
+            `auto_smooth`.
         correlation: how noise is correlated between steps: a number of bands, such as 8, for which
             the plan calls `correlation.optimize_banded`, or a `Correlation`, or None for
             independent noise.
@@ -95,7 +96,7 @@ class PrivacyPlan:
     noise_multiplier: float = None  # type: ignore[assignment]  # __post_init__ replaces None
     noise_schedule: Piecewise | None = None
     clip_norm: ClipNorm = 1.0
-    smoothing: float | Piecewise = 0.0
+    smoothing: float | Piecewise | Literal["auto"] = 0.0
     correlation: Correlation | int | None = None  # __post_init__ replaces a number of bands
     sampling: Sampling = None  # type: ignore[assignment]  # __post_init__ replaces None
     neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
@@ -231,7 +232,7 @@ class PrivacyPlan:
             optimizer: an ordinary Optax optimizer.
             key: one typed key. You can pass the same key to `sampler`, because both methods derive
                 their own keys from it.
-            smoothing: σ or a `laplacian_smooth(...)` transform that replaces the plan's σ.
+            smoothing: σ, "auto" or a `laplacian_smooth(...)` transform; replaces the plan's σ.
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
             watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
