@@ -37,7 +37,7 @@ class Journal:
     """The journal in a folder. The first process reads it and sends its lines to all processes."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder = folder
+        self.folder, self._steps = folder, steps
         # One line announces a hundredth of all steps, because writing it waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
@@ -102,8 +102,9 @@ class Journal:
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
-            self._seen[self.nonce] = range(seen.start, step + self._ahead)
-            self._shared.write({"announced": step + self._ahead}, sync=True)
+            announced = max(step + 1, min(step + self._ahead, self._steps))
+            self._seen[self.nonce] = range(seen.start, announced)
+            self._shared.write({"announced": announced}, sync=True)
         if self._digests.pop(step, None) is None:  # otherwise the file has this line already
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
