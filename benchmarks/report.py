@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _advice, _exchanged, _figures, _front, _priced, _trust
+from benchmarks import _advice, _correlated, _exchanged, _figures, _front, _priced, _trust
 from benchmarks._results import (
     ACCOUNTANTS,
     PEERS,
@@ -268,6 +268,7 @@ MEASURED: Tables = {
     "smoothing": smoothing,
     "noises": noises,
     "steps": steps,
+    **_correlated.TABLES,
     "accounting": accounting,
     "clipping": clipping,
     "whole steps": whole_steps,

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import _data, _timing, clip_norms, effective_clip_norm, users, zoo
+from benchmarks import (
+    _correlated,
+    _data,
+    _timing,
+    clip_norms,
+    correlated_noise,
+    effective_clip_norm,
+    users,
+    zoo,
+)
 from benchmarks._results import RESULTS
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from tests.cases import slow
@@ -74,6 +83,33 @@ def test_a_smoke_run_of_scaling_writes_a_record(tmp_path):
     command = [sys.executable, "-m", "benchmarks.scaling", "--smoke", "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
     assert json.loads(output.read_text())["overhead"]["MNIST CNN"]["fit"] > 0
+
+
+@jax.numpy_dtype_promotion("standard")  # which JAX Privacy needs
+def test_a_smoke_run_of_correlated_noise_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    pytest.importorskip("jax_privacy")
+    output = tmp_path / "correlated_noise.json"
+    monkeypatch.setattr(sys, "argv", ["correlated_noise", "--smoke", "--output", str(output)])
+    correlated_noise.main()
+    whole = json.loads(output.read_text())
+    ((size, ways),) = whole["steps"].items()
+    copies = {name: row["past_bytes"] / (4 * int(size)) for name, row in ways.items()}
+    assert {name: count for name, count in copies.items() if count} == {
+        "3 bands": 2,
+        "3 bands, JAX Privacy": 2,
+    }
+    ((setting, found),) = whole["errors"].items()
+    means = {name: row["mean"] for name, row in found["ways"].items()}
+    assert found["least"] < min(means.values()) and max(means.values()) == means["independent"]
+    del whole["errors"][setting]
+    output.write_text(json.dumps({**whole, "is_whole": False}))
+    correlated_noise.main()
+    again = json.loads(output.read_text())
+    assert again["is_whole"] and again["steps"] == whole["steps"]
+    assert again["errors"][setting]["ways"]["square_root"]["mean"] == means["square_root"]
+    monkeypatch.setattr("benchmarks._results.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks._trust.RESULTS", tmp_path)
+    assert "| 3 bands |" in _correlated.costs() and "| 30 | 3 |" in _correlated.errors()
 
 
 def test_a_smoke_run_of_effective_clip_norms_goes_on_where_it_stopped(tmp_path, monkeypatch):
