@@ -36,6 +36,7 @@ STEP_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 FULL_STEP_SIZES = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 SMOOTHINGS = (0.0, 1.0)  # those of scattering coefficients are (0.0,)
 SEEDS = 5
+HARDEST, LARGE_EPSILONS = "CIFAR-10, scattering", (4.0, 8.0)  # trained with all step sizes as well
 
 
 class Noise(NamedTuple):
@@ -207,11 +208,28 @@ def final(path: Path, features: Features, part: str, name: str, noise: Noise, se
     ]
 
 
+def at_all_step_sizes(features: Features, noise: Noise, seeds: int) -> Any:
+    """Train with all step sizes on private examples, to see what the choice of one matters."""
+    data, shape = features.read
+    size = len(data.private[1])
+    program = recipe(noise, shape, size, features.args.smoke)
+    grid = np.array(list(product(LARGE_EPSILONS, noise.step_sizes)))
+    numbers = [multiplier(noise, program.steps, epsilon) for epsilon in grid[:, 0]]
+    full = np.full(len(grid), CLIP_NORM)
+    runs = Runs(numbers, full, grid[:, 1], 0 * full)
+    found = train(program, data.private, data.test, runs, range(seeds), classes=data.classes)
+    return [
+        {"epsilon": epsilon, "step_size": step_size, "test_accuracies": _record.rounded(accuracies)}
+        for (epsilon, step_size), accuracies in zip(grid.tolist(), found[:, :, -1].T, strict=True)
+    ]
+
+
 def main() -> None:
     """Search and train everything that has no record yet."""
     args = _record.arguments(__doc__, "correlated")
     epsilons, seeds = ((8.0,), 2) if args.smoke else (EPSILONS, SEEDS)
     work: dict[str, dict[str, Any]] = {}
+    every: dict[str, Any] = {}
     for name, problem in problems(args.smoke).items():
         features, part = Features(problem, args), f"search, {name}"
         searched, trained = work.setdefault(part, {}), work.setdefault(f"final, {name}", {})
@@ -219,6 +237,13 @@ def main() -> None:
             noise = NOISES[title]
             searched[title] = partial(search, features, noise, epsilons)
             trained[title] = partial(final, args.output, features, part, title, noise, seeds)
+        if name == HARDEST:
+            every = {
+                title: partial(at_all_step_sizes, features, NOISES[title], 3)
+                for title in ("independent", "16 bands")
+            }
+    if not args.smoke:
+        work[f"all step sizes, {HARDEST}"] = every
     _record.measure(args.output, work)
 
 

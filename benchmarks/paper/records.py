@@ -77,19 +77,20 @@ PROBLEMS = {
     "MNIST, scattering": Problem(
         _features.mnist,
         epsilons=(3.0, 1.0),
-        ways=(Way(60, 0.9), Way(120, 0.9)),
-        clip_norms=(5.0, 10.0),
-        step_sizes=(32.0, 64.0, 128.0, 256.0),
-        smoothings=(0.0, 0.3),
+        ways=(Way(120), Way(240)),
+        clip_norms=(1.0,),
+        step_sizes=(8.0, 16.0, 32.0, 64.0, 128.0),
+        smoothings=(0.0,),
         folds=2,
     ),
     "MNIST, pixels": Problem(
         pixels,
         epsilons=(0.1, 0.02),
-        ways=(Way(20), Way(80), Way(80, 0.0, 0.9)),
-        clip_norms=(3.0, 10.0),
-        step_sizes=(2.0, 4.0, 8.0, 16.0, 32.0),
-        smoothings=(1.0, 3.0, 10.0),
+        ways=(Way(20), Way(80), Way(320)),
+        clip_norms=(1.0, 3.0),
+        step_sizes=(4.0, 8.0, 16.0, 32.0),
+        smoothings=(3.0, 10.0, 30.0),
+        folds=3,
     ),
 }
 SMOKE = {
