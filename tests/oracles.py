@@ -7,6 +7,7 @@ import math
 import mpmath
 import numpy as np
 import scipy.linalg
+import scipy.stats
 
 
 def second_difference(size: int, boundary: str = "periodic") -> np.ndarray:
@@ -335,3 +336,25 @@ def debiased_adam(x: np.ndarray, variances: np.ndarray, floor: float, b1=0.9, b2
     error = noise * np.sqrt(2 * np.sum(second**2))  # of a mean of squares of Gaussian noise
     moment = np.maximum(np.tensordot(second, x**2, 1) - noise, floor * error)
     return np.tensordot(first, x, 1) / (np.sqrt(moment) + eps)
+
+
+def choose_smoothing(total, variance, sampling, matrices, last):
+    """Return (place among `matrices`, length) by the rule of `auto_smooth`, in dense arithmetic.
+
+    `total` is D as a vector, `matrices` are all candidates A, the identity first, and `last` is the
+    choice before.
+    """
+    quantile = scipy.stats.norm.ppf(1 - 0.05 / len(matrices))
+    signals, scores = [], []
+    for matrix in matrices:
+        square = np.trace(matrix @ matrix)
+        margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / square)
+        signal = total @ matrix @ total - variance * np.trace(matrix) - sampling
+        lower = max(0.0, signal - margin * variance * np.sqrt(2 * square))
+        signals.append(signal)
+        scores.append(lower**2 / np.sum((matrix @ total) ** 2))
+    best = int(np.argmax(scores))
+    if scores[best] == 0:
+        return last if signals[last[0]] > 0 else (0, 1.0)
+    ratio = np.linalg.norm(total) / np.linalg.norm(matrices[best] @ total)
+    return best, float(np.clip(ratio, 1, 4))

@@ -63,6 +63,13 @@ def smooth_leaves(
     return [results[index] for index in range(len(leaves))]
 
 
+def check_leaf(leaf: Leaf, operator: Operator, method: str) -> None:
+    """Raise if `method` cannot smooth the leaf by itself."""
+    name = _choose_method(method, leaf, operator)
+    if name != "halo":
+        _check_whole(name, [leaf])
+
+
 def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:
     """Describe all leaves as one leaf, to choose a method for their ring."""
     arrangements = [leaf.arrangement for leaf in leaves]

@@ -63,6 +63,7 @@ def laplacian_smooth(
     method: Literal["auto", "recursive", "halo", "banded", "matrix", "fft"] = "auto",
     shard_specs: PyTree = None,
     stddev: optax.ScalarOrSchedule | None = None,
+    sampling_stddev: optax.ScalarOrSchedule = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
@@ -73,17 +74,21 @@ def laplacian_smooth(
 
     Args:
         smoothing: σ from 0 to 1e30; a number or a schedule. Zero returns the updates unchanged.
+            "auto" chooses σ and the layout of each leaf from past updates; see `auto_smooth`, which
+            works with optimizers that cancel the length of their updates, such as Adam.
         scope: "leaf" smooths every array by itself. "tree" smooths all arrays as one ring, in the
             order of `jax.tree.leaves`.
         layout: which entries are neighbours. "stored" follows the row-major order of every array.
-            "inputs" puts the inputs of each output unit next to each other, with spatial axes
-            innermost. It takes the last axis as outputs, the axis before it as inputs, and all
-            earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv kernel
-            (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays named
-            `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs" reads
-            them as stored. A function `(path, shape) → "inputs" | "stored" | Grid(...) | None`
-            chooses for each leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the
-            leaf unchanged.
+            "inputs", the default, puts the inputs of each output unit next to each other, with
+            spatial axes innermost. It takes the last axis as outputs, the axis before it as inputs,
+            and all earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv
+            kernel (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays
+            named `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs"
+            reads them as stored. "images" smooths the windows of Conv kernels, and Dense kernels on
+            square images of at least 4 × 4 pixels with one or three channels, and no other leaf.
+            The default of "auto" is to choose between "inputs" and "images". A function
+            `(path, shape) → "inputs" | "stored" | "images" | Grid(...) | None` chooses for each
+            leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
             end is its own neighbour.
         order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
@@ -106,6 +111,8 @@ def laplacian_smooth(
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.
+        stddev: for "auto" only; see `auto_smooth`.
+        sampling_stddev: for "auto" only; see `auto_smooth`.
 
     Raises:
         TypeError: if `shard_specs` does not consist of PartitionSpecs, or `updates` of real
@@ -123,7 +130,23 @@ def laplacian_smooth(
     [1.867 0.8   0.533 0.8  ]
     """
     if isinstance(smoothing, str):
-        return _auto(smoothing, scope, layout, boundary, order, method, shard_specs, stddev)
+        check_choice("smoothing", smoothing, ("auto",))
+        check_choice("scope", scope, ("leaf",))
+        if stddev is None:
+            raise ValueError(
+                "`stddev` must be set with smoothing='auto', got None; pass the standard deviation "
+                "of the noise in the updates, or use privatize(smoothing='auto'), which knows it."
+            )
+        return auto_smooth(
+            optax.identity(),
+            stddev=stddev,
+            sampling_stddev=sampling_stddev,
+            layouts=LAYOUTS if layout is None else (layout,),
+            boundary=boundary,
+            order=order,
+            method=method,
+            shard_specs=shard_specs,
+        )
     layout = "inputs" if layout is None else layout
     fixed = smoothing if callable(smoothing) else _checked(smoothing)
     check_choice("scope", scope, ("leaf", "tree"))
@@ -189,32 +212,6 @@ def laplacian_smooth(
         return variance
 
     return Denoiser(init, update, variance_after)
-
-
-def _auto(
-    smoothing: str,
-    scope: Scope,
-    layout: Layout | None,
-    boundary: Boundary,
-    order: int | None,
-    method: str,
-    shard_specs: PyTree,
-    stddev: optax.ScalarOrSchedule | None,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transform with a σ that is chosen from past releases."""
-    check_choice("smoothing", smoothing, ("auto",))
-    check_choice("scope", scope, ("leaf",))
-    if stddev is None:
-        raise ValueError("`stddev` must be set with smoothing='auto', got None.")
-    return auto_smooth(
-        optax.identity(),
-        stddev=stddev,
-        layouts=LAYOUTS if layout is None else (layout,),
-        boundary=boundary,
-        order=order,
-        method=method,
-        shard_specs=shard_specs,
-    )
 
 
 def _checked(smoothing: object) -> jax.Array | float:

@@ -1,8 +1,7 @@
-"""Handle the examples of a batch: all at once with `vmap`, or a few at a time.
+"""The engines that compute clipped sums: which one to use, and on how many examples at a time.
 
-`clip_by_vmap` is the vmap engine: it forms the gradients of all examples, clips them, and adds them
-up. The tests compare the bookkeeping engine with it. `in_microbatches` runs either engine on a few
-examples at a time, so that memory does not grow with the batch.
+The vmap engine forms the gradients of all examples, clips them, and adds them up. It is the plain
+reference to which the tests compare the bookkeeping engine, which is in `bookkeeping/`.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._isolation import ValueAndAux, trace_loss
-from optax_lsdp._layers import warn_of_batch_norms
-from optax_lsdp._mesh import vary, varying_axes
+from optax_lsdp._isolation import ValueAndAux, is_example_split, trace_loss, warn_of_batch_norms
+from optax_lsdp._mesh import manual_axes, vary, varying_axes
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipGroup, ClipStyle, ExampleNorms, clip_and_sum
+from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
 
+# Each example's (value, aux), the norms of each group, and the clipped sum.
+ClippedSum = tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]
+Engine = Callable[..., ClippedSum]
 Outputs = TypeVar("Outputs")
 Norms = TypeVar("Norms")
 
@@ -32,7 +34,7 @@ def clip_by_vmap(
     *,
     groups: list[ClipGroup],
     style: ClipStyle,
-) -> tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]:
+) -> ClippedSum:
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     Inside `shard_map`, a mesh axis splits a leaf if the leaf varies over the axis and the batch
@@ -49,6 +51,29 @@ def clip_by_vmap(
     outputs, grads = jax.vmap(one_example)(batch)
     norms, total = clip_and_sum(grads, groups, style=style, mask=mask, split=split)
     return outputs, norms, total
+
+
+ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
+
+
+def choose_engine(engine: str, loss_fn: ValueAndAux, params: optax.Params, batch: PyTree) -> Engine:
+    """Return the engine with the name `engine`, or the engine that "auto" chooses.
+
+    Bookkeeping cannot compute norms if the shards of a `shard_map` split the work on one example.
+    Then "auto" chooses vmap, and "bookkeeping" raises an error.
+    """
+    name = "bookkeeping" if engine == "auto" else engine
+    if name == "vmap" or not manual_axes():
+        return ENGINES[name]
+    if not is_example_split(loss_fn, params, jax.tree.map(lambda x: x[0], batch)):
+        return ENGINES[name]
+    if engine == "auto":
+        return ENGINES["vmap"]
+    raise ValueError(
+        f"`engine` must be 'auto' or 'vmap' if shards of a shard_map split the work on one "
+        f"example, got {engine!r}; pass engine='auto', or shard the arrays with `jit` instead of "
+        "shard_map."
+    )
 
 
 def in_microbatches(
