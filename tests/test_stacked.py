@@ -46,13 +46,13 @@ def test_runs_of_one_program_do_not_disturb_each_other():
         noise = lsdp.add_gaussian_noise(lambda step: run.noise_multiplier, key=key)
         return optax.chain(noise, optax.sgd(run.step_size / recipe.batch))
 
-    recipe = _stacked.Recipe(7, 40, optimizer, average=0.5)
+    recipe = _stacked.Recipe(8, 40, optimizer, average=0.5, points=8)
     settings = [[1.0, 2.0], [1.0, 0.5], [1.0, 3.0], [0.0, 0.0]]
     both = _stacked.train(recipe, data, data, _stacked.Runs(*settings), (3, 4), classes=3)
     second = _stacked.Runs(*(values[1:] for values in settings))
-    alone = _stacked.train(recipe, data, data, second, (4,), classes=3)
-    assert both.shape == (2, 2, 1) and both[1, 1] == pytest.approx(alone[0, 0])
-    assert len(set(both.ravel().tolist())) > 1
+    alone = _stacked.train(recipe, data, data, second, (3, 4), classes=3)
+    assert both.shape == (2, 2, 8) and both[:, 1] == pytest.approx(alone[:, 0])
+    assert (both[0] != both[1]).any(axis=1).all() and (both[:, 0] != both[:, 1]).any(axis=1).all()
 
 
 def test_mirrored_images_have_mirrored_coefficients():
