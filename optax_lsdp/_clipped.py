@@ -7,9 +7,10 @@ a sum whose clip norms or groups differ from its own, because the noise depends 
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
+import numpy as np
 import optax
 
 from optax_lsdp._trees import check_floating, path_name
@@ -86,6 +87,33 @@ class WithSlack:
     slack: PyTree
     adapts: bool = False
     is_noisy: bool = False
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+@dataclass(frozen=True)
+class CurrentClipNorm:
+    """The present value of an `AdaptiveClip`, a scalar that an optimizer has computed from noise.
+
+    Gradient functions accept no other number, because a clip norm that is computed from gradients
+    without noise would let one example move the parts of all others.
+
+    >>> f"{CurrentClipNorm(jax.numpy.array(0.25)):.1f}"
+    '0.2'
+    """
+
+    value: jax.Array
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, *args: Any, **options: Any) -> np.ndarray:
+        return np.asarray(self.value, *args, **options)
 
 
 class ClipGroup(NamedTuple):

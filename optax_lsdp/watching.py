@@ -112,6 +112,15 @@ class WatchState(NamedTuple):
     curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
 
 
+class Advance(NamedTuple):
+    """What one update of the watched optimizer gives."""
+
+    moves: optax.Updates
+    optimizer: optax.OptState
+    by_leaf: list[jax.Array]  # the sums of `_products`
+    probe: Probe
+
+
 class TrainingCurve(NamedTuple):
     """How far the clipped loss has come down, estimated from releases alone; see `watch`.
 
@@ -240,27 +249,29 @@ def watch(
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
 
-        def probe(last: Probe, ys: optax.Updates) -> tuple[Probe, optax.Updates]:
+        def advance(ys: optax.Updates) -> Advance:
+            moves, after = inner.update(ys, state.optimizer, params, **extra_args)
+            move = _change(params, moves)
+            by_leaf = mesh.sum_leaves(shards, _products, ys, state.move, move)
+            return Advance(moves, after, by_leaf, state.probe)
+
+        def advance_and_probe(ys: optax.Updates) -> Advance:
+            done, last = advance(ys), state.probe
             signs = _public_signs(ys, state.step, shards)
             h = _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
-            answers = (inner.update(y, state.optimizer, params, **extra_args) for y in (there, ys))
-            turn = jax.tree.map(jnp.subtract, *(_change(params, moves) for moves, _ in answers))
+            other, _ = inner.update(there, state.optimizer, params, **extra_args)
+            turn = jax.tree.map(jnp.subtract, *(_change(params, x) for x in (other, done.moves)))
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            return Probe(trace, square, steepest, doubt, jnp.zeros_like(s)), compute_once(ys)
+            return done._replace(probe=Probe(trace, square, steepest, doubt, jnp.zeros_like(s)))
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
-        # `cond` returns the releases, or XLA on CPUs would draw the noise again at each use.
-        found, releases = jax.lax.cond(
-            is_due, probe, lambda last, ys: (last, compute_once(ys)), state.probe, releases
-        )
-        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        move = _change(params, moves)
-        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
+        # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
+        moves, after, by_leaf, found = jax.lax.cond(is_due, advance_and_probe, advance, releases)
         end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
         used = found.used + s**2 / 2
         share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
@@ -282,6 +293,7 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
+        change = _change(params, moves)
         has_noise = s**2 > 0
         energy = jnp.where(has_noise, s**2, 1)
         leaves, structure = jax.tree.flatten(releases)
@@ -292,7 +304,7 @@ def watch(
             optimizer=after,
             step=optax.safe_increment(state.step),
             noisy=jnp.where(has_noise, optax.safe_increment(state.noisy), state.noisy),
-            move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
+            move=jax.tree.map(lambda new, old: new.astype(old.dtype), change, state.move),
             length=length,
             end=end,
             probe=found._replace(used=used),
