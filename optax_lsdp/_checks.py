@@ -121,8 +121,8 @@ def plain_number(value: _Value) -> _Value:
     >>> plain_number(np.float32(0.5))
     0.5
     """
-    is_numpy = is_number(value) and hasattr(value, "item")
-    return cast(_Value, value.item()) if is_numpy else frozen_number(value)
+    item = getattr(value, "item", None)
+    return cast(_Value, item()) if item and is_number(value) else frozen_number(value)
 
 
 def read_json(text: str | bytes) -> Any:

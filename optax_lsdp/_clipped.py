@@ -5,11 +5,13 @@ a sum whose clip norms or groups differ from its own, because the noise depends 
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -20,7 +22,7 @@ from optax_lsdp._types import ClipNorm, PyTree
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["value", "slack"],
-    meta_fields=["clip_norm", "group", "leaves_in_group", "masked"],
+    meta_fields=["clip_norm", "group", "leaves_in_group", "masked", "coordinates"],
 )
 @dataclass(frozen=True)
 class Clipped:
@@ -43,6 +45,7 @@ class Clipped:
             with padded batches refuse sums without a mask.
         slack: on the first leaf of each group, if `clipped_grad` was asked for slack: how many
             examples leave room for each coordinate, (K,), in whole numbers. None on other leaves.
+        coordinates: K, or 0 if the leaf has no slack. So sums with different K do not add up.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -56,6 +59,7 @@ class Clipped:
     leaves_in_group: int = 1
     masked: bool = False
     slack: jax.Array | None = None
+    coordinates: int = 0
 
     def __radd__(self, *other: object) -> NoReturn:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
@@ -97,7 +101,7 @@ class CurrentClipNorm:
     Gradient functions accept no other number, because a clip norm that is computed from gradients
     without noise would let one example move the parts of all others.
 
-    >>> f"{CurrentClipNorm(jax.numpy.array(0.25)):.1f}"
+    >>> f"{CurrentClipNorm(jnp.array(0.25)):.1f}"
     '0.2'
     """
 
@@ -123,9 +127,22 @@ class ClipGroup(NamedTuple):
     clip_norm: ClipNorm
 
 
+def is_current(node: object) -> TypeGuard[CurrentClipNorm]:
+    """Return whether a node is a `CurrentClipNorm`."""
+    return isinstance(node, CurrentClipNorm)
+
+
 def is_marked(leaf: object) -> TypeGuard[Clipped]:
     """Return whether a leaf is a `Clipped`."""
     return isinstance(leaf, Clipped)
+
+
+def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
+    """Return a clipped sum in units of the clip norm of each leaf's group."""
+    leaves, structure = jax.tree.flatten(total)
+    pairs = zip(leaves, groups, strict=True)
+    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
+    return jax.tree.unflatten(structure, divided)
 
 
 def mark(
@@ -137,18 +154,14 @@ def mark(
     """
     leaves, structure = jax.tree.flatten(sums)
     counts, left = Counter(group.path for group in groups), dict(slack)
-    marked = [
-        Clipped(
-            leaf,
-            group.clip_norm,
-            group.path,
-            counts[group.path],
-            masked,
-            left.pop(group.path, None),
-        )
-        for leaf, group in zip(leaves, groups, strict=True)
-    ]
-    return jax.tree.unflatten(structure, marked)
+
+    def wrap(leaf: jax.Array, group: ClipGroup) -> Clipped:
+        slack = left.pop(group.path, None)
+        size = 0 if slack is None else len(slack)
+        together = counts[group.path]
+        return Clipped(leaf, group.clip_norm, group.path, together, masked, slack, size)
+
+    return jax.tree.unflatten(structure, list(map(wrap, leaves, groups)))
 
 
 def unmark(

@@ -39,10 +39,9 @@ estimate is a lower limit, and there are two upper limits: the middle estimate p
 and the sum of all ends, which is too high by half the curvature where this is positive. The curve
 is the smaller upper limit, and half its distance to the lower limit is added to the standard error.
 
-The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. The
-part of sampling is therefore estimated by half the squared differences of consecutive ends, less
-the known part of noise. On average this is too much, since the ends also change for other reasons.
-Because it is uncertain after few steps, a share 1/t of the bound is added after t steps.
+The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. So
+the part of sampling is estimated by half the squared differences of consecutive ends, less the
+known part of noise, which errs upward. After t steps, a share 1/t of the bound is added.
 
 References: Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution; Hutchinson
 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
@@ -53,7 +52,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -64,8 +63,9 @@ from jax.typing import ArrayLike
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
 from optax_lsdp._keys import hashed_signs
-from optax_lsdp._trees import check_shapes, compute_once, wide_dtype, widen
+from optax_lsdp._trees import applied_change, check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
+from optax_lsdp.noise import has_noise, is_before_noise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,6 +96,10 @@ class Probe(NamedTuple):
     used: jax.Array  # the sum of ½s² over the steps that have used it
 
 
+# Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe.
+Advance: TypeAlias = tuple[optax.Updates, optax.OptState, list[jax.Array], Probe]
+
+
 class WatchState(NamedTuple):
     """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
 
@@ -110,15 +114,6 @@ class WatchState(NamedTuple):
     ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
     curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
-
-
-class Advance(NamedTuple):
-    """What one update of the watched optimizer gives."""
-
-    moves: optax.Updates
-    optimizer: optax.OptState
-    by_leaf: list[jax.Array]  # the sums of `_products`
-    probe: Probe
 
 
 class TrainingCurve(NamedTuple):
@@ -232,8 +227,14 @@ def watch(
             last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
+        first = inner.init(params)
+        if has_noise(first):
+            raise ValueError(
+                "`optimizer` must be what follows the noise, got one with `add_gaussian_noise`; "
+                "write optax.chain(clip, noise, scale, watch(optimizer))."
+            )
         # Copies, because a caller can donate each array only once.
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)
 
     def update(
         updates: optax.Updates,
@@ -251,23 +252,25 @@ def watch(
 
         def advance(ys: optax.Updates) -> Advance:
             moves, after = inner.update(ys, state.optimizer, params, **extra_args)
-            move = _change(params, moves)
+            move = applied_change(params, moves)
             by_leaf = mesh.sum_leaves(shards, _products, ys, state.move, move)
-            return Advance(moves, after, by_leaf, state.probe)
+            return moves, after, by_leaf, state.probe
 
         def advance_and_probe(ys: optax.Updates) -> Advance:
-            done, last = advance(ys), state.probe
+            moves, after, by_leaf, last = advance(ys)
             signs = _public_signs(ys, state.step, shards)
             h = _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
             other, _ = inner.update(there, state.optimizer, params, **extra_args)
-            turn = jax.tree.map(jnp.subtract, *(_change(params, x) for x in (other, done.moves)))
+            both = (applied_change(params, x) for x in (other, moves))
+            turn = jax.tree.map(jnp.subtract, *both)
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            return done._replace(probe=Probe(trace, square, steepest, doubt, jnp.zeros_like(s)))
+            found = Probe(trace, square, steepest, doubt, jnp.zeros_like(s))
+            return moves, after, by_leaf, found
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
@@ -293,18 +296,17 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        change = _change(params, moves)
-        has_noise = s**2 > 0
-        energy = jnp.where(has_noise, s**2, 1)
+        is_noisy = s**2 > 0
+        energy = jnp.where(is_noisy, s**2, 1)
         leaves, structure = jax.tree.flatten(releases)
         sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
         each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
-        ratios = jax.tree.unflatten(structure, [jnp.where(has_noise, x, 0) for x in each])
+        ratios = jax.tree.unflatten(structure, [jnp.where(is_noisy, x, 0) for x in each])
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
-            noisy=jnp.where(has_noise, optax.safe_increment(state.noisy), state.noisy),
-            move=jax.tree.map(lambda new, old: new.astype(old.dtype), change, state.move),
+            noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
+            move=jax.tree.map(_cast_like, applied_change(params, moves), state.move),
             length=length,
             end=end,
             probe=found._replace(used=used),
@@ -335,6 +337,11 @@ def training_curve(state: PyTree) -> TrainingCurve:
         raise ValueError(
             "`state` must be the state of a watched optimizer, got one without a curve; pass "
             "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
+        )
+    if is_before_noise(state, _is_watch_state):
+        raise ValueError(
+            "`state` must be that of a chain with `watch` after the noise, got one with `watch` "
+            "before the noise, whose curve is private; move `watch` behind `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
@@ -385,27 +392,14 @@ def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -
     return jax.tree.unflatten(structure, signs)
 
 
-def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
-    """Return how updates change the parameters, in float32 or wider.
-
-    Parameters in half precision are rounded, so they change by less or more than their updates.
-    """
-
-    def change(update: jax.Array, param: jax.Array) -> jax.Array:
-        if param.dtype == wide_dtype(param):
-            return widen(update)
-        kind = jnp.finfo(param.dtype)
-        # Explicitly: XLA may leave out a rounding that is only a cast.
-        new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
-        return new - widen(param)
-
-    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
-
-
 def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:
     y, before, now = map(widen, leaves)
     both = before + now
     return before * y, now * y, both * both, now * now, y * y
+
+
+def _cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new.astype(old.dtype)
 
 
 def _is_watch_state(node: object) -> bool:

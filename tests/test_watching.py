@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(0.05),
     "falling step size": lambda: optax.sgd(optax.exponential_decay(1.0, 8, 0.5)),
 }
-MOVING = lsdp.AdaptiveClip(0.3, rate=0.5)
+MOVING = lsdp.AdaptiveClip(0.1, rate=0.5)
 
 
 def quadratic():
@@ -80,7 +80,7 @@ def runner(problem, optimizer, rate, smoothing, clip):
         def step(carry, index):
             w, state = carry
             mask = jax.random.bernoulli(jax.random.fold_in(batch_key, index), rate, (N,))
-            norm = lsdp.current_clip_norm(state) if is_adaptive else clip
+            norm = lsdp.current_clip_norm(state).value if is_adaptive else clip
             updates, state = tx.update(gradients(w), state, w, mask=mask)
             mean = clipped_mean(w, norm, last_factor(state) if is_adaptive else norm)
             return (optax.apply_updates(w, updates), state), (w, mean, norm)
@@ -398,3 +398,23 @@ def test_per_example_gradients_and_marked_sums_are_not_watched():
     for private in (jnp.ones((3, 2)), marked):
         with pytest.raises(ValueError, match="`updates` must have the"):
             tx.update(private, tx.init(params), params)
+
+
+def test_a_curve_from_before_the_noise_is_refused():
+    params, stacked = jnp.zeros(2), jnp.ones((3, 2))
+    clip, noise = lsdp.clip_per_example(1.0), lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+
+    def watch(inner):
+        return lsdp.watch(inner, steps=3, stddev=1.0)
+
+    def curve(*chain):
+        tx = optax.chain(*chain)
+        return lsdp.training_curve(tx.update(stacked, tx.init(params), params)[1])
+
+    assert len(curve(clip, noise, watch(optax.sgd(1.0))).work) == 1
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+        curve(clip, watch(optax.identity()), noise, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+        curve(optax.chain(clip, watch(optax.identity())), optax.chain(noise, optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="`optimizer` must be what follows the noise"):
+        curve(clip, watch(optax.chain(noise, optax.sgd(1.0))))

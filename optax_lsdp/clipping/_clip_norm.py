@@ -19,7 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 import optax_lsdp._checks as checks
-from optax_lsdp._clipped import ClipGroup, CurrentClipNorm, is_marked
+from optax_lsdp._clipped import ClipGroup, CurrentClipNorm, is_current, is_marked
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
     compute_once,
@@ -171,7 +171,7 @@ class CheckedClipNorm:
 
     def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
         """Return the present values of adaptive clip norms. Raise unless a state holds them."""
-        leaves, structure = jax.tree.flatten(clip_norm, is_leaf=_is_current)
+        leaves, structure = jax.tree.flatten(clip_norm, is_leaf=is_current)
         wanted: object = jax.tree.structure(self.value)
         if wanted != structure or not all(map(_is_usable, leaves)):
             raise ValueError(
@@ -205,14 +205,10 @@ class CheckedClipNorm:
         return groups
 
 
-def _is_current(node: object) -> bool:
-    return isinstance(node, CurrentClipNorm)
-
-
 def _is_usable(now: CurrentClipNorm) -> bool:
-    if not _is_current(now) or jnp.shape(now.value):
-        return False
-    return isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= _MOST
+    is_scalar = is_current(now) and not jnp.shape(now.value)
+    is_traced = is_scalar and isinstance(now.value, jax.core.Tracer)
+    return is_traced or (is_scalar and _LEAST <= float(now) <= _MOST)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
@@ -265,14 +261,6 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
         raise ValueError(
             f"`slack` must be set in the AdaptiveClip, got the argument slack={slack}; drop it."
         )
-
-
-def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
-    """Return a clipped sum in units of the clip norm of each leaf's group."""
-    leaves, structure = jax.tree.flatten(total)
-    pairs = zip(leaves, groups, strict=True)
-    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
-    return jax.tree.unflatten(structure, divided)
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:

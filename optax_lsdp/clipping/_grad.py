@@ -17,7 +17,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
-from optax_lsdp._clipped import mark
+from optax_lsdp._clipped import divide_by_clip_norm, mark
 from optax_lsdp._isolation import ValueAndAux, is_example_split
 from optax_lsdp._keys import is_key
 from optax_lsdp._layers import check_no_layer_state
@@ -47,7 +47,6 @@ from optax_lsdp.clipping._clip_norm import (
     ClipStyle,
     ExampleNorms,
     checked_clip_norm,
-    divide_by_clip_norm,
 )
 from optax_lsdp.clipping._microbatch import in_microbatches
 from optax_lsdp.clipping._slack import count_slack

@@ -329,9 +329,8 @@ def _moved(
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
-    Args:
-        state: the state of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a
-            chain with `estimate_norms`.
+    `state` is that of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a chain
+    with `estimate_norms`.
 
     >>> import numpy as np
     >>> import optax_lsdp as lsdp

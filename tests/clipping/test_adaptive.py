@@ -205,7 +205,7 @@ BAD = {
     ),
     "discrete": (
         lambda: lsdp.discrete.quantized_grad(loss, clip_norm=adaptive(1.0)),
-        "`clip_norm` must be a number, got AdaptiveClip",
+        "`clip_norm` must be a number with discrete noise, which supports neither slack",
     ),
 }
 
