@@ -233,8 +233,7 @@ def watch(
                 "`optimizer` must be what follows the noise, got one with `add_gaussian_noise`; "
                 "write optax.chain(clip, noise, scale, watch(optimizer))."
             )
-        # Copies, because a caller can donate each array only once.
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
 
     def update(
         updates: optax.Updates,
@@ -306,7 +305,7 @@ def watch(
             optimizer=after,
             step=optax.safe_increment(state.step),
             noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
-            move=jax.tree.map(_cast_like, applied_change(params, moves), state.move),
+            move=optax.tree.cast_like(applied_change(params, moves), state.move),
             length=length,
             end=end,
             probe=found._replace(used=used),
@@ -396,10 +395,6 @@ def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:
     y, before, now = map(widen, leaves)
     both = before + now
     return before * y, now * y, both * both, now * now, y * y
-
-
-def _cast_like(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new.astype(old.dtype)
 
 
 def _is_watch_state(node: object) -> bool:
