@@ -58,7 +58,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
@@ -239,13 +238,12 @@ def watch(
         updates: optax.Updates,
         state: WatchState,
         params: optax.Params | None = None,
-        *,
-        release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)
+        scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
-        s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
+        s, v = (jnp.asarray(x, float) * scale for x in settings)
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
 

@@ -161,11 +161,11 @@ def _add_audit_options(command: Parser) -> None:
 # The name of each command, a line for the list of commands, a description, and its options.
 COMMANDS: dict[str, tuple[str, str, Callable[[Parser], None]]] = {
     "demo": (
-        "train on scikit-learn's digits, privately, with and without smoothing",
-        "Train softmax regression and a small CNN on scikit-learn's digits under one privacy "
-        "budget, with DP-SGD and with DP-LSSGD at several smoothing values. Print who is protected "
-        "and how much, and the test accuracies. This takes about a minute on two cores. It "
-        "needs no network.",
+        "train on spectra and digits, privately, with and without smoothing",
+        "Train softmax regression on spectra, where smoothing helps, and on scikit-learn's digits, "
+        "where it does not, under one privacy budget: with DP-SGD, and with DP-LSSGD at several "
+        "smoothing values and with σ chosen automatically. Print who is protected and how much, "
+        "and the test accuracies. This takes about a minute on two cores. It needs no network.",
         _add_demo_options,
     ),
     "epsilon": (

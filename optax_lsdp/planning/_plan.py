@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 import jax
 import numpy as np
@@ -58,7 +58,8 @@ class PrivacyPlan:
         noise_schedule: a `Piecewise` of factors that multiply z. ε takes the schedule into account.
         clip_norm: C, as a number, an `AdaptiveClip`, a prefix tree of either, or a `Piecewise`; see
             `clip_per_example`.
-        smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`.
+        smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`, or "auto"; see
+            `auto_smooth`.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
             `accounting.SampledGaussian`.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
@@ -89,7 +90,7 @@ class PrivacyPlan:
     noise_multiplier: float = None  # type: ignore[assignment]  # __post_init__ replaces None
     noise_schedule: Piecewise | None = None
     clip_norm: ClipNorm = 1.0
-    smoothing: float | Piecewise = 0.0
+    smoothing: float | Piecewise | Literal["auto"] = 0.0
     sampling: Sampling = "poisson"
     neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
     group_size: int = 1
@@ -130,7 +131,7 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps with noise multiplier 1 times the noise schedule."""
+        """Return the planned steps for z = 1, with the factors of the noise schedule."""
         names = ("sampling", "neighbouring", "max_batch_size", "group_size")
         shared = {name: getattr(self, name) for name in names}
         size = None if self.max_batch_size is None else self.dataset_size
@@ -216,7 +217,7 @@ class PrivacyPlan:
             optimizer: an ordinary Optax optimizer.
             key: one typed key. You can pass the same key to `sampler`, because both methods derive
                 their own keys from it.
-            smoothing: σ or a `laplacian_smooth(...)` transform that replaces the plan's σ.
+            smoothing: σ, "auto" or a `laplacian_smooth(...)` transform; replaces the plan's σ.
             shard_specs: see `privatize`.
             replicated_axes: see `privatize`.
             watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
@@ -239,12 +240,12 @@ class PrivacyPlan:
             shard_specs=shard_specs,
             replicated_axes=replicated_axes,
             watch_steps=self.steps if watch else None,
-            sampling_rate=self._watched_rate,
+            sampling_rate=self._effective_rate,
         )
         return limit_steps(private, self.steps)
 
     @property
-    def _watched_rate(self) -> float:
+    def _effective_rate(self) -> float:
         """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
 
         For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
@@ -274,7 +275,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return, for all phases, the number of the first step after each, and one step of each."""
+        """Return the step at which each phase has ended, and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]

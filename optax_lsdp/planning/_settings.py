@@ -113,7 +113,10 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
         got = f"a {type(clip_norm).__name__}: {error}"
         raise ValueError(f"`clip_norm` must be a number or a shallow tree, got {got}.") from None
     sensitivity(clip_norm)
-    checks.check_non_negative("smoothing", smoothing, schedule=True)
+    if isinstance(smoothing, str):
+        checks.check_choice("smoothing", smoothing, ("auto",))
+    else:
+        checks.check_non_negative("smoothing", smoothing, schedule=True)
 
 
 def check_watchable(sampling: Sampling) -> None:

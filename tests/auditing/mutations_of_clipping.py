@@ -16,8 +16,8 @@ def _first_two_leaves(row_norms, leaves):
     return row_norms(leaves[:2])
 
 
-def _first_two_bounds(group_bound, bounds, *args):
-    return group_bound([bound for bound in bounds if bound is not None][:2], *args)
+def _first_two_bounds(joint_bound, bounds, platform):
+    return joint_bound(bounds[:2], platform)
 
 
 def _norms_in_half(row_norms, leaves):
@@ -31,8 +31,8 @@ def _bounds_in_half(bound_by_grams, *args):
     return type(bound)(*(x.astype(jnp.bfloat16).astype(x.dtype) for x in bound))
 
 
-def _first_block(block_bound, bound, platform):
-    return block_bound(type(bound)(*(x[:, :1] for x in bound)), platform)
+def _first_block(joint_bound, bounds, platform):
+    return joint_bound([type(bound)(*(x[:, :1] for x in bound)) for bound in bounds], platform)
 
 
 def _tokens_once(inner, u, v, platform):
@@ -59,16 +59,18 @@ def _other_side(padded):
     return swapped
 
 
-def _outer_products_without_rounding(table):
-    def bound(terms, platform):
-        known = table["outer product"](terms, platform)
-        return known._replace(rounding=jnp.zeros_like(known.rounding))
-
-    return table | {"outer product": bound}
+def _without_rounding(outer_bound, terms, platform):
+    known = outer_bound(terms, platform)
+    return known._replace(rounding=jnp.zeros_like(known.rounding))
 
 
-def _joined_backwards(joined_rows, rows):
-    return joined_rows(dict(reversed(rows.items())))
+def _joined_backwards(joined):
+    return lambda formed: joined(formed._replace(rows=dict(reversed(formed.rows.items()))))
+
+
+def _first_for_all(to_leaves, use, leaf, rounded, gradient):
+    parts = to_leaves(use, leaf, rounded, gradient)
+    return dict.fromkeys(parts, parts[leaf.indices[0]])
 
 
 def _zeros(function, *args):
@@ -99,7 +101,7 @@ def engines(change):
     def wrap_all(table):
         return {name: partial(around, engine) for name, engine in table.items()}
 
-    return Patch(f"{CLIPPING}._grad:_ENGINES", wrap_all)
+    return Patch(f"{CLIPPING}._engines:ENGINES", wrap_all)
 
 
 def _swapped_clip_norms(run, batch, mask, groups):
@@ -149,7 +151,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "a norm without the third leaf, engine 'bookkeeping'": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{BOOKKEEPING}._engine:group_bound", _first_two_bounds),),
+        (wrap(f"{BOOKKEEPING}._engine:joint_bound", _first_two_bounds),),
         ("scanned", "small"),
     ),
     "cross terms counted once": Mutation(
@@ -159,17 +161,17 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "no cross terms of tied weights": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{BOOKKEEPING}._leaves:_disjoint_parts", _each_use_apart),),
+        (wrap(f"{BOOKKEEPING}._strategy:_disjoint_parts", _each_use_apart),),
         ("tied",),
     ),
     "overlapping views taken for disjoint": Mutation(
         BY_BOOKKEEPING,
-        (replace(f"{BOOKKEEPING}._leaves:are_disjoint", lambda one, other: True),),
+        (replace(f"{BOOKKEEPING}._strategy:are_disjoint", lambda one, other: True),),
         ("sliced",),
     ),
     "only the first block of a scan counted": Mutation(
         BY_BOOKKEEPING,
-        (wrap(f"{STRATEGIES}.bounds:block_bound", _first_block),),
+        (wrap(f"{BOOKKEEPING}._engine:joint_bound", _first_block),),
         ("scanned",),
     ),
     "norms in half precision": Mutation(
@@ -194,7 +196,7 @@ MUTATIONS_OF_CLIPPING = {
         ("convolved",),
     ),
     "biases missing from the norm": Mutation(
-        BY_BOOKKEEPING, (wrap(f"{BOOKKEEPING}._engine:kept_bound", _zeros),), ("dense",)
+        BY_BOOKKEEPING, (wrap(f"{STRATEGIES}.leaves:kept_bound", _zeros),), ("dense",)
     ),
     "padding of a convolution on the wrong side, without patches": Mutation(
         ON_TPU,
@@ -241,7 +243,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "sums of small leaves swapped": Mutation(
         ON_TPU,
-        (wrap(f"{STRATEGIES}.kept:joined_rows", _joined_backwards),),
+        (Patch(f"{STRATEGIES}.leaves:Formed.joined", _joined_backwards),),
         ("small",),
     ),
     "half of the unit roundoff of weighted rows": Mutation(
@@ -256,7 +258,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "a weighted outer product whose rounding is not in the bound": Mutation(
         ON_TPU,
-        (Patch(f"{BOOKKEEPING}._engine:_BY_FACTORS", _outer_products_without_rounding),),
+        (wrap(f"{STRATEGIES}.leaves:outer_bound", _without_rounding),),
         ("constant row",),
     ),
     "the reach of rows, as if they were orthogonal": Mutation(
@@ -268,7 +270,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "the operand of a masked example, which is NaN, not replaced": Mutation(
         BY_BOOKKEEPING,
-        (replace(f"{STRATEGIES}.terms:select", lambda x, factors: x),),
+        (replace(f"{STRATEGIES}.leaves:select", lambda x, factors: x),),
         ("dense",),
     ),
     "the image of a masked example, which is NaN, not replaced": Mutation(
@@ -282,12 +284,7 @@ MUTATIONS_OF_CLIPPING = {
     ),
     "the first part of a sum for all leaves that are concatenated": Mutation(
         BY_BOOKKEEPING,
-        rewrite(
-            f"{STRATEGIES}.terms:weighted_leaves",
-            "(weighted, start, start + term",
-            "(weighted, 0, term",
-            f"{BOOKKEEPING}._engine",
-        ),
+        (wrap(f"{STRATEGIES}.leaves:to_leaves", _first_for_all),),
         ("concatenated",),
     ),
     "one slack coordinate too many": Mutation(
@@ -335,7 +332,8 @@ MUTATIONS_OF_CLIPPING = {
         MISTAKES, (wrap(f"{CLIPPING}._transform:clip_and_sum", _without_mask),)
     ),
     "split parameters clipped part by part": Mutation(
-        "parameters split over devices", (wrap(f"{CLIPPING}._vmap:clip_and_sum", _without_split),)
+        "parameters split over devices",
+        (wrap(f"{CLIPPING}._engines:clip_and_sum", _without_split),),
     ),
     "division by the realised batch size": Mutation(
         BY_BOOKKEEPING, (engines(_divided),), ("dense",)
@@ -352,7 +350,7 @@ MUTATIONS_OF_CLIPPING = {
     "overlapping microbatches counted twice": Mutation(
         MICROBATCHES,
         rewrite(
-            f"{CLIPPING}._microbatch:in_microbatches",
+            f"{CLIPPING}._engines:in_microbatches",
             "window(given_mask) & is_new",
             "window(given_mask)",
             f"{CLIPPING}._grad",

@@ -1,26 +1,34 @@
-"""Run one backward pass that records the operand and the cotangent of every use.
+"""Run one backward pass that records the operand and the cotangent of every use, and round them.
 
 `_uses` defines what a use is. A *tap* is an array of zeros that is added to the output of a use.
 The gradient with respect to the tap is the cotangent of the output. One backward pass with respect
 to all taps therefore gives all cotangents. It forms no gradient of a parameter whose uses all have
 rules.
+
+All norms and sums use the rounded arrays of `round_recorded`. The gradient that the rounded arrays
+define depends only on its own example, so clipping it is as private as clipping the exact gradient.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.typing import ArrayLike
 
-from optax_lsdp._isolation import ValueAndAux
-from optax_lsdp._jaxpr import ClosedJaxpr, Equation, body, evaluate, is_literal
+from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._jaxpr import Atom, ClosedJaxpr, Equation, body, evaluate, is_literal
 from optax_lsdp._mesh import vary, varying_axes
+from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, analyse_loss
+from optax_lsdp.clipping.bookkeeping._platforms import Platform
+from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis
 from optax_lsdp.clipping.bookkeeping._uses import (
     CALLS,
     REMATERIALISED,
@@ -50,42 +58,38 @@ class Recorded(NamedTuple):
 
 
 def run_backward(
-    loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
-) -> tuple[tuple[jax.Array, PyTree], Recorded, LossAnalysis]:
-    """Return each example's (value, aux), the recorded arrays, and the analysis of the loss."""
-    found: list[LossAnalysis] = []
-    axes = varying_axes(batch)
+    analysis: LossAnalysis, params: optax.Params, batch: PyTree
+) -> tuple[tuple[jax.Array, PyTree], Recorded]:
+    """Return each example's (value, aux), and the recorded arrays."""
     values = jax.tree.leaves(params)
-
-    def backward(example: PyTree) -> tuple[tuple[jax.Array, PyTree], Recorded]:
-        program, analysis = analyse_loss(loss_fn, params, example)
-        found.append(analysis)
-        taps = {path: _tap(use) for path, use in analysis.uses.items()}
-        differentiated = {
-            leaf.index: values[leaf.index] for leaf in analysis.leaves if leaf.is_differentiated
-        }
-
-        def tapped(
-            taps: Taps, differentiated: Mapping[int, jax.Array]
-        ) -> tuple[jax.Array, tuple[PyTree, Operands]]:
-            inputs = [differentiated.get(i, x) for i, x in enumerate(values)]
-            inputs += jax.tree.leaves(example)
-            results, operands = _run(program.closed, inputs, analysis.uses, taps, ())
-            value, aux = jax.tree.unflatten(program.outputs, results)
-            return value, (aux, operands)
-
-        run = jax.value_and_grad(tapped, argnums=(0, 1), has_aux=True)
-        (value, (aux, operands)), (cotangents, grads) = run(vary(taps, axes), differentiated)
-        return (value, aux), Recorded(operands, cotangents, grads)
-
-    outputs, recorded = jax.vmap(backward)(batch)
-    return outputs, recorded, found[-1]
+    taps = vary({path: _tap(use) for path, use in analysis.uses.items()}, varying_axes(batch))
+    differentiated = {
+        i: values[i] for leaf in analysis.leaves if leaf.is_differentiated for i in leaf.indices
+    }
+    run = jax.value_and_grad(partial(_run_loss, analysis, values), argnums=(0, 1), has_aux=True)
+    results = jax.vmap(run, in_axes=(None, None, 0))(taps, differentiated, batch)
+    (value, (aux, operands)), (cotangents, gradients) = results
+    return (value, aux), Recorded(operands, cotangents, gradients)
 
 
 def _tap(use: Use) -> jax.Array:
     """Return zeros for the output of a use, with one leading axis for each scan around it."""
     output = cast("jax.ShapeDtypeStruct", use.equation.outvars[0].aval)
     return jnp.zeros((*(loop.length for loop in use.loops), *output.shape), output.dtype)
+
+
+def _run_loss(
+    analysis: LossAnalysis,
+    values: Sequence[jax.Array],
+    taps: Taps,
+    differentiated: Mapping[int, jax.Array],
+    example: PyTree,
+) -> tuple[jax.Array, tuple[PyTree, Operands]]:
+    """Return the loss of one example, and its aux with the operands of all uses."""
+    inputs = [differentiated.get(i, x) for i, x in enumerate(values)] + jax.tree.leaves(example)
+    results, operands = _run(analysis.program.closed, inputs, analysis.uses, taps, ())
+    value, aux = jax.tree.unflatten(analysis.program.outputs, results)
+    return value, (aux, operands)
 
 
 Results = tuple[list[jax.Array], Operands]
@@ -96,14 +100,9 @@ def _run(
 ) -> Results:
     """Evaluate a jaxpr with taps. Return its outputs, and the data operand of each use."""
     jaxpr, operands = closed.jaxpr, Operands()
-    values: dict[object, jax.Array] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    values |= zip(jaxpr.invars, inputs, strict=True)
-
-    def read(atom: Any) -> jax.Array:
-        return atom.val if is_literal(atom) else values[atom]
-
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *inputs], strict=True))
     for number, equation in enumerate(jaxpr.eqns):
-        place, arguments = (*path, number), [read(atom) for atom in equation.invars]
+        place, arguments = (*path, number), [_read(atom, values) for atom in equation.invars]
         run = _RUN.get(equation.primitive.name)
         inside = {p: tap for p, tap in taps.items() if run and p[: len(place)] == place}
         if place in uses:
@@ -114,14 +113,18 @@ def _run(
             outputs, more = evaluate(equation, arguments), {}
         values |= zip(equation.outvars, outputs, strict=True)
         operands |= more
-    return [read(atom) for atom in jaxpr.outvars], operands
+    return [_read(atom, values) for atom in jaxpr.outvars], operands
+
+
+def _read(atom: Atom, values: Mapping[Atom, jax.Array]) -> jax.Array:
+    return atom.val if is_literal(atom) else values[atom]
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
     """Run a use with its weight as a constant, so that JAX forms no gradient of the weight."""
     data = arguments[1 - use.place]
     if use.is_mixed:  # other weights are constants already, and scans do not store them again
-        arguments[use.place] = jax.lax.stop_gradient(arguments[use.place])
+        arguments[use.place] = lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
     return [output + tap], {use.operand: data}  # uses that share an operand record it once
 
@@ -159,7 +162,7 @@ def _run_scan(
         return outputs[: len(carry)], (outputs[len(carry) :], operands)
 
     params = equation.params
-    last, (stacked, operands) = jax.lax.scan(
+    last, (stacked, operands) = lax.scan(
         step,
         carry,
         (slices, taps),
@@ -186,8 +189,94 @@ def _run_cond(
     for number in range(len(equation.params["branches"])):
         shapes |= jax.eval_shape(partial(run, number, {}), rest, taps)[1]
     branches = [partial(run, number, shapes) for number in range(len(equation.params["branches"]))]
-    return jax.lax.switch(index, branches, rest, taps)
+    return lax.switch(index, branches, rest, taps)
 
 
 _RUN = {"scan": _run_scan, "cond": _run_cond}
 _RUN |= dict.fromkeys(CALLS, _run_call) | dict.fromkeys(REMATERIALISED, _run_checkpoint)
+
+
+class Rounded(NamedTuple):
+    """The rounded operands and cotangents of all uses, with a leading axis of examples.
+
+    Attributes:
+        pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
+            the examples. If a rule has factors that are larger than the operand, such as patches,
+            `pairs` holds the operand and the cotangent instead. Each g or cotangent is multiplied
+            by the scale of the first leaf of the weight.
+        gradients: for each leaf with uses that have no rule, the gradient from those uses,
+            multiplied by the scale of the leaf.
+        scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
+            near 1, so that squares neither overflow nor underflow.
+        leaves: the parameters themselves.
+        platform: the kind of device that all arrays are rounded for.
+    """
+
+    pairs: dict[Path, tuple[jax.Array, jax.Array]]
+    gradients: dict[int, jax.Array]
+    scales: Sequence[ArrayLike]
+    leaves: Sequence[jax.Array]
+    platform: Platform
+
+
+def round_recorded(
+    recorded: Recorded,
+    leaves: Sequence[jax.Array],
+    uses: Mapping[Path, Use],
+    groups: Sequence[ClipGroup],
+    platform: Platform,
+) -> Rounded:
+    """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
+    by_group = {path: _scale(clip_norm) for path, clip_norm in groups}
+    scales = [by_group[path] for path, _ in groups]
+    pairs, known = {}, dict[object, jax.Array]()
+    for path, use in uses.items():
+        a, g = recorded.operands[use.operand], recorded.cotangents[path]
+        g = _scaled(g, scales[min(use.weight.leaves)])
+        if not use.rule.expands:
+            a, g = apply_rule(use, a, g)
+        if wide_dtype(a, g) == jnp.float64 and not use.rule.is_one_hot:
+            a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
+        key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
+        if key not in known:  # uses of one operand share its rounded copy
+            known[key] = _round_once(a, platform)
+        pairs[path] = known[key], _round_once(g, platform)
+    gradients = {
+        i: compute_once(_scaled(widen(x), scales[i])) for i, x in recorded.gradients.items()
+    }
+    return Rounded(pairs, gradients, scales, leaves, platform)
+
+
+def _round_once(x: jax.Array, platform: Platform) -> jax.Array:
+    """Return a rounded array that XLA computes once, so that norms and sums use equal numbers.
+
+    Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
+    keep XLA from fusing the rounding with the product that computes x.
+    """
+    dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
+    return compute_once(platform.rounded(dense)).reshape(x.shape)
+
+
+def _scale(clip_norm: ArrayLike) -> ArrayLike:
+    """Return the power of two nearest to 1/C; C may be traced."""
+    if isinstance(clip_norm, int | float):
+        return 2.0 ** -round(math.log2(clip_norm))
+    inverse = 1 / jnp.asarray(clip_norm)
+    bits = 11 if inverse.dtype == jnp.float64 else 8
+    return lax.reduce_precision(inverse, exponent_bits=bits, mantissa_bits=0)
+
+
+def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
+    """Return x times a power of two, in float32 if x is float16, whose range is too small."""
+    if isinstance(scale, float) and scale == 1:
+        return x
+    x = widen(x) if x.dtype == jnp.float16 else x
+    return x * jnp.asarray(scale, x.dtype)
+
+
+def apply_rule(use: Use, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the factors of a use for all examples and all iterations of scans."""
+    factors = partial(use.rule.factors, use.equation, use.place)
+    for _ in range(len(use.loops) + 1):
+        factors = jax.vmap(factors)
+    return factors(a, g)

@@ -7,14 +7,13 @@ entirely, the example is clipped harder than necessary. This is sound, and rare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import ArrayLike
 
 from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._isolation import ValueAndAux
@@ -22,45 +21,42 @@ from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping._clip_norm import ClipStyle, ExampleNorms, bound_norms, clip_factors
-from optax_lsdp.clipping.bookkeeping._backward import Recorded, run_backward
-from optax_lsdp.clipping.bookkeeping._leaves import LossAnalysis, ParameterLeaf, join_concatenated
-from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, choose
-from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
-    NormBound,
-    gram_bound,
-    joint_bound,
-    kept_bound,
-    outer_bound,
-)
-from optax_lsdp.clipping.bookkeeping.strategies.convolution import (
-    convolution_bound,
-    convolution_sums,
-)
-from optax_lsdp.clipping.bookkeeping.strategies.kept import form_gradients, joined_rows, kept_sums
-from optax_lsdp.clipping.bookkeeping.strategies.terms import (
+from optax_lsdp.clipping.bookkeeping._backward import (
+    Recorded,
     Rounded,
-    part_factors,
     round_recorded,
-    weighted_leaves,
+    run_backward,
 )
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
+from optax_lsdp.clipping.bookkeeping._strategy import (
+    Kind,
+    LossAnalysis,
+    ParameterLeaf,
+    analyse_batch,
+    choose,
+)
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
+from optax_lsdp.clipping.bookkeeping.strategies.convolution import Convolved
+from optax_lsdp.clipping.bookkeeping.strategies.leaves import ByFactors, Formed, form_gradients
 
 _SMALL = 2**15  # gradients with up to this many entries, over all examples, are handled together
+_UNFORMED: dict[Kind, type[ByFactors] | type[Convolved]] = {
+    "outer product": ByFactors,
+    "Gram matrices": ByFactors,
+    "Gram matrices of patches": Convolved,
+    "by offset": Convolved,
+    "by patches": Convolved,
+}
 
-_BY_FACTORS = {"outer product": outer_bound, "Gram matrices": gram_bound}
-_CONVOLVED = ("by offset", "by patches", "Gram matrices of patches")
 
+class LeafGradient(Protocol):
+    """All examples' gradients of one or several leaves, multiplied by the scale of the leaves."""
 
-class LeafGradient(NamedTuple):
-    """All examples' gradients of one or several leaves, multiplied by the scale of the leaves.
+    def bounds(self) -> list[NormBound]:
+        """Return the bounds on each example's norm, for parts that share no entry."""
 
-    Attributes:
-        bound: the bound on each example's norm.
-        weighted_sums: a function of n clip factors cᵢ that returns Σᵢ cᵢGᵢ of each leaf, by index.
-    """
-
-    bound: NormBound
-    weighted_sums: Callable[[jax.Array], dict[int, jax.Array]]
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return Σᵢ cᵢGᵢ of each leaf, by index, for n clip factors cᵢ."""
 
 
 def clip_by_bookkeeping(
@@ -77,7 +73,8 @@ def clip_by_bookkeeping(
     The backward pass is the same on all platforms. How norms and sums are computed depends on the
     platform for which XLA compiles the program.
     """
-    outputs, recorded, analysis = run_backward(loss_fn, params, batch)
+    analysis = analyse_batch(loss_fn, params, batch, groups)
+    outputs, recorded = run_backward(analysis, params, batch)
     counted = jnp.ones(outputs[0].shape, bool) if mask is None else mask
     clip = partial(clip_recorded, analysis, jax.tree.leaves(params), groups, style)
     platforms = EMULATED.get() or PLATFORMS
@@ -103,83 +100,49 @@ def clip_recorded(
     """
     rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
-    zero, rounding = jnp.zeros(counted.shape, dtype), 3 * platform.unit(dtype)
-    units = _units(analysis, groups, platform)
-    norms, bounds_after, weighted, alive = {}, {}, [], counted
+    rounding, alive = 3 * platform.unit(dtype), counted
+    gradients, norms, after, factors = {}, {}, {}, {}
     for path, clip_norm in dict(groups).items():
-        members = [(leaf, kind) for leaf, kind in units if groups[leaf.index].path == path]
-        gradients = leaf_gradients(members, rounded)
-        bounds = [gradient.bound for gradient in gradients]
-        bound = group_bound(bounds, zero, rounded.scales[members[0][0].index], platform)
-        norms[path], upper = bound.norm, bound.upper + bound.rounding
-        factors = clip_factors(upper, clip_norm, style=style, rounding=rounding)
-        bounds_after[path] = bound_norms(upper, factors, rounding)
-        weighted.append((gradients, factors))
+        members = [leaf for leaf in analysis.leaves if groups[leaf.indices[0]].path == path]
+        gradients[path] = leaf_gradients(members, rounded)
+        found = [bound for gradient in gradients[path] for bound in gradient.bounds()]
+        scale = rounded.scales[members[0].indices[0]]
+        zeros = NormBound(*[jnp.zeros(counted.shape, dtype)] * 3)
+        bound = joint_bound(found, platform) if found else zeros
+        norm, upper, coarse = (x.astype(dtype) / jnp.asarray(scale, dtype) for x in bound)
+        norms[path], upper = norm, upper + coarse
+        factors[path] = clip_factors(upper, clip_norm, style=style, rounding=rounding)
+        after[path] = bound_norms(upper, factors[path], rounding)
         alive &= jnp.isfinite(upper)
-    unused = [leaf.index for leaf, kind in units if kind == "unused"]
-    sums = {i: jnp.zeros(leaves[i].shape, wide_dtype(leaves[i])) for i in unused}
-    for gradients, factors in weighted:
-        for gradient in gradients:
-            sums |= gradient.weighted_sums(jnp.where(alive, factors, zero))
-    scaled = zip(rounded.scales, (sums[index] for index in range(len(leaves))), strict=True)
-    bounds_after = {path: jnp.where(alive, x, jnp.inf) for path, x in bounds_after.items()}
-    both = ExampleNorms(norms, bounds_after)
-    return both, [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
+    sums = {i: jnp.zeros(leaf.shape, wide_dtype(leaf)) for i, leaf in enumerate(leaves)}
+    for path in gradients:
+        kept = jnp.where(alive, factors[path], jnp.zeros_like(factors[path]))
+        for gradient in gradients[path]:
+            sums |= gradient.weighted_sums(kept)
+    scaled = zip(rounded.scales, sums.values(), strict=True)
+    after = {path: jnp.where(alive, bound, jnp.inf) for path, bound in after.items()}
+    clipped = [total / jnp.asarray(scale, total.dtype) for scale, total in scaled]
+    return ExampleNorms(norms, after), clipped
 
 
-def _units(
-    analysis: LossAnalysis, groups: Sequence[ClipGroup], platform: Platform
-) -> list[tuple[ParameterLeaf, Kind]]:
-    """Return leaves and their strategies. Joined leaves are separated again if materialised."""
-    units = []
-    for leaf in join_concatenated(analysis, groups):
-        kind = choose(leaf, platform).kind
-        parts = [analysis.leaves[index] for index, _ in leaf.pieces if kind == "materialised"]
-        units += [(part, choose(part, platform).kind) for part in parts] or [(leaf, kind)]
-    return units
-
-
-def leaf_gradients(
-    leaves: Sequence[tuple[ParameterLeaf, Kind]], rounded: Rounded
-) -> list[LeafGradient]:
-    """Return the gradients of the leaves of one group, each by its strategy.
+def leaf_gradients(leaves: Sequence[ParameterLeaf], rounded: Rounded) -> list[LeafGradient]:
+    """Return the gradients of leaves, each by the strategy that is cheapest on the platform.
 
     Leaves that the loss does not use are left out. On accelerators, starting many small kernels
     takes longer than their work. So small gradients that are stored, such as those of biases, are
     handled together.
     """
-    gradients, platform = [], rounded.platform
+    gradients, platform = list[LeafGradient](), rounded.platform
     small: dict[object, dict[int, jax.Array]] = {}
     is_apart = platform is CPU or is_multi_device_mesh()  # on a mesh, joining could gather shards
-    for leaf, kind in leaves:
-        if kind in _BY_FACTORS:
-            parts = [_BY_FACTORS[kind](part, platform) for part in part_factors(leaf, rounded)]
-            sums = partial(weighted_leaves, leaf, rounded)
-            gradients.append(LeafGradient(joint_bound(parts, platform), sums))
-        elif kind in _CONVOLVED:
-            (term,) = leaf.terms
-            bound = convolution_bound(term, *rounded.of(term, leaf.index), platform, kind)
-            gradients.append(LeafGradient(bound, partial(convolution_sums, leaf, rounded)))
+    for leaf in leaves:
+        kind = choose(leaf, platform).kind
+        if kind in _UNFORMED:
+            gradients.append(_UNFORMED[kind](leaf, kind, rounded))
         elif kind != "unused":
-            rows = form_gradients(leaf, rounded)
-            if is_apart or rows.size > _SMALL:
-                gradients.append(_kept({leaf.index: rows}, platform))
-            else:
-                small.setdefault(rows.dtype, {})[leaf.index] = rows
-    return gradients + [_kept(rows, platform) for rows in small.values()]
-
-
-def _kept(rows: dict[int, jax.Array], platform: Platform) -> LeafGradient:
-    """Return gradients that are stored for every example."""
-    bound = kept_bound(joined_rows(rows), platform)
-    return LeafGradient(bound, partial(kept_sums, rows, platform))
-
-
-def group_bound(
-    bounds: Sequence[NormBound], zero: jax.Array, scale: ArrayLike, platform: Platform
-) -> NormBound:
-    """Return the joint bound of the leaves of one group, with the scale removed."""
-    if not bounds:
-        return NormBound(zero, zero, zero)
-    wide = [NormBound(*(x.astype(zero.dtype) for x in bound)) for bound in bounds]
-    return NormBound(*(x / jnp.asarray(scale, x.dtype) for x in joint_bound(wide, platform)))
+            for index, rows in form_gradients(leaf, rounded).items():
+                if is_apart or rows.size > _SMALL:
+                    gradients.append(Formed({index: rows}, platform))
+                else:
+                    small.setdefault(rows.dtype, {})[index] = rows
+    return gradients + [Formed(rows, platform) for rows in small.values()]

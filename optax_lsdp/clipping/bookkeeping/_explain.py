@@ -15,15 +15,13 @@ import optax
 
 from optax_lsdp._checks import check_choice, check_function
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._isolation import ValueAndAux
-from optax_lsdp._layers import check_no_layer_state
+from optax_lsdp._isolation import ValueAndAux, check_no_layer_state
 from optax_lsdp._loss import call_loss, raise_explained, takes_key
 from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype
 from optax_lsdp._types import PyTree
-from optax_lsdp.clipping.bookkeeping._backward import run_backward
-from optax_lsdp.clipping.bookkeeping._engine import group_bound, leaf_gradients
-from optax_lsdp.clipping.bookkeeping._leaves import analyse_loss
+from optax_lsdp.clipping.bookkeeping._backward import round_recorded, run_backward
+from optax_lsdp.clipping.bookkeeping._engine import leaf_gradients
 from optax_lsdp.clipping.bookkeeping._platforms import (
     CPU,
     EMULATED,
@@ -31,9 +29,13 @@ from optax_lsdp.clipping.bookkeeping._platforms import (
     Platform,
     emulate_platform,
 )
-from optax_lsdp.clipping.bookkeeping._strategy import Kind, choose
-from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound
-from optax_lsdp.clipping.bookkeeping.strategies.terms import round_recorded
+from optax_lsdp.clipping.bookkeeping._strategy import (
+    Kind,
+    analyse_batch,
+    analyse_loss,
+    choose,
+)
+from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
 _WORDS = 4  # columns of words; the columns after them hold numbers
@@ -243,45 +245,53 @@ def explain_clipping(
         return value, aux
 
     inputs = (example, jax.random.key(0)) if keyed else example
-    _, analysis = analyse_loss(value_and_aux, params, inputs)
-    leaves = jax.tree.leaves_with_path(params)
-    joint, shares = _shares(value_and_aux, params, inputs, device)
-    rows = []
-    for (path, value), leaf, share in zip(leaves, analysis.leaves, shares, strict=True):
-        kind, multiplications, floats, _ = choose(leaf, device)
-        size = floats * wide_dtype(value).itemsize
-        name, shape, used_by = path_name(path), leaf.shape, leaf.primitives
-        rows.append(LeafClipping(name, shape, used_by, kind, multiplications, size, share))
-    rounded_to = _ROUNDED_TO[device.mantissa_bits]
-    return ClippingExplanation(tuple(rows), device.name, rounded_to, joint)
+    values = jax.tree.leaves_with_path(params)
+    groups = [ClipGroup("", 1.0)] * len(values)
+    analysis = analyse_loss(value_and_aux, params, inputs, groups)
+    joint, shares = _shares(value_and_aux, params, inputs, groups, device)
+    rows = {}
+    for leaf, share in zip(analysis.leaves, shares, strict=True):
+        strategy = choose(leaf, device)
+        for index in leaf.indices:  # concatenated leaves share the cost by their sizes
+            path, value = values[index]
+            part = value.size / leaf.entries if len(leaf.indices) > 1 else 1
+            cost = round(part * strategy.multiplications)
+            size = round(part * strategy.floats) * wide_dtype(value).itemsize
+            place = path_name(path), value.shape, leaf.primitives
+            rows[index] = LeafClipping(*place, strategy.kind, cost, size, share)
+    in_order = tuple(rows[index] for index in sorted(rows))
+    return ClippingExplanation(in_order, device.name, _ROUNDED_TO[device.mantissa_bits], joint)
 
 
 def _shares(
-    loss_fn: ValueAndAux, params: optax.Params, example: PyTree, device: Platform
+    loss_fn: ValueAndAux,
+    params: optax.Params,
+    example: PyTree,
+    groups: list[ClipGroup],
+    device: Platform,
 ) -> _Shares:
     """Return the effective clip norms, divided by C: of all leaves together, and of each leaf.
 
-    Here each leaf has its own bound. The engine bounds some leaves together, such as leaves that
-    the loss concatenates. Their joint effective clip norm may be slightly smaller.
+    Here each leaf has its own bound. The engine bounds small leaves together. Their joint effective
+    clip norm may be slightly smaller.
     """
-    values = jax.tree.leaves(params)
-    unknown: _Shares = None, [None] * len(values)
-    if not all(map(_is_known, [*values, *jax.tree.leaves(example)])):
+    unknown: _Shares = None, [None] * len(groups)
+    if not all(map(_is_known, jax.tree.leaves((params, example)))):
         return unknown
-    groups = [ClipGroup("", 1.0)] * len(values)
     with emulate_platform(device.name):
         platform = (EMULATED.get() or PLATFORMS)[CPU.name]
 
     def bounds(params: optax.Params, batch: PyTree) -> tuple[NormBound, list[NormBound | None]]:
-        _, recorded, analysis = run_backward(loss_fn, params, batch)
+        analysis = analyse_batch(loss_fn, params, batch, groups)
+        _, recorded = run_backward(analysis, params, batch)
         leaves = jax.tree.leaves(params)
         rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
-        units = [(leaf, choose(leaf, device).kind) for leaf in analysis.leaves]
-        found = [leaf_gradients([unit], rounded) for unit in units]  # an unused leaf has none
-        each = [gradients[0].bound if gradients else None for gradients in found]
-        zero = jnp.zeros(1, wide_dtype(*leaves, *jax.tree.leaves(recorded)))
-        used = [bound for bound in each if bound is not None]
-        return group_bound(used, zero, rounded.scales[0], platform), each
+        found = [
+            [bound for gradient in leaf_gradients([leaf], rounded) for bound in gradient.bounds()]
+            for leaf in analysis.leaves
+        ]
+        each = [joint_bound(bounds, platform) if bounds else None for bounds in found]
+        return joint_bound([bound for bounds in found for bound in bounds], platform), each
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
     joint, each = jax.jit(with_automatic_axes(bounds, jax.P()))(params, batch)

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.lax import GatherScatterMode
 
 from optax_lsdp._jaxpr import Equation, shape_of
@@ -112,14 +111,6 @@ class Movement(NamedTuple):
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window
-
-    def most_meetings(self, size: int, positions: int) -> int:
-        """Return how often the window covers the pixel that it covers most often."""
-        offsets = np.arange(self.window) * self.window_dilation - self.padding
-        places = np.add.outer(offsets, np.arange(positions) * self.stride)
-        pixels, gaps = np.divmod(places, self.image_dilation)
-        seen = pixels[(gaps == 0) & (pixels >= 0) & (pixels < size)]
-        return int(np.bincount(seen).max(initial=0))
 
     def padded(self, size: int, positions: int) -> tuple[int, int, int]:
         """Return the padding (low, high, interior) with which the window never leaves the image."""

@@ -9,14 +9,26 @@ and its sum in `strategies`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import combinations_with_replacement
 from typing import Literal, NamedTuple
 
+import jax
+import numpy as np
+import optax
+
+from optax_lsdp._clipped import ClipGroup
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._jaxpr import shape_of
-from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
+from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
+from optax_lsdp.clipping.bookkeeping._uses import Path, Use, are_disjoint, find_uses, reshaped
 
+_LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scales and positions
 # Costs in multiplications of a TPU's matrix unit, from the cost model of its compiler:
 _ADDING = 100  # to add an entry to a Gram matrix
 _SQUARING = 300  # to square an entry without storing it
@@ -33,6 +45,187 @@ Kind = Literal[
     "materialised, no rule",
     "unused",
 ]
+
+
+@dataclass(frozen=True)
+class ParameterLeaf:
+    """A leaf of the parameters, or several leaves that the loss concatenates, with all their uses.
+
+    The gradient is a sum with one term for each use. The terms are grouped into parts. All terms of
+    a part cover the same entries, and different parts share no entry, so their squared norms add
+    up.
+
+    Attributes:
+        indices: the index of the leaf, or the indices of the concatenated leaves.
+        entries: how many entries they have.
+        uses: the uses that have a rule.
+        parts: the same uses, grouped into parts. None if the gradient has to be formed.
+        primitives: the primitives that use the leaf.
+        is_differentiated: whether automatic differentiation handles some uses of the leaf.
+        has_rule: whether all uses have a rule, are entrywise, or are cheaper without a rule.
+    """
+
+    indices: tuple[int, ...]
+    entries: int
+    uses: tuple[Use, ...]
+    parts: tuple[tuple[Use, ...], ...] | None
+    primitives: tuple[str, ...]
+    is_differentiated: bool
+    has_rule: bool
+
+    @property
+    def held(self) -> int:
+        """Return how many floats the factors of all uses have for one example."""
+        return sum(b * t * (p + q) for b, t, p, q in (use.size for use in self.uses))
+
+    @property
+    def is_cheaper_without_rule(self) -> bool:
+        """Return whether automatic differentiation should handle the leaf.
+
+        A use with a rule keeps the operands and cotangents of all iterations of a scan. Automatic
+        differentiation adds up the gradient of a small leaf during the backward pass instead. If
+        the loop is rematerialised, only this gradient stays in memory. A gradient that has to be
+        formed is formed best by automatic differentiation, but for convolutions and in scans, where
+        one product of all patches or iterations is better.
+        """
+        is_in_long_loop = self.held > _LONG_LOOP * self.entries
+        has_product = any(use.loops or use.rule.expands for use in self.uses)
+        in_loops = all(use.loops for use in self.uses)
+        return (in_loops and is_in_long_loop) or (self.parts is None and not has_product)
+
+
+class LossAnalysis(NamedTuple):
+    """The traced loss of one example, its uses that have a rule, and the leaves with their uses."""
+
+    program: TracedLoss
+    uses: dict[Path, Use]
+    leaves: list[ParameterLeaf]
+
+
+def analyse_loss(
+    loss_fn: ValueAndAux, params: optax.Params, example: PyTree, groups: Sequence[ClipGroup]
+) -> LossAnalysis:
+    """Trace the loss of one example, and find all uses of all leaves.
+
+    Leaves that the loss concatenates are treated as one leaf if one use is the only use of each of
+    them, the same scans slice them, and one clip norm bounds them all.
+    """
+    program = trace_loss(loss_fn, params, example)
+    warn_of_batch_norms(program.closed)
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    found = find_uses(program.closed, len(sizes))
+    by_rule, without_rule, leaves = dict[Path, Use](), found.without_rule, list[ParameterLeaf]()
+    for indices, uses in _components(found.by_rule.values(), len(sizes)):
+        joined = _is_joined(indices, uses, groups) and not indices & without_rule.keys()
+        units = [tuple(sorted(indices))] if joined else [(index,) for index in sorted(indices)]
+        members = [_leaf(unit, sizes, uses, without_rule) for unit in units]
+        if uses and all(leaf.is_cheaper_without_rule for leaf in members):
+            names = [use.equation.primitive.name for use in uses]
+            members = [_leaf((i,), sizes, [], without_rule, names) for i in sorted(indices)]
+            uses = []
+        is_mixed = any(leaf.is_differentiated for leaf in members)
+        by_rule |= {use.path: use._replace(is_mixed=is_mixed) for use in uses}
+        leaves += members
+    in_order = {path: by_rule[path] for path in sorted(by_rule)}
+    return LossAnalysis(program, in_order, sorted(leaves, key=lambda leaf: leaf.indices))
+
+
+def analyse_batch(
+    loss_fn: ValueAndAux, params: optax.Params, batch: PyTree, groups: Sequence[ClipGroup]
+) -> LossAnalysis:
+    """Analyse the loss for one example of a batch, which may be empty."""
+    found: list[LossAnalysis] = []
+    analyse = partial(analyse_loss, loss_fn, params, groups=groups)
+    jax.eval_shape(jax.vmap(lambda example: found.append(analyse(example))), batch)
+    return found[0]
+
+
+def _components(uses: Iterable[Use], leaves: int) -> list[tuple[set[int], list[Use]]]:
+    """Return sets of leaves with their uses, such that leaves of different sets share no use."""
+    components: list[tuple[set[int], list[Use]]] = [({index}, []) for index in range(leaves)]
+    for use in uses:
+        touched = [c for c in components if c[0] & use.weight.leaves]
+        indices = set[int]().union(*(c[0] for c in touched))
+        components = [c for c in components if c not in touched]
+        components.append((indices, [*(u for c in touched for u in c[1]), use]))
+    return components
+
+
+def _is_joined(indices: set[int], uses: Sequence[Use], groups: Sequence[ClipGroup]) -> bool:
+    """Return whether leaves are concatenated, and used in no other way."""
+    if len(uses) != 1 or len(indices) == 1:
+        return False
+    weight, is_one_group = uses[0].weight, len({groups[index].path for index in indices}) == 1
+    # A matrix that a scan slices has one block per iteration; other matrices share their rows.
+    are_alike = all(piece.sliced == weight.sliced for piece in weight.pieces)
+    return is_one_group and are_alike and len(weight.pieces) == len(indices)
+
+
+def _leaf(
+    indices: tuple[int, ...],
+    sizes: Sequence[int],
+    uses: Sequence[Use],
+    without_rule: dict[int, set[str]],
+    dropped: Sequence[str] = (),
+) -> ParameterLeaf:
+    """Return a leaf; `dropped` are the primitives of uses that are cheaper without their rule."""
+    own = [use for use in uses if not use.weight.leaves.isdisjoint(indices)]
+    names = without_rule.get(indices[0], set())
+    is_entrywise = names <= _ENTRYWISE and not own and not dropped
+    parts = (
+        None if names or dropped else _disjoint_parts(own) if len(indices) == 1 else (tuple(own),)
+    )
+    by_name = [use.equation.primitive.name for use in own] + sorted({*names, *dropped})
+    return ParameterLeaf(
+        indices,
+        sum(sizes[index] for index in indices),
+        tuple(own),
+        parts,
+        tuple(dict.fromkeys(by_name)),
+        bool(names or dropped),
+        not names or is_entrywise,
+    )
+
+
+def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
+    """Group the uses of a leaf into parts that share no entry. Return None if that fails.
+
+    Within a part, all uses have matrices over the same entries, perhaps transposed.
+    """
+    parts: list[tuple[np.ndarray, list[list[tuple[int, int]]], list[Use]]] = []
+    for use in uses:
+        whole, stack = use.weight.entries, tuple(loop.length for loop in use.weight.sliced)
+        split = None if whole is None else reshaped(whole, (*stack, *use.matrix.split))
+        if whole is None or split is None:
+            return None
+        axes = list(zip(split.shape, split.strides, strict=True))
+        blocks, inputs, outputs = (
+            [axes[len(stack) + i] for i in which] for which in use.matrix[1:]
+        )
+        # The order of blocks matters: a block of one use is paired with the block of equal index.
+        frame = [_merged([*axes[: len(stack)], *blocks]), _merged(inputs), _merged(outputs)]
+        for other, other_frame, members in parts:
+            transposed = [frame[0], frame[2], frame[1]]
+            is_same = whole.ctypes.data == other.ctypes.data  # the first entry
+            if is_same and other_frame in (frame, transposed):
+                members.append(use._replace(is_transposed=other_frame != frame))
+                break
+            if not are_disjoint(whole, other):
+                return None
+        else:
+            parts.append((whole, frame, [use]))
+    return tuple(tuple(members) for _, _, members in parts)
+
+
+def _merged(axes: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge neighbouring axes that form one longer axis. An axis is a pair (size, stride)."""
+    result: list[tuple[int, int]] = []
+    for size, stride in axes:
+        if result and result[-1][1] == size * stride:
+            result[-1] = (result[-1][0] * size, stride)
+        elif size > 1:
+            result.append((size, stride))
+    return result
 
 
 class Strategy(NamedTuple):
@@ -57,21 +250,18 @@ def choose(leaf: ParameterLeaf, platform: Platform) -> Strategy:
         return Strategy("unused", 0, 0, 0)
     candidates = [_materialised(leaf, platform)]
     if leaf.parts:
-        convolved = is_plain_convolution(leaf.terms[0]) and len(leaf.terms) == 1
-        if platform.keeps or not convolved:
+        use = leaf.uses[0]
+        if platform.keeps or not is_plain_convolution(use) or len(leaf.uses) > 1:
             candidates += _by_factors(leaf, platform)
-        elif leaf.terms[0].use.matrix.shape[0] == 1:  # no feature groups
-            few = _offsets(leaf.terms[0]) <= _MOST_OFFSETS
-            candidates += (
-                _convolutions(leaf.terms[0], platform) if few else _by_factors(leaf, platform)
-            )
+        elif use.matrix.shape[0] == 1:  # no feature groups
+            few = math.prod(move.offsets for move in movements(use.equation)) <= _MOST_OFFSETS
+            candidates += _convolutions(use, platform) if few else _by_factors(leaf, platform)
     return min(candidates, key=lambda strategy: strategy.cost)
 
 
-def is_plain_convolution(term: Term) -> bool:
-    """Return whether a term is the whole kernel of a convolution outside of any scan."""
-    is_whole = not term.use.loops and term.piece.start is None
-    return term.use.rule is CONVOLUTION and is_whole
+def is_plain_convolution(use: Use) -> bool:
+    """Return whether a use is a convolution outside of any scan."""
+    return use.rule is CONVOLUTION and not use.loops
 
 
 def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
@@ -79,37 +269,37 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 
     Forming the gradients takes no extra multiplications, because the sum then needs no product.
     """
-    floats, multiplications, idle = math.prod(leaf.shape), 0, 0
-    for term in leaf.terms:
-        blocks, rows, inputs, outputs = term.size
-        if term.use.rule.is_one_hot:
+    multiplications, idle = 0, 0
+    for use in leaf.uses:
+        blocks, rows, inputs, outputs = use.size
+        if use.rule.is_one_hot:
             multiplications += blocks * rows * outputs
         else:
             multiplications += blocks * rows * inputs * outputs
             # A product with few rows leaves most of the matrix unit idle.
             idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
-    stored = 8 * floats * platform.per_byte
-    if platform.keeps and any(term.use.rule.expands for term in leaf.terms):
+    stored = 8 * leaf.entries * platform.per_byte
+    if platform.keeps and any(use.rule.expands for use in leaf.uses):
         stored /= 5  # other strategies make patches twice
-    if not platform.keeps and leaf.terms and is_plain_convolution(leaf.terms[0]):
+    if not platform.keeps and leaf.uses and is_plain_convolution(leaf.uses[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
     kind: Kind = "materialised" if leaf.has_rule else "materialised, no rule"
-    return Strategy(kind, multiplications or floats, floats, stored + idle)
+    return Strategy(kind, multiplications or leaf.entries, leaf.entries, stored + idle)
 
 
 def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     """Return the costs of strategies that work with the factors of the gradient."""
     parts = leaf.parts or ()
-    if platform.keeps and math.prod(leaf.shape) <= leaf.held:
+    if platform.keeps and leaf.entries <= leaf.held:
         return []
-    heights = [sum(term.size.rows for term in part) for part in parts]
+    heights = [sum(use.size.rows for use in part) for part in parts]
     multiplications = 0
     for part in parts:
-        for term, other in combinations_with_replacement(part, 2):
-            (blocks, rows, inputs, outputs), size = term.size, other.size
+        for use, other in combinations_with_replacement(part, 2):
+            (blocks, rows, inputs, outputs), size = use.size, other.size
             # Inner products of one-hot rows take no multiplications.
-            is_one_hot = term.use.rule.is_one_hot or other.use.rule.is_one_hot
+            is_one_hot = use.rule.is_one_hot or other.rule.is_one_hot
             entries = min(outputs, size.outputs) if is_one_hot else inputs + outputs
             multiplications += blocks * rows * size.rows * entries
     if max(heights) == 1:
@@ -121,10 +311,11 @@ def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
     return [Strategy("Gram matrices", multiplications, 0, multiplications + reading + 4 * stored)]
 
 
-def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
+def _convolutions(use: Use, platform: Platform) -> list[Strategy]:
     """Return the costs of strategies for the kernel of a convolution on an accelerator."""
-    _, rows, inputs, outputs = term.size
-    offsets, formed = _offsets(term), rows * inputs * outputs
+    _, rows, inputs, outputs = use.size
+    moves = movements(use.equation)
+    offsets, formed = math.prod(move.offsets for move in moves), rows * inputs * outputs
     channels = inputs // offsets
     products = rows * rows * (inputs + outputs)
     if not platform.fuses:  # copies dominate: slices are stored, and results are read back
@@ -137,8 +328,7 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
         ]
     abreast = max(platform.lanes // max(channels, outputs), 1)  # examples share a product
     tile = _padded(abreast * channels, platform) * _padded(abreast * outputs, platform) / abreast
-    pixels = math.prod(shape_of(term.use.equation.invars[0]))
-    moves = movements(term.use.equation)
+    pixels = math.prod(shape_of(use.equation.invars[0]))
     features = inputs // math.prod(move.window for move in moves)
     moved = pixels + rows * outputs
     if channels == features and any(move.stride > 1 for move in moves):
@@ -152,11 +342,6 @@ def _convolutions(term: Term, platform: Platform) -> list[Strategy]:
         Strategy("by offset", formed, 0, by_offset),
         Strategy("by patches", formed, rows * inputs, by_patches),
     ]
-
-
-def _offsets(term: Term) -> int:
-    """Return the product of `Movement.offsets` over the axes of the window."""
-    return math.prod(move.offsets for move in movements(term.use.equation))
 
 
 def _padded(size: int, platform: Platform) -> int:

@@ -2,88 +2,227 @@
 
 A *weight* is a value that depends only on parameters and constants. A *use* is an equation that
 combines a weight with data of an example. The walk follows each parameter through all weights that
-depend on it. If the primitive of a use has a rule, the walk records a `Use`. Otherwise, the walk
-records that the leaves of the weight are used without a rule, and the engine differentiates those
-leaves for each example. The walk therefore misses no use. At worst, a leaf is slower than it could
-be.
+depend on it. If the primitive of a use has a rule, the walk records a `Use`. Otherwise it records
+that the leaves of the weight are used without a rule, and automatic differentiation handles them.
+So the walk misses no use. At worst, a leaf is slower than it could be.
+
+If a weight consists of entries of one parameter, as a transpose or a slice does, a NumPy view says
+which ones. The viewed array has one byte per entry of the parameter, and is never read or written.
+NumPy knows whether two views share memory, and so whether two uses share entries.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lsdp._jaxpr import (
+    Atom,
     ClosedJaxpr,
     Equation,
     body,
     dtype_of,
+    evaluate,
     has_custom_backward,
     is_literal,
     shape_of,
 )
-from optax_lsdp.clipping.bookkeeping._rules import MATMUL, RULES, Matrix, Rule
-from optax_lsdp.clipping.bookkeeping._weights import Loop, Weight, derived, parameter
+from optax_lsdp.clipping.bookkeeping._rules import RULES, Matrix, Rule
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATERIALISED = ("checkpoint", "remat", "remat2")
+# Primitives that keep all entries in their places.
+_KEEP_ENTRIES = {
+    *("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"),
+    "sharding_constraint",
+}
+_KEEP_ORDER = _KEEP_ENTRIES | {"reshape", "squeeze", "broadcast_in_dim"}  # in row-major order
+_WORK = 10_000  # how far NumPy searches for an entry that two views share
 
 Path = tuple[int, ...]  # the indices of the calls around an equation, then the equation's own index
 Item = TypeVar("Item")
 
 
-class Piece(NamedTuple):
-    """A weight that is an operand of a use, or one of several weights that form the operand.
+class Loop(NamedTuple):
+    """A scan: how many other scans surround it, and how many iterations it has."""
+
+    depth: int
+    length: int
+
+
+class Weight(NamedTuple):
+    """A value that is computed only from parameters and constants.
 
     Attributes:
-        weight: the weight.
-        matrix: the weight as a matrix.
-        start: where the weight begins along `axis` of the operand; None if the weight is the whole
-            operand.
-        axis: the axis along which the weights were concatenated.
+        leaves: the indices of the leaves that the value depends on; empty for a constant.
+        constant: the value of a constant.
+        equation: the equation that has the weight as an output; None for constants and leaves.
+        inputs: the operands of the equation.
+        place: which output of the equation the weight is.
+        sliced: the scans that slice the weight, the outermost first. Each of them adds a leading
+            axis to `entries`, and to the value.
+        entries: a view of the entries of the leaf that the value consists of, or None.
     """
 
-    weight: Weight
-    matrix: Matrix
-    start: int | None = None
-    axis: int = 0
+    leaves: frozenset[int]
+    constant: jax.Array | None = None
+    equation: Equation | None = None
+    inputs: tuple[Weight, ...] = ()
+    place: int = 0
+    sliced: tuple[Loop, ...] = ()
+    entries: np.ndarray | None = None
 
     @property
-    def length(self) -> int:
-        """Return how long the weight is along `axis`."""
-        return self.matrix.split[self.axis]
+    def pieces(self) -> tuple[Weight, ...]:
+        """Return the views that the weight concatenates; empty if it is no such concatenation."""
+        name = self.equation.primitive.name if self.equation else ""
+        if name in _KEEP_ENTRIES:  # such as the cast of concatenated weights
+            return self.inputs[0].pieces
+        are_views = name == "concatenate" and all(w.entries is not None for w in self.inputs)
+        return self.inputs if are_views else ()
+
+    def value(
+        self, leaves: Mapping[int, jax.Array], known: dict[object, list[jax.Array]], casts: bool
+    ) -> jax.Array:
+        """Return the value if `leaves` are the parameters. `known` caches outputs of equations.
+
+        Without `casts`, views and concatenated views keep the dtype of the leaves.
+        """
+        if self.constant is not None:
+            return self.constant
+        if self.equation is None:
+            return leaves[min(self.leaves)]
+        key = id(self.equation), *map(id, self.inputs)
+        if key not in known:
+            operands = [weight.value(leaves, known, casts) for weight in self.inputs]
+            run = partial(_evaluate, self.equation)
+            for loop in reversed(_loops(self.inputs)):  # for all iterations
+                axes = tuple(0 if loop in weight.sliced else None for weight in self.inputs)
+                run = jax.vmap(run, in_axes=axes)
+            is_skipped = not casts and self.equation.primitive.name == "convert_element_type"
+            known[key] = operands if is_skipped else run(*operands)
+        return known[key][self.place]
+
+
+def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
+    return evaluate(equation, values)
+
+
+def _loops(inputs: Sequence[Weight]) -> tuple[Loop, ...]:
+    """Return the scans that slice any of the weights, the outermost first."""
+    return tuple(sorted({loop for weight in inputs for loop in weight.sliced}))
+
+
+def parameter(index: int, shape: Sequence[int]) -> Weight:
+    """Return the weight that is a whole leaf of the parameters."""
+    entries = np.empty(shape, np.bool_)  # not written, so it takes no memory
+    return Weight(frozenset([index]), entries=entries)
+
+
+def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
+    """Return the outputs of an equation whose inputs are all weights."""
+    loops, entries = _loops(inputs), None
+    if len(inputs) == 1 and inputs[0].entries is not None:
+        entries = _entries_after(equation, inputs[0].entries, len(loops))
+    weights = []
+    for place, variable in enumerate(equation.outvars):
+        is_real = jnp.issubdtype(dtype_of(variable), jnp.inexact)  # integers have no gradient
+        has_gradient = is_real and equation.primitive.name != "stop_gradient"
+        leaves = frozenset(i for weight in inputs for i in weight.leaves if has_gradient)
+        weights.append(Weight(leaves, None, equation, tuple(inputs), place, loops, entries))
+    return weights
+
+
+def _entries_after(equation: Equation, entries: np.ndarray, scans: int) -> np.ndarray | None:
+    """Return the view of an equation's output, where `entries` is the view of its input.
+
+    The first `scans` axes belong to scans. Return None if the output is not known to be a view.
+    Outputs that repeat entries are no views, because mapping a gradient back through the repetition
+    would change the gradient's norm.
+    """
+    name, params = equation.primitive.name, equation.params
+    if name in _KEEP_ORDER and (name != "reshape" or params["dimensions"] is None):
+        return reshaped(entries, (*entries.shape[:scans], *shape_of(equation.outvars[0])))
+    if name == "transpose":
+        moved = [scans + axis for axis in params["permutation"]]
+        return entries.transpose([*range(scans), *moved])
+    if name == "slice":
+        steps = params["strides"] or (1,) * len(params["start_indices"])
+        cuts = map(slice, params["start_indices"], params["limit_indices"], steps)
+        return entries[(*[slice(None)] * scans, *cuts)]
+    return None
+
+
+def reshaped(entries: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
+    """Return the view reshaped to `shape`, or None if the result is not a view."""
+    if math.prod(shape) != entries.size:
+        return None
+    result = entries.reshape(shape)
+    return result if np.may_share_memory(result, entries) else None  # NumPy copies if it must
+
+
+def are_disjoint(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two views certainly share no entry. False means that they may share one."""
+    try:
+        return not np.shares_memory(a, b, _WORK)  # type: ignore[arg-type]  # any number will do
+    except np.exceptions.TooHardError:
+        return False
+
+
+class Size(NamedTuple):
+    """The axes of the factors a and g of one use, for one example and all iterations of scans."""
+
+    blocks: int
+    rows: int
+    inputs: int
+    outputs: int
 
 
 class Use(NamedTuple):
     """An equation that combines a weight with data, and whose primitive has a rule.
 
     Attributes:
+        path: where the equation is.
         equation: the equation.
         place: 0 if the weight is the first operand, 1 if it is the second.
         rule: the rule of the primitive.
-        matrix: the operand that holds the weight, as a matrix.
+        matrix: the weight as a matrix.
         loops: the scans around the equation, the outermost first.
-        pieces: the weights that the operand at `place` consists of.
+        weight: the weight.
         operand: the path of the first use with the same data operand.
         is_mixed: whether automatic differentiation handles other uses of the same leaves.
+        is_transposed: whether inputs and outputs are swapped, compared with the first use of the
+            same entries.
     """
 
+    path: Path
     equation: Equation
     place: int
     rule: Rule
     matrix: Matrix
     loops: tuple[Loop, ...]
-    pieces: tuple[Piece, ...]
+    weight: Weight
     operand: Path
     is_mixed: bool = False
+    is_transposed: bool = False
 
     @property
-    def leaves(self) -> frozenset[int]:
-        """Return the indices of all leaves that the weights depend on."""
-        return frozenset[int]().union(*(piece.weight.leaves for piece in self.pieces))
+    def size(self) -> Size:
+        """Return the lengths of the axes of the factors, for one example."""
+        blocks, inputs, outputs = self.matrix.shape
+        rows = math.prod(shape_of(self.equation.outvars[0])) // (blocks * outputs)
+        for loop in self.loops:
+            if loop in self.weight.sliced:
+                blocks *= loop.length
+            else:
+                rows *= loop.length
+        return Size(blocks, rows, inputs, outputs)
 
 
 class Uses(NamedTuple):
@@ -92,12 +231,10 @@ class Uses(NamedTuple):
     Attributes:
         by_rule: the uses that have a rule.
         without_rule: for each leaf with uses that have no rule, the primitives of these uses.
-        by_choice: leaves that are treated as if they had no rule, because that is cheaper.
     """
 
     by_rule: dict[Path, Use]
     without_rule: dict[int, set[str]]
-    by_choice: frozenset[int] = frozenset()
 
     def add_without_rule(self, weights: Sequence[Weight | None], primitive: str) -> None:
         """Record that a primitive without a rule uses `weights`."""
@@ -125,20 +262,17 @@ def _walk(
 ) -> list[Weight | None]:
     """Record the uses in a jaxpr. Return its outputs, with None for outputs that depend on data."""
     jaxpr = closed.jaxpr
-    known: dict[object, Weight] = {
-        variable: Weight(frozenset(), value)
-        for variable, value in zip(jaxpr.constvars, closed.consts, strict=True)
-    }
-    known |= {v: w for v, w in zip(jaxpr.invars, inputs, strict=True) if w is not None}
-
-    def read(atom: Any) -> Weight | None:
-        return Weight(frozenset(), atom.val) if is_literal(atom) else known.get(atom)
-
+    constants = [Weight(frozenset(), value) for value in closed.consts]
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
     for number, equation in enumerate(jaxpr.eqns):
-        weights = [read(atom) for atom in equation.invars]
+        weights = [_read(atom, known) for atom in equation.invars]
         results = _walk_equation(equation, weights, (*path, number), loops, uses)
-        known |= {v: w for v, w in zip(equation.outvars, results, strict=True) if w is not None}
-    return [read(atom) for atom in jaxpr.outvars]
+        known |= zip(equation.outvars, results, strict=True)
+    return [_read(atom, known) for atom in jaxpr.outvars]
+
+
+def _read(atom: Atom, known: Mapping[Atom, Weight | None]) -> Weight | None:
+    return Weight(frozenset(), atom.val) if is_literal(atom) else known[atom]
 
 
 def _walk_equation(
@@ -173,23 +307,19 @@ def _walk_equation(
         for number, branch in enumerate(equation.params["branches"]):
             results = _walk(branch, weights[1:], (*path, number), loops, uses)
             uses.add_without_rule(results, name)
-    else:
-        use = _use(equation, weights, path, loops, uses)
-        if use is None:
-            uses.add_without_rule(weights, name)
-        else:
-            uses.by_rule[path] = use
+    elif not _add_use(equation, weights, path, loops, uses):
+        uses.add_without_rule(weights, name)
     return data
 
 
-def _use(
+def _add_use(
     equation: Equation,
     weights: Sequence[Weight | None],
     path: Path,
     loops: tuple[Loop, ...],
     uses: Uses,
-) -> Use | None:
-    """Return the use in an equation, or None if no rule applies.
+) -> bool:
+    """Record an equation as a use if a rule applies. Return whether one does.
 
     A rule applies only if exactly one operand depends on parameters, no array is empty, and all
     arrays are real floating-point arrays. The indices of a one-hot rule may be integers.
@@ -197,34 +327,22 @@ def _use(
     places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
     rule = RULES.get(equation.primitive.name)
     if rule is None or len(places) != 1:
-        return None
+        return False
     place = places[0]
     data, matrix = equation.invars[1 - place], rule.matrix(equation, place)
     arrays = [equation.invars[place], equation.outvars[0], data]
     floats = arrays[:2] if rule.is_one_hot else arrays
     are_real = all(jnp.issubdtype(dtype_of(array), jnp.floating) for array in floats)
     if matrix is None or not are_real or not all(math.prod(shape_of(x)) for x in arrays):
-        return None
+        return False
     same = (
         use.operand
-        for other, use in uses.by_rule.items()
-        if use.equation.invars[1 - use.place] is data and other[:-1] == path[:-1]
+        for use in uses.by_rule.values()
+        if use.equation.invars[1 - use.place] is data and use.path[:-1] == path[:-1]
     )
-    pieces = _pieces(cast("Weight", weights[place]), matrix, rule)
-    return Use(equation, place, rule, matrix, loops, pieces, next(same, path))
-
-
-def _pieces(weight: Weight, matrix: Matrix, rule: Rule) -> tuple[Piece, ...]:
-    """Return the pieces of a concatenated weight, or the whole weight if the rule cannot cut it."""
-    if not weight.pieces or rule is not MATMUL:
-        return (Piece(weight, matrix),)
-    pieces, start = [], 0
-    for part in weight.pieces:
-        shape = part.entries.shape[len(part.sliced) :]  # type: ignore[union-attr]  # all are views
-        if part.leaves:
-            pieces.append(Piece(part, matrix._replace(split=shape), start, weight.axis))
-        start += shape[weight.axis]
-    return tuple(pieces)
+    weight, operand = cast("Weight", weights[place]), next(same, path)
+    uses.by_rule[path] = Use(path, equation, place, rule, matrix, loops, weight, operand)
+    return True
 
 
 def scan_parts(
@@ -260,7 +378,7 @@ def _walk_scan(
     inside = [w if same else None for w, same in zip(carry, unchanged, strict=True)]
     changed = [w for w, same in zip(carry, unchanged, strict=True) if not same]
     if loop.length:  # a scan of length 0 never runs its body
-        sliced = [w and w._replace(sliced=(*w.sliced, loop), pieces=()) for w in slices]
+        sliced = [w and w._replace(sliced=(*w.sliced, loop)) for w in slices]
         results = _walk(body(equation), [*consts, *inside, *sliced], path, (*loops, loop), uses)
         changed += [w for w, same in zip(results, unchanged, strict=False) if not same]
         changed += results[len(inside) :]

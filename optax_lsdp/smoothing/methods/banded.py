@@ -26,8 +26,8 @@ import numpy as np
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing._spectrum import Boundary, line_kernel
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 _WIDTHS = (32, 64, 128, 256)
 # The largest error, in units of the largest entry. Rounding either operand costs 2⁻¹⁸, and so does
@@ -275,8 +275,8 @@ def _in_steps(
 ) -> jax.Array:
     """Smooth `size` entries of an axis at a time.
 
-    `filtered` smooths a slab: `size` entries, with as many more on both sides as each array of
-    `beyond` holds. `beyond` is what precedes and follows the line. Slabs overlap if `size` does not
+    `beyond` holds the entries before and after the line. `filtered` smooths a slab: `size` entries,
+    and as many more on each side as an array of `beyond` holds. Slabs overlap if `size` does not
     divide the line, so nothing is padded.
     """
     before, after = beyond

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.clipping.bookkeeping.strategies import kept
+from optax_lsdp.clipping.bookkeeping.strategies import leaves
 from tests.cases import slow
 from tests.clipping.bookkeeping import losses, structures
 
@@ -142,14 +142,14 @@ def test_forming_patches_for_a_few_examples_at_a_time_changes_nothing(monkeypatc
     case = CASES["2-d"]
     _, (_, expected) = both_engines("2-d", clip_norm=0.1)(case.batch)
     forms = []
-    form = kept._form_term
+    form = leaves._form
 
     def recorded(*arguments):
         forms.append(len(arguments[-1]))
         return form(*arguments)
 
-    monkeypatch.setattr(kept, "examples_in_cache", lambda floats: few)
-    monkeypatch.setattr(kept, "_form_term", recorded)
+    monkeypatch.setattr(leaves, "examples_in_cache", lambda floats: few)
+    monkeypatch.setattr(leaves, "_form", recorded)
     total = jax.jit(lsdp.clipped_grad(case.loss, clip_norm=0.1))(case.params, case.batch)
     assert few in forms
     assert_sums_close(total, expected, atol=1e-6)

@@ -73,7 +73,7 @@ def test_a_naive_gram_norm_is_too_small_and_ours_is_not():
         naive = np.sum((a @ a.T) * (g @ g.T))
         exact = np.linalg.norm(a.astype(np.float64).T @ g.astype(np.float64)) ** 2
         too_small += bool(naive < exact * (1 - 1e-3))
-        assert compiled(Factors(a[None, None], g[None, None])).upper[0] ** 2 >= exact
+        assert compiled(Factors(a[None, None], g[None, None])).upper[0, 0] ** 2 >= exact
     assert too_small > 3
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lsdp.clipping.bookkeeping import _weights
-from optax_lsdp.clipping.bookkeeping._weights import are_disjoint, derived, parameter
+from optax_lsdp.clipping.bookkeeping import _uses
+from optax_lsdp.clipping.bookkeeping._uses import are_disjoint, derived, parameter
 
 SHAPE = (4, 6, 5)
 VIEWS = {
@@ -75,5 +75,5 @@ def test_views_that_are_too_hard_to_compare_may_share_entries(monkeypatch):
     whole = parameter(0, (60, 60, 60)).entries
     views = whole[8:41:7, 8:49:6, 6:51:7], whole[7:34:4, 6:55:6, 3:39:5]
     assert are_disjoint(*views)
-    monkeypatch.setattr(_weights, "_WORK", 1)
+    monkeypatch.setattr(_uses, "_WORK", 1)
     assert not are_disjoint(*views)

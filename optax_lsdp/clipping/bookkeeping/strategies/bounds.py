@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 
 class NormBound(NamedTuple):
-    """Bounds on each example's gradient G of one leaf. All arrays have shape (n,).
+    """Bounds on blocks of each example's gradient G. All arrays have shape (n, blocks).
 
     Attributes:
         norm: the computed ‖G‖.
@@ -54,41 +54,37 @@ def is_one_hot(rows: jax.Array) -> bool:
 
 
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
-    """Return the joint bound of gradients with disjoint entries: the root of the sum of squares."""
-    if len(bounds) == 1:
-        return bounds[0]
-    squares = [[x * x for x in items] for items in zip(*bounds, strict=True)]
-    return _roots(NormBound(*(sum(x[1:], x[0]) for x in squares)), len(bounds), platform)
+    """Return the joint bound, of shape (n,), of blocks that share no entry: roots of Σ squares.
 
-
-def block_bound(bound: NormBound, platform: Platform) -> NormBound:
-    """Return the joint bound of disjoint blocks: the root of the sum of squares over axis 1."""
-    blocks = bound.upper.shape[1]
-    if blocks == 1:
-        return NormBound(*(x[:, 0] for x in bound))
-    return _roots(NormBound(*(jnp.sum(x * x, axis=1) for x in bound)), blocks, platform)
-
-
-def _roots(squares: NormBound, terms: int, platform: Platform) -> NormBound:
-    """Return the square roots of sums of squares. Round the bounds up.
-
-    Squares may underflow to zero, so a bound on what they lose is added. Without it, the result
-    would be too small for automatic clipping to a huge clip norm.
+    The bounds are rounded up. Squares may underflow to zero, so a bound on what they lose is added.
+    Without it, the result would be too small for automatic clipping to a huge clip norm.
     """
-    dtype = squares.upper.dtype
-    grow = platform.growth(terms / 2 + 1, dtype)
-    underflow = 2 * terms * float(jnp.finfo(dtype).tiny)
-    upper, rounding = (grow * jnp.sqrt(x + underflow) for x in squares[1:])
-    return NormBound(jnp.sqrt(squares.norm), upper, rounding)
+    dtype = wide_dtype(*(bound.upper for bound in bounds))
+    terms = sum(bound.upper.shape[1] for bound in bounds)
+    if terms == 1:
+        return NormBound(*(x[:, 0] for x in bounds[0]))
+    norm, upper, rounding = (
+        sum(jnp.sum(jnp.square(x.astype(dtype)), axis=1) for x in items)
+        for items in zip(*bounds, strict=True)
+    )
+    grow, underflow = platform.growth(terms / 2 + 1, dtype), 2 * terms * _tiny(dtype)
+    roots = (grow * jnp.sqrt(x + underflow) for x in (upper, rounding))
+    return NormBound(jnp.sqrt(norm), *roots)
 
 
-def _sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
-    """Return Σx² over all axes but the first, and how often each term is rounded.
+def _tiny(dtype: jnp.dtype) -> float:
+    """Return the smallest normal number. A square that underflows loses less."""
+    return float(jnp.finfo(dtype).tiny)
+
+
+def lengths(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
+    """Return the computed length of each row x[i], over all other axes, and an upper bound on it.
 
     Long sums are split into parts. The barrier keeps XLA from merging the parts into one long sum,
     which XLA would add up in an unknown order.
     """
-    x, roundings, longest = jnp.square(widen(x)), 1, platform.longest_sum
+    entries, roundings, longest = math.prod(x.shape[1:]), 1, platform.longest_sum
+    x = jnp.square(widen(x))
     while math.prod(x.shape[1:]) > longest:
         last = x.shape[-1]
         if last > longest or x.ndim == 2:
@@ -97,7 +93,10 @@ def _sum_of_squares(x: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
             x = x.reshape(*x.shape[:-1], x.shape[-1] // part, part)
         roundings += x.shape[-1] - 1
         x = lax.optimization_barrier(jnp.sum(x, axis=-1))
-    return jnp.sum(x, axis=tuple(range(1, x.ndim))), roundings + math.prod(x.shape[1:]) - 1
+    roundings += math.prod(x.shape[1:]) - 1
+    squares = jnp.sum(x, axis=tuple(range(1, x.ndim)))
+    grow = platform.growth(roundings / 2 + 1, squares.dtype)
+    return jnp.sqrt(squares), grow * jnp.sqrt(squares + 2 * entries * _tiny(squares.dtype))
 
 
 def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
@@ -118,44 +117,38 @@ def spectral_square(
         platform: the kind of device.
     """
     dtype = square.dtype
-    underflow = 2 * size**2 * float(jnp.finfo(dtype).tiny)
-    computed = root(square + underflow, trace) * platform.growth(size + 2, dtype)
+    computed = root(square + 2 * size**2 * _tiny(dtype), trace) * platform.growth(size + 2, dtype)
     return computed + roundings * platform.unit(dtype) * trace
 
 
 def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
     """Return the bound of stored gradients of shape (n, …). Weighting rounds each entry once."""
-    squares, roundings = _sum_of_squares(rows, platform)
-    underflow = 2 * math.prod(rows.shape[1:]) * float(jnp.finfo(squares.dtype).tiny)
-    grow = platform.growth(roundings / 2 + 1, squares.dtype)
-    upper = jnp.sqrt(squares + underflow) * grow
-    return NormBound(jnp.sqrt(squares), upper, platform.unit(squares.dtype) * upper)
+    norm, upper = (x[:, None] for x in lengths(rows, platform))
+    return NormBound(norm, upper, platform.unit(upper.dtype) * upper)
 
 
-def outer_bound(terms: list[Factors], platform: Platform) -> NormBound:
-    """Return the bound of a single term with one row per block.
+def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
+    """Return the bound of a single term with one row per block: ‖a‖‖g‖.
 
     Weighting rounds a row once more, so ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound`.
     """
-    (term,) = terms
-    (a, rounded_a), (g, rounded_g) = (_row_lengths(x, platform) for x in term)
-    lengths = a.astype(g.dtype) * g
-    upper = lengths * platform.growth(rounded_a + rounded_g + 1, g.dtype)
-    unit = platform.unit(g.dtype) if is_one_hot(term.a) else platform.weighting_error(*term)
-    return block_bound(NormBound(lengths, upper, unit * upper), platform)
+    ((a, g),) = terms
+    norm, upper = _row_lengths(g, platform)
+    if is_one_hot(a):
+        is_row = a[..., 0] >= 0
+        norm, upper = (jnp.where(is_row, x, jnp.zeros_like(x)) for x in (norm, upper))
+        return NormBound(norm, upper, platform.unit(upper.dtype) * upper)
+    others = _row_lengths(a, platform)
+    norm, upper = (x * y.astype(x.dtype) for x, y in zip((norm, upper), others, strict=True))
+    upper = upper * platform.growth(3, upper.dtype)
+    return NormBound(norm, upper, platform.weighting_error(a, g) * upper)
 
 
-def _row_lengths(rows: jax.Array, platform: Platform) -> tuple[jax.Array, float]:
-    """Return the length of each row, as an array (n, blocks), and how often it is rounded.
-
-    A bound on what squares can lose to underflow is added.
-    """
-    if is_one_hot(rows):
-        return (rows[..., 0] >= 0).astype(jnp.float32), 0
-    shape = rows.shape[:2]
-    squares, roundings = _sum_of_squares(rows.reshape(math.prod(shape), rows.shape[-1]), platform)
-    underflow = 2 * rows.shape[-1] * float(jnp.finfo(wide_dtype(rows)).tiny)
-    return jnp.sqrt(squares + underflow).reshape(shape), roundings / 2 + 1
+def _row_lengths(rows: jax.Array, platform: Platform) -> list[jax.Array]:
+    """Return `lengths` of the only row of each block, as arrays (n, blocks)."""
+    n, blocks, _, size = rows.shape
+    found = lengths(rows.reshape(n * blocks, size), platform)
+    return [x.reshape(n, blocks) for x in found]
 
 
 class Gram(NamedTuple):
@@ -219,7 +212,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     most ‖K_a‖. The same holds with a and g swapped.
     """
     dtype = wide_dtype(*(gram.g for gram in grams))
-    unit, tiny = platform.unit(dtype), float(jnp.finfo(dtype).tiny)
+    unit, tiny = platform.unit(dtype), _tiny(dtype)
     rounded_a, rounded_g = (
         max(items) for items in zip(*(gram[2:4] for gram in grams), strict=True)
     )
@@ -266,7 +259,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     slack += 4 * tiny * max(rounded_a, rounded_g) * rows * (trace_a + trace_g + rows)
     upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, dtype))
     rounding = coarse + rows * unit * reach
-    return block_bound(NormBound(root(total, upper), upper, rounding), platform)
+    return NormBound(root(total, upper), upper, rounding)
 
 
 def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array], int]:

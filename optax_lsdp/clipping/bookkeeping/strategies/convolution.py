@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,11 @@ from jax import lax
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh
 from optax_lsdp._trees import compute_once, wide_dtype
-from optax_lsdp.clipping.bookkeeping._leaves import ParameterLeaf, Term
+from optax_lsdp.clipping.bookkeeping._backward import Rounded
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import Movement, movements
+from optax_lsdp.clipping.bookkeeping._strategy import Kind, ParameterLeaf
+from optax_lsdp.clipping.bookkeeping._uses import Use
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     Gram,
     NormBound,
@@ -35,33 +38,51 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     root,
     spectral_square,
 )
-from optax_lsdp.clipping.bookkeeping.strategies.terms import Rounded, to_leaf, weigh
+from optax_lsdp.clipping.bookkeeping.strategies.leaves import to_leaves, weigh
 
 _AXES = "bxyzuvw"  # letters for the axes of an image, before those of examples and channels
 
 
+class Convolved(NamedTuple):
+    """A leaf that is the kernel of a single convolution, outside of any scan."""
+
+    leaf: ParameterLeaf
+    kind: Kind
+    rounded: Rounded
+
+    def bounds(self) -> list[NormBound]:
+        """Return the bound of the kernel."""
+        (use,), platform = self.leaf.uses, self.rounded.platform
+        return [convolution_bound(use, *self.rounded.pairs[use.path], platform, self.kind)]
+
+    def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
+        """Return Σᵢ cᵢGᵢ."""
+        (use,), platform = self.leaf.uses, self.rounded.platform
+        total = convolution_sum(use, *self.rounded.pairs[use.path], factors, platform)
+        return to_leaves(use, self.leaf, self.rounded, total)
+
+
 def convolution_bound(
-    term: Term, image: jax.Array, cotangent: jax.Array, platform: Platform, kind: str
+    use: Use, image: jax.Array, cotangent: jax.Array, platform: Platform, kind: Kind
 ) -> NormBound:
     """Return the bound of the gradient of a kernel by one of three strategies.
 
     Let X be the image and P the patches, as matrices with a row for each pixel and each position.
-    If the window covers each pixel at most m times, ‖P‖ ≤ √m·‖X‖ in the Frobenius norm. Each
-    offset covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖ in the spectral norm, for k offsets. In any
-    case, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g multiplies each entry by a factor
-    from 1 − u to 1 + u, so it changes the gradient by at most u·‖g‖ times the spectral norm of P.
-    An entry of the formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the
-    error of an addition.
+    Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and
+    in the spectral norm. In the first, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g
+    multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at most
+    u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T products, so
+    ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
-    params, moves = term.use.equation.params["dimension_numbers"], movements(term.use.equation)
+    params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
     folded, shorter = _folded(x, g.shape[1:-2], moves)
     if kind == "Gram matrices of patches":
         few = platform.fuses and x.shape[-1] < platform.lanes // 4
-        seen = [_patches(term, x, platform)] if few else list(_seen(folded, g, shorter))
+        seen = [_patches(use, x, platform)] if few else list(_seen(folded, g, shorter))
         return _bound_by_gram(seen, g, platform)
     if kind == "by patches":
-        patches = _patches(term, x, platform)
+        patches = _patches(use, x, platform)
         abreast, channels = _abreast(platform, patches, g), patches.shape[-1]
         seen, wide = [_side_by_side(patches, abreast)], _side_by_side(g, abreast)
         frobenius, spectral = _squared_norms(patches, platform)
@@ -71,9 +92,8 @@ def convolution_bound(
         arranged, wide = arrange(folded), arrange(g)
         seen = list(_seen(arranged, wide, shorter))
         image_square, image_spectral = _squared_norms(folded, platform)
-        sizes = zip(moves, x.shape[1:-2], g.shape[1:-2], strict=True)
-        frobenius = math.prod(move.most_meetings(*size) for move, *size in sizes) * image_square
-        spectral = jnp.minimum(frobenius, len(seen) * image_spectral)
+        frobenius = len(seen) * image_square
+        spectral = len(seen) * jnp.minimum(image_square, image_spectral)
     formed = [_product(part, wide, abreast, platform) for part in seen]
     total = _sum(sum((part * part for part in formed[1:]), formed[0] * formed[0]), abreast)
     dtype, entries = total.dtype, (len(seen), channels, g.shape[-1])
@@ -84,7 +104,8 @@ def convolution_bound(
     adding = math.prod(g.shape[:-2]) * platform.unit(dtype) * reach
     upper = jnp.minimum(exact + adding, reach)
     weighting = platform.weighting_error(x, g) * (grow * jnp.sqrt(spectral) * length)
-    return NormBound(root(total, upper), upper, adding + weighting)
+    found = root(total, upper), upper, adding + weighting
+    return NormBound(*(x[:, None] for x in found))
 
 
 def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> NormBound:
@@ -146,13 +167,13 @@ def _seen(x: jax.Array, g: jax.Array, moves: Sequence[Movement]) -> Iterator[jax
         yield lax.slice(x, [0, *firsts, 0, 0], [len(x), *lasts, *x.shape[-2:]], steps)
 
 
-def _patches(term: Term, x: jax.Array, platform: Platform) -> jax.Array:
+def _patches(use: Use, x: jax.Array, platform: Platform) -> jax.Array:
     """Return the patches as (batch, *positions, n, channels), computed by a convolution of XLA."""
-    params, rank, n = term.use.equation.params, x.ndim - 3, x.shape[-2]
+    params, rank, n = use.equation.params, x.ndim - 3, x.shape[-2]
     last = (0, rank + 1, *range(1, rank + 1))
     seen = lax.conv_general_dilated_patches(
         _as_batch(x),
-        [move.window for move in movements(term.use.equation)],
+        [move.window for move in movements(use.equation)],
         params["window_strides"],
         params["padding"],
         params["lhs_dilation"],
@@ -218,17 +239,8 @@ def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Arr
     return trace, spectral_square(_sum(gram * gram, m), trace, channels, rows, platform)
 
 
-def convolution_sums(
-    leaf: ParameterLeaf, rounded: Rounded, factors: jax.Array
-) -> dict[int, jax.Array]:
-    """Return Σᵢ cᵢGᵢ of a leaf that is the kernel of a single convolution, by its index."""
-    (term,) = leaf.terms
-    weighted = convolution_sum(term, *rounded.of(term, leaf.index), factors, rounded.platform)
-    return {leaf.index: to_leaf(term, leaf.index, rounded, weighted)}
-
-
 def convolution_sum(
-    term: Term, image: jax.Array, cotangent: jax.Array, factors: jax.Array, platform: Platform
+    use: Use, image: jax.Array, cotangent: jax.Array, factors: jax.Array, platform: Platform
 ) -> jax.Array:
     """Return Σᵢ cᵢGᵢ of a kernel, as XLA's weight gradient of weighted cotangents.
 
@@ -236,7 +248,7 @@ def convolution_sum(
     bfloat16 numbers would round the sum to bfloat16. Zeros replace pixels that are not finite: an
     example that sees such a pixel has factor 0, and 0 · NaN is NaN.
     """
-    equation = term.use.equation
+    equation = use.equation
     params, numbers = equation.params, equation.params["dimension_numbers"]
     weighted = platform.rounded(weigh(cotangent, factors), image, cotangent)
     finite = jnp.where(jnp.isfinite(image), image, jnp.zeros_like(image))
