@@ -5,14 +5,13 @@ a sum whose clip norms or groups differ from its own, because the noise depends 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lsdp._trees import check_floating, path_name
@@ -116,8 +115,8 @@ class CurrentClipNorm:
     def __jax_array__(self) -> jax.Array:
         return self.value
 
-    def __array__(self, *args: Any, **options: Any) -> np.ndarray:
-        return np.asarray(self.value, *args, **options)
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.value.__array__(*args, **options)
 
 
 class ClipGroup(NamedTuple):
@@ -228,3 +227,19 @@ def unmarked_leaves(
     check_floating("updates", updates)
     leaves, structure = jax.tree.flatten_with_path(updates)
     return [(path_name(path), leaf) for path, leaf in leaves], structure
+
+
+def has_noise(state: optax.OptState) -> bool:
+    """Return whether a part of an optimizer's state belongs to a transform that adds noise."""
+    return any(map(_adds_noise, jax.tree.leaves(state, is_leaf=_adds_noise)))
+
+
+def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
+    """Return whether a transform, found by its state, precedes the noise in a chain."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or _adds_noise(x))
+    first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))
+    return has_noise(parts[first + 1 :])
+
+
+def _adds_noise(node: object) -> bool:
+    return hasattr(type(node), "adds_noise")

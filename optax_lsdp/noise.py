@@ -8,7 +8,7 @@ its key. Noise that is correlated between steps is in `correlated_noise`, exact 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -55,6 +55,11 @@ class AddGaussianNoiseState(NamedTuple):
 
     key: jax.Array
     step: jax.Array
+
+    @property
+    def adds_noise(self) -> bool:
+        """Tell `watch` that what precedes this transform is private."""
+        return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
         return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
@@ -133,18 +138,6 @@ def add_gaussian_noise(
 def is_noise_state(node: object) -> bool:
     """Return whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
     return isinstance(node, AddGaussianNoiseState)
-
-
-def has_noise(state: optax.OptState) -> bool:
-    """Return whether an optimizer's state has that of `add_gaussian_noise` in it."""
-    return any(map(is_noise_state, jax.tree.leaves(state, is_leaf=is_noise_state)))
-
-
-def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
-    """Return whether a transform, found by its state, precedes `add_gaussian_noise` in a chain."""
-    parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or is_noise_state(x))
-    first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))
-    return has_noise(parts[first + 1 :])
 
 
 class SumLeaves(NamedTuple):

@@ -61,10 +61,10 @@ import optax
 
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
+from optax_lsdp._clipped import has_noise, is_before_noise
 from optax_lsdp._keys import hashed_signs
 from optax_lsdp._trees import applied_change, check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.noise import has_noise, is_before_noise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
