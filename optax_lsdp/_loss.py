@@ -161,6 +161,8 @@ def average_views(
     >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
     1.0
     """
+    check_function("loss_fn", loss_fn, "of parameters and one example")
+    check_function("augment", augment, "of a key and one example")
     check_whole("views", views)
     keyed = takes_key(loss_fn)
 

@@ -178,6 +178,23 @@ def compute_once(tree: PyTree) -> PyTree:
     return jax.lax.optimization_barrier(tree)
 
 
+def applied_change(params: PyTree, updates: PyTree) -> PyTree:
+    """Return how updates change the parameters, in float32 or wider.
+
+    Parameters in half precision are rounded, so they change by less or more than their updates.
+    """
+
+    def change(update: jax.Array, param: jax.Array) -> jax.Array:
+        if param.dtype == wide_dtype(param):
+            return widen(update)
+        kind = jnp.finfo(param.dtype)
+        # Explicitly: XLA may leave out a rounding that is only a cast.
+        new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
+        return new - widen(param)
+
+    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
+
+
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the ℓ₂ norm of each row, taken over all leaves together, in float32 or float64.
 

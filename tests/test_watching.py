@@ -21,7 +21,7 @@ OPTIMIZERS = {
     "adam": lambda: optax.adam(0.05),
     "falling step size": lambda: optax.sgd(optax.exponential_decay(1.0, 8, 0.5)),
 }
-MOVING = lsdp.AdaptiveClip(0.3, rate=0.5)
+MOVING = lsdp.AdaptiveClip(0.1, rate=0.5)
 
 
 def quadratic():
@@ -80,7 +80,7 @@ def runner(problem, optimizer, rate, smoothing, clip):
         def step(carry, index):
             w, state = carry
             mask = jax.random.bernoulli(jax.random.fold_in(batch_key, index), rate, (N,))
-            norm = lsdp.current_clip_norm(state) if is_adaptive else clip
+            norm = lsdp.current_clip_norm(state).value if is_adaptive else clip
             updates, state = tx.update(gradients(w), state, w, mask=mask)
             mean = clipped_mean(w, norm, last_factor(state) if is_adaptive else norm)
             return (optax.apply_updates(w, updates), state), (w, mean, norm)
