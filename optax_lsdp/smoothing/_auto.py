@@ -13,26 +13,25 @@ that fall with it give nearly the same choices, and equal weights need no learni
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
 is centred. Longer steps make more progress and more of everything else, so compare progress at
-equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but
-⟨D, A D⟩ has the mean ⟨S, A S⟩ + V·tr A. Its noise has the standard deviation V·√(2 tr A²), plus a
-term that is small unless S is large. So J is computed from a lower estimate,
+equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
+⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from a
+lower estimate,
 
     p(A) = max(0, ⟨D, A D⟩ − V·tr A − M − κ·V·√(2 tr A²)), J(A) = p(A)² / ‖A D‖².
 
 **κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p is
 positive with probability α = 5 % at most: by the union bound, κ must be the (1 − α/m)-quantile of
-(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This is a centred and weighted sum of
-χ² variables. Its skewness is at most √(8/tr A²), and Cornish and Fisher's expansion adds it to the
-normal quantile.
+(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This weighted sum of centred χ² variables has
+a skewness of at most √(8/tr A²), with which Cornish and Fisher correct the normal quantile.
 
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
 g. It is not white but as smooth as the examples are, so it would pass for signal. Summed over all
 entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, and A lengthens no vector.
 So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subtracted for every leaf.
 
-**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. Then
-nothing is smoothed. A choice outlives its evidence, because in converged training the releases
-contain a force that pulls noisy parameters back. D then stops growing, but V does not.
+**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. After
+that, nothing is smoothed. Evidence fades when training has converged: the releases then contain a
+force that pulls noisy parameters back, so D stops growing, but V does not.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
@@ -46,9 +45,8 @@ Adam without smoothing, times ℓ·√β, which is close to 1 if noise dominates
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
 The choice is post-processing: its inputs are releases, s, q, b and C.
 
-**Cost.** D is one copy of the parameters. ⟨D, A D⟩ and ‖A D‖² need one smoothing of D per
-candidate. This happens after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps, since D changes by a
-fraction at most in between. The number of these steps grows with the logarithm of all steps.
+**Cost.** D is one copy of the parameters. Each candidate smooths D once, after 1 to 8, 10, 12, 14,
+16, 20, 24, 28, 32, … steps. The number of these steps grows with the logarithm of all steps.
 """
 
 from __future__ import annotations
@@ -163,10 +161,10 @@ def auto_smooth(
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.
         layouts: the layouts to choose from; see `laplacian_smooth`.
-        boundary: see `laplacian_smooth`.
-        order: see `laplacian_smooth`.
+        boundary: see `laplacian_smooth`, also for `order` and `shard_specs`.
+        order: the order n.
         method: see `laplacian_smooth`. It must not be "banded".
-        shard_specs: see `laplacian_smooth`.
+        shard_specs: how `shard_map` splits the updates.
 
     >>> tx = auto_smooth(optax.sgd(0.1), stddev=1.0)
     >>> wave = jnp.sin(jnp.arange(100) / 9)
@@ -312,15 +310,14 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
     found: list[Leaf | None] = []
     errors = []
     for leaf in leaves:
-        if leaf is None or leaf.arrangement in [one.arrangement for one in found if one]:
-            found.append(None)
-            continue
+        if leaf is not None and leaf.arrangement in [one.arrangement for one in found if one]:
+            leaf = None
         try:
-            check_leaf(leaf, traced, method)
-            found.append(leaf)
+            if leaf is not None:
+                check_leaf(leaf, traced, method)
         except ValueError as error:  # for example, if `shard_map` splits an image
-            errors.append(error)
-            found.append(None)
+            errors, leaf = [*errors, error], None
+        found.append(leaf)
     if errors and not any(found):
         raise errors[0]
     return found
@@ -332,10 +329,7 @@ def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Call
 
 
 def _is_due(step: jax.Array) -> jax.Array:
-    """Return whether to choose after this many steps: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, ...
-
-    These are the numbers with at most three binary digits before their zeros.
-    """
+    """Return whether to choose now: if `step` has at most three binary digits before its zeros."""
     return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
 
 
