@@ -24,6 +24,11 @@ positive with probability α = 5 % at most: by the union bound, κ must be the (
 (⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This weighted sum of centred χ² variables has
 a skewness of at most √(8/tr A²), with which Cornish and Fisher correct the normal quantile.
 
+**Means do not count.** The inputs of a unit may share a mean gradient in any order, and a large σ
+would keep this mean alone. So the mean of each unit's inputs is first subtracted from D. If the
+rest has no order, its spectrum is flat, ⟨S, A S⟩ = ‖S‖²·γ, and where noise dominates, J(A) is
+γ²/β ≤ 1 times J(I), by Cauchy and Schwarz: inputs without order are left alone.
+
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
 g. It is not white but as smooth as the examples are, so it would pass for signal. Summed over all
 entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, and A lengthens no vector.
@@ -36,10 +41,8 @@ force that pulls noisy parameters back, so D stops growing, but V does not.
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
 keeps its length and gains in direction. A learning rate that was tuned without smoothing stays
-tuned. Optimizers such as Adam cancel any factor in front of them. So the optimizer sees A y/√β,
-whose noise has the variance s² for every choice, and its updates are multiplied by ℓ·√β. Both
-factors together are ℓ for SGD. Adam divides by the noise in any case, so its steps are those of
-Adam without smoothing, times ℓ·√β, which is close to 1 if noise dominates D.
+tuned. Optimizers such as Adam cancel ℓ. They divide steps by their own estimate of their length, so
+they keep the length in any case. The noise that the optimizer sees has the variance ℓ²·β·s².
 
 **What remains true.** The choice for step t depends on the releases before t only. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
@@ -76,7 +79,14 @@ from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
-from optax_lsdp.smoothing._layout import Arrangement, Layout, Leaf, arrange_leaf, check_layout
+from optax_lsdp.smoothing._layout import (
+    Arrangement,
+    Layout,
+    Leaf,
+    arrange_leaf,
+    centre_units,
+    check_layout,
+)
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
 from optax_lsdp.smoothing.methods.spectral import Operator
 
@@ -88,19 +98,12 @@ _LONGEST = 4.0  # the largest ℓ
 
 
 class Choice(NamedTuple):
-    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,).
+    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,)."""
 
-    Attributes:
-        layout: 0 for no smoothing, 1 for the first of the layouts, and so on.
-        smoothing: σ.
-        beta: β, the share of the noise's variance that smoothing leaves.
-        length: ℓ, by which smoothed releases are lengthened.
-    """
-
-    layout: jax.Array
-    smoothing: jax.Array
-    beta: jax.Array
-    length: jax.Array
+    layout: jax.Array  # 0 for no smoothing, 1 for the first of the layouts, and so on
+    smoothing: jax.Array  # σ
+    beta: jax.Array  # the share of the noise's variance that smoothing leaves
+    length: jax.Array  # ℓ, by which smoothed releases are lengthened
 
 
 class AutoSmoothState(NamedTuple):
@@ -151,9 +154,7 @@ def auto_smooth(
     docstring derives the rule, with κ and what it adds for sampled batches.
 
     Args:
-        optimizer: everything that follows the noisy mean. If it changes parameters other than by
-            releases, for example by weight decay, these changes are multiplied by ℓ·√β too, where
-            ℓ = ‖D‖/‖A D‖, and β is the share of the noise's variance that smoothing leaves.
+        optimizer: everything that follows the noisy mean.
         stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
             pass `release_scale` to `update`, it multiplies both standard deviations in this step.
             Noise that is correlated between steps adds up to less, so it is smoothed less.
@@ -214,7 +215,7 @@ def auto_smooth(
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
-        """Return A y/√β, and D with y added."""
+        """Return ℓ A y, and D with y added."""
         options, _ = candidates(updates)
         arrays, structure = jax.tree.flatten(compute_once(updates))
         smoothed, sums = [], []
@@ -223,20 +224,23 @@ def auto_smooth(
             branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
             # The branches return y, or XLA on CPUs would draw the noise again at each use.
             result, y = jax.lax.switch(now.layout, branches, array)
-            smoothed.append(result / jnp.sqrt(now.beta).astype(result.dtype))
+            smoothed.append(result * now.length.astype(result.dtype))
             sums.append(before + y.astype(before.dtype))
         return jax.tree.unflatten(structure, smoothed), jax.tree.unflatten(structure, sums)
 
     @jax.jit
     def choose(state: AutoSmoothState) -> Choice:
         options, shards = candidates(state.total)
+        names = [name for name, _ in unmarked_leaves("auto_smooth", state.total)[0]]
 
         def anew(total: optax.Updates) -> Choice:
             found = []
-            rows = zip(jax.tree.leaves(total), shards, options, _split(state.choice), strict=True)
-            for array, shard, leaves, last in rows:
+            arrays = jax.tree.leaves(total)
+            rows = zip(names, arrays, shards, options, _split(state.choice), strict=True)
+            for name, array, shard, leaves, last in rows:
                 these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
-                sums = _sums(array, shard, [leaf for leaf in leaves if leaf], smooth)
+                centred = centre_units(name, array, shard.spec)
+                sums = _sums(centred, shard, [leaf for leaf in leaves if leaf], smooth)
                 noise = state.variance, state.sampling
                 found.append(_choose_candidate(*sums, these, *noise, last))
             return Choice(*map(jnp.stack, zip(*found, strict=True)))
@@ -256,9 +260,6 @@ def auto_smooth(
         check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
         moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
-        lengths = list(state.choice.length * jnp.sqrt(state.choice.beta))
-        lengths = jax.tree.unflatten(jax.tree.structure(moves), lengths)
-        moves = jax.tree.map(lambda move, x: move * x.astype(move.dtype), moves, lengths)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
         step = optax.safe_increment(state.step)
