@@ -309,7 +309,7 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
     """
     traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []
-    errors = []
+    errors: list[ValueError] = []
     for leaf in leaves:
         if leaf is not None and leaf.arrangement in [one.arrangement for one in found if one]:
             leaf = None
