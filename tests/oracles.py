@@ -303,6 +303,41 @@ def largest_movement(matrix: np.ndarray, separation: int) -> float:
     return largest
 
 
+def impulse_response(numerator, denominator, steps: int) -> np.ndarray:
+    """Return h₀, h₁, … of y_t = (Σₖ bₖ x_(t−k) − Σₖ₍₁₎ aₖ y_(t−k)) / a₀ from its definition."""
+    response = []
+    for t in range(steps):
+        value = numerator[t] if t < len(numerator) else 0.0
+        value -= sum(a * response[t - k] for k, a in enumerate(denominator) if 1 <= k <= t)
+        response.append(value / denominator[0])
+    return np.array(response)
+
+
+def filter_in_time(x: np.ndarray, numerator, denominator) -> np.ndarray:
+    """Convolve x, with shape (steps, …), and divide by the response to a constant signal."""
+    h = impulse_response(numerator, denominator, len(x))
+    return np.stack(
+        [np.tensordot(h[t::-1], x[: t + 1], 1) / h[: t + 1].sum() for t in range(len(x))]
+    )
+
+
+def filtered_variance(variances: np.ndarray, numerator, denominator) -> np.ndarray:
+    """Return the variance behind `filter_in_time` of independent noise with these variances."""
+    h = impulse_response(numerator, denominator, len(variances))
+    steps = range(len(variances))
+    return np.array([h[t::-1] ** 2 @ variances[: t + 1] / h[: t + 1].sum() ** 2 for t in steps])
+
+
+def debiased_adam(x: np.ndarray, variances: np.ndarray, floor: float, b1=0.9, b2=0.999, eps=1e-8):
+    """Return the last step of Adam with moments written as weighted means, without the noise."""
+    ages = np.arange(len(x))[::-1]
+    first, second = (b**ages / np.sum(b**ages) for b in (b1, b2))
+    noise = second @ variances
+    error = noise * np.sqrt(2 * np.sum(second**2))  # of a mean of squares of Gaussian noise
+    moment = np.maximum(np.tensordot(second, x**2, 1) - noise, floor * error)
+    return np.tensordot(first, x, 1) / (np.sqrt(moment) + eps)
+
+
 def choose_smoothing(total, variance, sampling, matrices, last):
     """Return (place among `matrices`, length) by the rule of `auto_smooth`, in dense arithmetic.
 

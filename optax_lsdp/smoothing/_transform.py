@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,35 @@ from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._auto import LAYOUTS, auto_smooth
 from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
-from optax_lsdp.smoothing._layout import Layout, Scope, arrange_leaf, check_layout
+from optax_lsdp.smoothing._layout import Layout, Leaf, Scope, arrange_leaf, check_layout
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary
-from optax_lsdp.smoothing.methods.spectral import LARGEST_SMOOTHING, Operator
+from optax_lsdp.smoothing.methods.spectral import LARGEST_SMOOTHING, Operator, noise_left
+
+VarianceAfter = Callable[[jax.Array, PyTree, PyTree, optax.Updates], jax.Array]
+
+
+class Denoiser(optax.GradientTransformationExtraArgs):
+    """A linear transform that can tell how much of the noise in its input it leaves.
+
+    Attributes:
+        variance_after: a function (variance, before, after, updates) → variance. It takes the
+            noise's variance in one entry of each leaf of `updates`, with shape (leaves,), and the
+            states before and after the update. It returns the variance behind the transform. The
+            noise must be independent between entries and steps.
+    """
+
+    variance_after: VarianceAfter
+
+    def __new__(
+        cls,
+        init: optax.TransformInitFn,
+        update: optax.TransformUpdateExtraArgsFn,
+        variance_after: VarianceAfter,
+    ) -> Self:
+        """Return the transform of `init` and `update`."""
+        self = super().__new__(cls, init, update)
+        self.variance_after = variance_after
+        return self
 
 
 class LaplacianSmoothState(NamedTuple):
@@ -129,6 +156,19 @@ def laplacian_smooth(
     check_layout(layout)
     check_shard_specs(shard_specs)
 
+    def arrange(leaves: list[tuple[str, jax.Array]]) -> dict[int, Leaf]:
+        shards = read_shards(shard_specs, [array for _, array in leaves])
+        if shard_specs is None and any(shard.varying is None for shard in shards):
+            raise ValueError(
+                "`shard_specs` must be set where JAX does not track which axes an array varies "
+                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
+            )
+        return {
+            index: leaf
+            for index, ((name, array), shard) in enumerate(zip(leaves, shards, strict=True))
+            if (leaf := arrange_leaf(layout, name, array, shard)) is not None
+        }
+
     def init(params: optax.Params) -> LaplacianSmoothState:
         del params
         return LaplacianSmoothState(step=jnp.zeros([], jnp.int32))
@@ -146,17 +186,7 @@ def laplacian_smooth(
         if isinstance(now, float) and now == 0:
             return updates, state
         results = [leaf for _, leaf in leaves]
-        shards = read_shards(shard_specs, results)
-        if shard_specs is None and any(shard.varying is None for shard in shards):
-            raise ValueError(
-                "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
-            )
-        arranged = {
-            index: leaf
-            for index, ((name, array), shard) in enumerate(zip(leaves, shards, strict=True))
-            if (leaf := arrange_leaf(layout, name, array, shard)) is not None
-        }
+        arranged = arrange(leaves)
         if arranged:
             operator = Operator(now, boundary, order or 1)
             smoothed = smooth_leaves([*arranged.values()], operator, scope, method)
@@ -164,7 +194,24 @@ def laplacian_smooth(
                 results[index] = _unless_zero_or_invalid(now, results[index], array)
         return jax.tree.unflatten(structure, results), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def variance_after(
+        variance: jax.Array,
+        before: LaplacianSmoothState,
+        after: LaplacianSmoothState,
+        updates: optax.Updates,
+    ) -> jax.Array:
+        del after
+        now = _checked(fixed(before.step)) if callable(fixed) else fixed
+        operator = Operator(now, boundary, order or 1)
+        leaves = arrange(unmarked_leaves("laplacian_smooth", updates)[0])
+        grids = {index: leaf.arrangement.grid for index, leaf in leaves.items()}
+        if scope == "tree":
+            grids = dict.fromkeys(grids, (sum(grid[0] for grid in grids.values()),))
+        for index, grid in grids.items():
+            variance = variance.at[index].multiply(noise_left(operator, grid))
+        return variance
+
+    return Denoiser(init, update, variance_after)
 
 
 def _checked(smoothing: object) -> jax.Array | float:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from optax_lsdp.smoothing._spectrum import Boundary
+from optax_lsdp.smoothing._spectrum import Boundary, grid_beta, ring_beta
 
 LARGEST_SMOOTHING = 1e30  # for a larger σ, σ times an eigenvalue could overflow float32
 
@@ -48,6 +48,21 @@ def inverse_spectrum(
     for axis, along in enumerate(energy):
         total += along.reshape([-1 if i == axis else 1 for i in range(len(energy))])
     return 1 / (1 + jnp.asarray(operator.smoothing, dtype) * total**operator.order)
+
+
+def noise_left(operator: Operator, grid: Sequence[int]) -> jax.Array | float:
+    """Return β, the variance of unit noise after smoothing on a grid; σ may be traced.
+
+    With reflecting ends, β is the mean over all entries.
+    """
+    if isinstance(operator.smoothing, float):
+        return grid_beta(operator.smoothing, grid, boundary=operator.boundary, order=operator.order)
+    now = operator.smoothing.astype(float)
+    around = 1 if operator.boundary == "periodic" else 2
+    if len(grid) == 1 and around == 1 and operator.order == 1:
+        return ring_beta(now, grid[0])
+    energy = [energies(jnp.arange(size).astype(now.dtype), around * size) for size in grid]
+    return jnp.mean(inverse_spectrum(energy, operator, now.dtype) ** 2)
 
 
 def smooth_fft(x: jax.Array, operator: Operator, dims: int) -> jax.Array:
