@@ -44,9 +44,8 @@ keeps its length and gains in direction. A learning rate that was tuned without 
 tuned. Optimizers such as Adam cancel ℓ. They divide steps by their own estimate of their length, so
 they keep the length in any case. The noise that the optimizer sees has the variance ℓ²·β·s².
 
-**What remains true.** The choice for step t depends on the releases before t only. So the update
+**What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
-The choice is post-processing: its inputs are releases, s, q, b and C.
 
 **Cost.** D is one copy of the parameters. Each candidate smooths D once, after 1 to 8, 10, 12, 14,
 16, 20, 24, 28, 32, … steps. The number of these steps grows with the logarithm of all steps.
@@ -162,9 +161,9 @@ def auto_smooth(
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.
         layouts: the layouts to choose from; see `laplacian_smooth`.
-        boundary: see `laplacian_smooth`, also for `order` and `shard_specs`.
+        boundary: see `laplacian_smooth`, also for `order`, `method` and `shard_specs`.
         order: the order n.
-        method: see `laplacian_smooth`. It must not be "banded".
+        method: not "banded".
         shard_specs: how `shard_map` splits the updates.
 
     >>> tx = auto_smooth(optax.sgd(0.1), stddev=1.0)
@@ -198,8 +197,7 @@ def auto_smooth(
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
         total = jax.tree.map(lambda x: jnp.zeros_like(widen(x)), params)
-        state = AutoSmoothState(None, step, total, zero, zero, choice)
-        # Copies, because a caller can donate each array only once.
+        state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
         return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
     def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
@@ -259,6 +257,10 @@ def auto_smooth(
         unmarked_leaves("auto_smooth", updates)
         check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
+        if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
+            whole = jnp.asarray(extra_args["noise_stddev"])
+            left = whole * state.choice.length * jnp.sqrt(state.choice.beta)
+            extra_args["noise_stddev"] = jax.tree.unflatten(jax.tree.structure(total), [*left])
         moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
@@ -274,9 +276,8 @@ def auto_smooth(
 def chosen_smoothing(state: PyTree) -> PyTree:
     """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
 
-    `layout` is 0 for no smoothing, 1 for the first layout, and so on. The layouts are "inputs" and
-    "images" by default. `smoothing` is σ. `beta` is the share of the noise's variance that remains.
-    `length` is the factor that lengthens smoothed releases.
+    `layout` is 0 for no smoothing, 1 for "inputs" and 2 for "images", unless you set `layouts`.
+    `beta` is the share of the noise's variance that remains. `length` lengthens smoothed releases.
 
     Args:
         state: the state of `auto_smooth`, or a tree that contains it, such as the state of
@@ -330,7 +331,7 @@ def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Call
 
 
 def _is_due(step: jax.Array) -> jax.Array:
-    """Return whether to choose now: if `step` has at most three binary digits before its zeros."""
+    """Return whether to choose: if `step` has at most three binary digits before its zeros."""
     return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
 
 
