@@ -159,6 +159,15 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     return (rank - 1, rank - 2, *range(rank - 2))
 
 
+def centre_units(path: str, array: jax.Array, spec: jax.P) -> jax.Array:
+    """Subtract from the inputs of each output unit their mean. `spec` says how they are split."""
+    unit = None if array.ndim < 2 else 0 if _has_outputs_first(path) else array.ndim - 1
+    axes = tuple(axis for axis in range(array.ndim) if axis != unit)
+    names = tuple(x for axis in axes for x in axis_names(spec[axis] if axis < len(spec) else None))
+    mean = array.mean(axis=axes, keepdims=True)
+    return array - (jax.lax.pmean(mean, names) if names else mean)
+
+
 def _has_outputs_first(path: str) -> bool:
     name = path.rpartition("/")[2]
     return name == "weight" or name.startswith("weight_")
