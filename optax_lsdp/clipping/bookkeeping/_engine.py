@@ -30,8 +30,8 @@ from optax_lsdp.clipping.bookkeeping._backward import (
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, EMULATED, PLATFORMS, Platform
 from optax_lsdp.clipping.bookkeeping._strategy import (
     Kind,
-    ParameterLeaf,
     LossAnalysis,
+    ParameterLeaf,
     analyse_batch,
     choose,
 )
