@@ -211,8 +211,8 @@ class RandomBits:
         """Return an array whose first `size` entries are different random indices below `bound`.
 
         `size` must be at most bound/4. More indices are drawn than needed, and repeated ones are
-        moved to the end. Too few would remain only if their number were twenty standard deviations
-        below its mean.
+        moved to the end. Too few different indices remain only if their number is twenty standard
+        deviations below its mean.
         """
         return repeats_last(self.indices(bound, size + size // 2 + 64), self.xp)
 

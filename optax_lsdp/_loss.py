@@ -18,7 +18,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lsdp._checks import check_function, check_whole
-from optax_lsdp._layers import batch_norm_in_traceback, batch_norm_sentence
+from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
 from optax_lsdp._trees import check_mask, describe_arrays, is_floating
 from optax_lsdp._types import PyTree
 

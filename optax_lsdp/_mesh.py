@@ -70,7 +70,7 @@ def axis_size(names: tuple[str, ...]) -> int:
 def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask: PyTree) -> None:
     """Raise if it is unknown whether a manual axis splits the parameters or the batch.
 
-    According to the caller, all parameters are replicated over the axes in `named`.
+    `named` are axes over which the caller says that all parameters are replicated.
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
@@ -190,7 +190,7 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
 def sum_leaves(
     shards: Sequence[Shard], terms: Callable[..., tuple[jax.Array, ...]], *trees: PyTree
 ) -> list[jax.Array]:
-    """Return, for each leaf, the sums of its `terms` over all entries on all shards: (terms,)."""
+    """Return one array per leaf: the sum of each of its `terms` over all entries and shards."""
     sums = []
     for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
         here = jnp.stack([jnp.sum(term).astype(float) for term in terms(*leaves)])

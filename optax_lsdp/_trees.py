@@ -23,9 +23,9 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
     """Return one address per leaf: a text that is unique within the tree.
 
     An address joins the texts of all keys on the leaf's path. The text of a plain key (of a dict, a
-    list or an attribute) is its `keystr`. Any other key may have the same `keystr` as a sibling, or
-    as several keys together. So its text also contains the length of the `keystr`, and the number
-    of earlier siblings with the same `keystr`. Masking out other leaves does not change an address.
+    list or an attribute) is its `keystr`. Any other key may have the `keystr` of a sibling, or of
+    several keys together. So the text of such a key also has the length of its `keystr`, and a
+    count of earlier siblings with this `keystr`. Masking out other leaves changes no address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:

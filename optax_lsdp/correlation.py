@@ -139,9 +139,9 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter, after each step.
+        """Return the variance of the noise in a parameter after each step, for a stddev of 1.
 
-        Multiply by stddev², the variance of Z, and by the squared learning rate.
+        In general, the variance is the result times stddev² and the squared learning rate.
 
         >>> independent(3).squared_errors()
         array([1., 2., 3.])

@@ -159,12 +159,13 @@ def read_sum(
     named, structure = unmarked_leaves(name, updates)
     narrow = [leaf for _, leaf in named]
     wide = [widen(leaf) for leaf in narrow]
-    shards = read_shards(spread_specs(shard_specs, updates), wide) if wide else []
+    addresses = leaf_addresses(updates)
     if jax.tree.structure(params) == structure:
         check_shapes(updates, params, f"put `clip_per_example` before `{name}`")
-    _check_shards(named, shards, state)
+    shards = read_shards(spread_specs(shard_specs, updates), wide) if wide else []
     axes = [shard.split_axes for shard in shards]
-    return SumLeaves(structure, narrow, wide, leaf_addresses(updates), axes)
+    _check_shards(named, shards, state)
+    return SumLeaves(structure, narrow, wide, addresses, axes)
 
 
 def add_scaled(

@@ -300,7 +300,7 @@ def room_for_batch(
 
 
 def _set_size(sampler: Any, name: str) -> None:
-    """Check a sampler's fields, and set `size`. The field `name` is the largest batch."""
+    """Check a sampler's fields, and set `size`. The field `name` holds the largest batch size."""
     if hasattr(sampler, "key"):
         check_threefry_key("key", sampler.key)
     room, dataset_size = getattr(sampler, name), sampler.dataset_size

@@ -103,7 +103,7 @@ CASES = {
     ),
     "slack with discrete noise": (
         lambda: lsdp.discrete.add_discrete_gaussian_noise(1.0, key=KEY).update(
-            grad(slack=2), None, PARAMS
+            jax.eval_shape(lambda: grad(slack=2)), None, PARAMS
         ),
         "`slack` must be None with discrete noise",
     ),

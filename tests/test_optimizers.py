@@ -317,7 +317,10 @@ def test_privatize_passes_shard_specs_to_noise_and_smoothing(check_vma):
 
 def test_an_update_reads_as_a_straight_path_through_the_package():
     tx = lsdp.dp_lssgd(LR, smoothing=2.0, **PRIVATE)
-    assert follow(tx.update, updates_of("marked"), tx.init(PARAMS), PARAMS).changes <= 30
+    call = tx.update, updates_of("marked"), tx.init(PARAMS), PARAMS
+    reading = follow(*call)
+    assert reading.changes <= 26
+    assert follow(*call) == reading  # no cache hides a part of the way
 
 
 def test_one_privatize_around_a_partition_is_one_mechanism():

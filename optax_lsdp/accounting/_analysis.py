@@ -164,9 +164,9 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     Lower bounds use datasets whose other examples contribute zero. In such datasets, truncation
     only makes it less likely that x is in the batch.
 
-    The probabilities of N < B and N ≥ B are known up to rounding. The unknown remainder gets a pair
-    that dominates both cases: `fixed_size_pair` at rate q, with one example replaced. It also
-    dominates `replacement_pair`, because the centres of `replacement_pair` are no further apart.
+    The probabilities of N < B and N ≥ B are known up to rounding. For the small probability that is
+    unknown, the analysis uses a pair that dominates both cases: `fixed_size_pair` at rate q, with
+    one example replaced. It also dominates `replacement_pair`, whose centres are no further apart.
     """
     rate, shift, size = phase.sampling_rate, 2 / phase.noise_multiplier, phase.dataset_size or 0
     dominates_both = dominating.fixed_size_pair(rate, shift)
@@ -224,7 +224,7 @@ class PrivacyProfile:
 
         Args:
             upper: the analyses of the phases from which upper bounds on δ are computed.
-            lower: those from which lower bounds on δ are computed.
+            lower: the analyses from which lower bounds on δ are computed.
             group_size: see `PrivacyProfile`.
             mu_unamplified: see `PrivacyProfile`.
         """
@@ -272,7 +272,8 @@ class PrivacyProfile:
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
         """Return a lower bound on the false-negative rate at each false-positive rate α.
 
-        Every valid (ε, δ) gives two lines below the curve: 1 − δ − e^ε α and e^(−ε)(1 − δ − α).
+        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). The largest
+        of all counts.
         """
         if not self.upper and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
@@ -321,14 +322,14 @@ class PrivacyProfile:
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
     """Return, for each case, one (part, count) per phase.
 
-    `parts` has, for each phase, one part per case, and a count. If a phase has fewer cases than
-    another, its cases repeat in order.
+    Each entry of `parts` belongs to a phase. It has one part per case, and a count. If a phase has
+    fewer cases than another, its cases repeat in order.
     """
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 
 
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
-    """Split a Gaussian mechanism into equal steps for the lattice; return one, and their number."""
+    """Split a Gaussian mechanism into equal steps for the lattice. Return a step and a count."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
     return dominating.removal_pair(1.0, mu / math.sqrt(count)), count

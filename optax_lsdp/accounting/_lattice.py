@@ -130,7 +130,10 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence and its slope in α at α = e^loss; left of 0, minus those of 1 − α."""
+    """Return the divergence D(α) and its slope at α = e^loss.
+
+    Where `left` is true, return D(α) − (1 − α) and its slope, which avoids cancellation.
+    """
     gaps = pair.centres - pair.point(losses)[:, None]
     tails = ndtr(np.where(left[:, None], -gaps, gaps))
     weights = pair.change - np.expm1(losses)[:, None] * pair.base
@@ -192,7 +195,7 @@ class TiltedSum(NamedTuple):
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
-        """Return lower bounds on δ(ε) of the losses on the lattice, for one ε per row."""
+        """Return lower bounds on δ(ε) for one ε per row. They hold for losses on the lattice."""
         value, weight, wrapped, growth = self._sums(epsilon)
         above = epsilon + self.size * self.settings.mesh
         beyond = np.exp(np.minimum(0.0, self.log_moment - self.settings.extra_tilt * above))

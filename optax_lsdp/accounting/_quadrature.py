@@ -96,7 +96,7 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). The guess `log_delta` of log δ(ε) limits what is cut off."""
+    """Return settings to find δ(ε). `log_delta` guesses log δ(ε), and so how much to cut off."""
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -181,10 +181,11 @@ def _root(decreasing: Callable[[float], float], low: float) -> float:
 def _settings(
     quadratures: Quadratures, tilt: float, tail: float, log_delta: float, epsilon: float | None
 ) -> LatticeSettings:
-    """Return settings whose mesh h, if possible, raises ε by a share of at most `_LOOSENESS`.
+    """Return settings for the tilt θ, with a mesh h that raises ε by at most `_LOOSENESS`·ε.
 
-    Rounding to the lattice adds a variance V to the loss ℓ of each of T steps. V is the smaller of
-    h²/6 and h|ℓ|. It raises ε by about T·V·(θ + 1)/2.
+    If such a mesh needed too many lattice points, h is larger. Rounding to the lattice adds a
+    variance V to the loss ℓ of each of T steps. V is the smaller of h²/6 and h|ℓ|. It raises ε by
+    about T·V·(θ + 1)/2.
     """
     spread = math.sqrt(_cumulants(quadratures, tilt)[2])
     scale = min(epsilon or math.inf, max(_chernoff(quadratures, tilt)[1], spread))

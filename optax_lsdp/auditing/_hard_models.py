@@ -103,7 +103,7 @@ def _gathered(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _small(params: optax.Params, example: Example) -> jax.Array:
-    """Use six small leaves elementwise, and a seventh not at all."""
+    """Use six small leaves elementwise, and leave a seventh unused."""
     x = example["rows"][0]
     for name in ("a", "b", "c"):
         x = jnp.sin(x * params[f"scale_{name}"] + params[f"shift_{name}"])

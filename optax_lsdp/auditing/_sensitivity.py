@@ -184,7 +184,7 @@ def _released(release: Release, batch: PyTree, mask: jax.Array) -> PyTree:
 
 @np.errstate(invalid="ignore", over="ignore")
 def _distance(one: PyTree, other: PyTree) -> float:
-    """Return the ℓ₂ distance in float64, or ∞ if the distance is not finite."""
+    """Return the ℓ₂ distance in float64, or ∞ if an entry is not finite."""
     squares = 0.0
     for x, y in zip(*map(jax.tree.leaves, jax.device_get((one, other))), strict=True):
         wide = np.complex128 if np.iscomplexobj(x) else np.float64

@@ -1,7 +1,7 @@
 """Provide `clipped_grad` and `value_and_clipped_grad`, the counterparts of `jax.grad`.
 
 This module checks the arguments, chooses the engine, and marks the clipped sum. The engines are in
-`_vmap` and `bookkeeping`. Each index of the batch's leading axis is one example, the unit of
+`_engines` and `bookkeeping`. Each index of the batch's leading axis is one example, the unit of
 privacy. To clip per user, let one example hold the examples of one user: `average_examples`.
 """
 
@@ -18,15 +18,13 @@ from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
 from optax_lsdp._clipped import mark
-from optax_lsdp._isolation import ValueAndAux, is_example_split
+from optax_lsdp._isolation import check_no_layer_state
 from optax_lsdp._keys import is_key
-from optax_lsdp._layers import check_no_layer_state
 from optax_lsdp._loss import call_or_explain, check_loss_signature
 from optax_lsdp._mesh import (
     axis_names,
     check_replicated_axes,
     explicit_spec,
-    manual_axes,
     vary,
     varying_axes,
     with_automatic_axes,
@@ -45,19 +43,11 @@ from optax_lsdp.clipping._clip_norm import (
     CLIP_STYLES,
     CheckedClipNorm,
     ClipStyle,
-    ExampleNorms,
     checked_clip_norm,
     divide_by_clip_norm,
 )
-from optax_lsdp.clipping._microbatch import in_microbatches
+from optax_lsdp.clipping._engines import ENGINES, ClippedSum, choose_engine, in_microbatches
 from optax_lsdp.clipping._slack import count_slack
-from optax_lsdp.clipping._vmap import clip_by_vmap
-from optax_lsdp.clipping.bookkeeping import clip_by_bookkeeping
-
-# Each example's (value, aux), the norms of each group, and the clipped sum.
-ClippedSum = tuple[tuple[jax.Array, PyTree], ExampleNorms, optax.Updates]
-Engine = Callable[..., ClippedSum]
-_ENGINES: dict[str, Engine] = {"bookkeeping": clip_by_bookkeeping, "vmap": clip_by_vmap}
 
 
 class PerExample(NamedTuple):
@@ -210,7 +200,7 @@ def value_and_clipped_grad(
             f"`clip_style` must be 'threshold' with an AdaptiveClip, got {clip_style!r}; with "
             "automatic clipping the clip norm only scales updates, so pass a number."
         )
-    check_choice("engine", engine, ("auto", *_ENGINES))
+    check_choice("engine", engine, ("auto", *ENGINES))
     if microbatch_size is not None:
         check_whole("microbatch_size", microbatch_size)
     named_axes = axis_names(replicated_axes)
@@ -239,7 +229,7 @@ def value_and_clipped_grad(
         params = vary(params, varying_axes((batch, mask)))
         _check_step(norm, step, clip_norm)
         now = norm.at(step, clip_norm)
-        clip = _choose_engine(engine, value_and_aux, params, batch)
+        clip = choose_engine(engine, value_and_aux, params, batch)
 
         def run(
             params: optax.Params, batch: PyTree, mask: jax.Array | None, now: ClipNorm
@@ -261,28 +251,6 @@ def value_and_clipped_grad(
         return PerExample(values, norm.in_tree(norms), aux), marked
 
     return value_and_grad
-
-
-def _choose_engine(
-    engine: str, loss_fn: ValueAndAux, params: optax.Params, batch: PyTree
-) -> Engine:
-    """Return the engine with the name `engine`, or the engine that "auto" chooses.
-
-    Bookkeeping cannot compute norms if the shards of a `shard_map` split the work on one example.
-    Then "auto" chooses vmap, and "bookkeeping" raises an error.
-    """
-    name = "bookkeeping" if engine == "auto" else engine
-    if name == "vmap" or not manual_axes():
-        return _ENGINES[name]
-    if not is_example_split(loss_fn, params, jax.tree.map(lambda x: x[0], batch)):
-        return _ENGINES[name]
-    if engine == "auto":
-        return _ENGINES["vmap"]
-    raise ValueError(
-        f"`engine` must be 'auto' or 'vmap' if shards of a shard_map split the work on one "
-        f"example, got {engine!r}; pass engine='auto', or shard the arrays with `jit` instead of "
-        "shard_map."
-    )
 
 
 def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNorm) -> None:

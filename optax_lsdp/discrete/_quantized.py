@@ -19,9 +19,8 @@ import optax
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
 from optax_lsdp._clipped import is_marked
-from optax_lsdp._isolation import trace_loss
+from optax_lsdp._isolation import trace_loss, warn_of_batch_norms
 from optax_lsdp._keys import check_threefry_key, fold_in_text, fold_in_texts
-from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._loss import call_or_explain
 from optax_lsdp._mesh import manual_axes
 from optax_lsdp._trees import row_norms

@@ -19,9 +19,9 @@ import optax
 
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_function
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import constants
 from optax_lsdp._keys import is_key
-from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._loss import LossFn, call_with_any_key, explain_failure, takes_key
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import clipped_grad

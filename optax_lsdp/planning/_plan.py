@@ -130,7 +130,7 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps with noise multiplier 1 times the noise schedule."""
+        """Return the planned steps for z = 1, with the factors of the noise schedule."""
         names = ("sampling", "neighbouring", "max_batch_size", "group_size")
         shared = {name: getattr(self, name) for name in names}
         size = None if self.max_batch_size is None else self.dataset_size
@@ -274,7 +274,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return, for all phases, the number of the first step after each, and one step of each."""
+        """Return the step at which each phase has ended, and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]

@@ -57,7 +57,7 @@ class Examples:
         return self.users is not None and self.users.width > 1
 
     def take_batch(self, batch: Batch, step: int, key: jax.Array) -> PyTree:
-        """Return the examples of a batch, or some examples of its users."""
+        """Return the examples of a batch. If it consists of users, return some examples of each."""
         if self.users is None:
             return self.take(*batch)
         found = self.users.batch(batch, step, key=key)

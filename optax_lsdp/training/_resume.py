@@ -221,7 +221,7 @@ class Run:
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with new noise. Count later steps that may have been seen, and warn."""
+        """Restart from `at` with new noise, count the steps after `at` as spent, and warn."""
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.seen_with(at.nonce).start)

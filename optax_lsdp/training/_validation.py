@@ -13,9 +13,9 @@ import optax
 from jax.tree_util import KeyPath
 
 from optax_lsdp._checks import is_number
+from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import ClosedJaxpr, uses_inputs
 from optax_lsdp._keys import is_key
-from optax_lsdp._layers import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._loss import LossFn, call_with_any_key, raise_explained
 from optax_lsdp._trees import check_floating, check_not_empty, is_numeric, path_name
 from optax_lsdp._types import PyTree

@@ -101,7 +101,7 @@ def engines(change):
     def wrap_all(table):
         return {name: partial(around, engine) for name, engine in table.items()}
 
-    return Patch(f"{CLIPPING}._grad:_ENGINES", wrap_all)
+    return Patch(f"{CLIPPING}._engines:ENGINES", wrap_all)
 
 
 def _swapped_clip_norms(run, batch, mask, groups):
@@ -332,7 +332,8 @@ MUTATIONS_OF_CLIPPING = {
         MISTAKES, (wrap(f"{CLIPPING}._transform:clip_and_sum", _without_mask),)
     ),
     "split parameters clipped part by part": Mutation(
-        "parameters split over devices", (wrap(f"{CLIPPING}._vmap:clip_and_sum", _without_split),)
+        "parameters split over devices",
+        (wrap(f"{CLIPPING}._engines:clip_and_sum", _without_split),),
     ),
     "division by the realised batch size": Mutation(
         BY_BOOKKEEPING, (engines(_divided),), ("dense",)
@@ -349,7 +350,7 @@ MUTATIONS_OF_CLIPPING = {
     "overlapping microbatches counted twice": Mutation(
         MICROBATCHES,
         rewrite(
-            f"{CLIPPING}._microbatch:in_microbatches",
+            f"{CLIPPING}._engines:in_microbatches",
             "window(given_mask) & is_new",
             "window(given_mask)",
             f"{CLIPPING}._grad",

@@ -168,17 +168,21 @@ def test_a_sum_whose_slack_differs_from_the_optimizers_is_refused():
     batch = make_examples(0, 4, 1.0, 4)
     optimizer = lsdp.privatize(optax.sgd(1.0), clip_norm=1.0, slack=4, **PRIVATE)
     state, params = optimizer.init(params_like()), params_like()
+
+    def marked_with(size):
+        gradient = lsdp.clipped_grad(loss, clip_norm=1.0, slack=size)
+        return jax.eval_shape(gradient, params, batch)
+
     for size in (None, 3):
-        marked = lsdp.clipped_grad(loss, clip_norm=1.0, slack=size)(params, batch)
         found = f"`slack` must be the same .* got {size or 0} coord.* and 4"
         with pytest.raises(ValueError, match=found):
-            optimizer.update(marked, state, params)
-    marked = lsdp.clipped_grad(loss, clip_norm=1.0, slack=4)(params, batch)
+            jax.eval_shape(optimizer.update, marked_with(size), state, params)
+    marked = marked_with(4)
     with pytest.raises(ValueError, match=r"`slack` must be the same .* got 0 .* all leaves"):
-        optimizer.update({"w": marked["w"]}, state, {"w": params["w"]})
+        jax.eval_shape(optimizer.update, {"w": marked["w"]}, state, {"w": params["w"]})
     plain = lsdp.privatize(optax.sgd(1.0), clip_norm=1.0, **PRIVATE)
     with pytest.raises(ValueError, match=r"`slack` must be the same .* got 4 coord.* and 0"):
-        plain.update(marked, plain.init(params), params)
+        jax.eval_shape(plain.update, marked, plain.init(params), params)
 
 
 @pytest.mark.parametrize("clip_norm", [0.5, {"w": 0.5, "b": 0.25}])
@@ -230,14 +234,20 @@ def test_a_schedule_of_clip_norms_counts_in_units_of_each_steps_clip_norm():
     schedule = lsdp.Piecewise((0, 1), (1.0, 0.1))
     private = dict(clip_norm=schedule, slack=4)
     optimizer = lsdp.privatize(optax.sgd(0.0), **private, **PRIVATE | {"noise_multiplier": 1e-6})
-    gradient, params, state = lsdp.clipped_grad(loss, **private), params_like(), None
-    example = jax.tree.map(lambda x: jnp.zeros((2, *x.shape)).at[:, 0].set(0.05), params)
-    length = float(jnp.sqrt(sum(jnp.sum(x[0] ** 2) for x in jax.tree.leaves(example))))
-    assert length == pytest.approx(0.1)
+    gradient, params = lsdp.clipped_grad(loss, **private), params_like()
+    example = {name: np.zeros((2, *shape), np.float32) for name, shape in SHAPES.items()}
+    for x in example.values():
+        x[:, 0] = 0.05
+    assert np.linalg.norm(flat(example)[0]) == pytest.approx(0.1)
+
+    @jax.jit
+    def take_step(state, step):
+        state = optimizer.update(gradient(params, example, step=step), state, params)[1]
+        return state, lsdp.norm_estimates(state)
+
     state = optimizer.init(params)
     for step, shares in ((0, [0.5, 0.5, 0.5, 0.0]), (1, [0.25, 0.25, 0.25, 0.0])):
-        _, state = optimizer.update(gradient(params, example, step=step), state, params)
-        found = lsdp.norm_estimates(state)
+        state, found = take_step(state, step)
         np.testing.assert_allclose(found.shares, shares, atol=1e-5)  # means over the steps so far
     assert float(found.clip_norm) == pytest.approx(0.1) and found.steps == 2
 
@@ -278,7 +288,7 @@ def test_norms_are_not_estimated_before_the_noise():
         stacked = jnp.array([[3.0, 4.0], [0.0, 0.4]])
         now = {} if clip_norm == 1.0 else {"clip_norm": 100.0}
         with pytest.raises(ValueError, match="got slack without noise; put `estimate_norms` right"):
-            tx.update(stacked, tx.init(jnp.zeros(2)), jnp.zeros(2), **now)
+            jax.eval_shape(tx.update, stacked, tx.init(jnp.zeros(2)), jnp.zeros(2), **now)
 
 
 def test_slack_of_another_size_is_refused():
@@ -288,4 +298,4 @@ def test_slack_of_another_size_is_refused():
         lsdp.clipping.estimate_norms(1.0, slack=8, stddev=5.0, expected_batch_size=2),
     )
     with pytest.raises(ValueError, match="got 1 and 8 slack coordinates"):
-        tx.update(jnp.ones((3, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2))
+        jax.eval_shape(tx.update, jnp.ones((3, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2))

@@ -44,7 +44,7 @@ def test_a_schedule_runs_on_an_explicit_mesh_with_replicated_leaves(devices):
     updates = {"w": normal(20, 10)}
     schedule = lsdp.laplacian_smooth(optax.linear_schedule(1.0, 0.0, 10))
     injected = optax.inject_hyperparams(lsdp.laplacian_smooth)(smoothing=1.0)
-    expected, _ = lsdp.laplacian_smooth(1.0).update(updates, STATE)
+    expected, _ = jax.jit(lsdp.laplacian_smooth(1.0).update)(updates, STATE)
     with jax.set_mesh(jax.make_mesh((devices,), ("a",), axis_types=(AxisType.Explicit,))):
         for tx in (schedule, injected):
             for update in (tx.update, jax.jit(tx.update)):
@@ -65,7 +65,7 @@ def test_the_ring_of_a_very_long_tree_closes():
 @pytest.mark.parametrize("size", [100, 256, 300])
 def test_the_matrix_method_keeps_the_mean(size, boundary):
     tx = lsdp.laplacian_smooth(0.01, method="matrix", boundary=boundary, order=2)
-    np.testing.assert_allclose(tx.update(jnp.ones(size), STATE)[0], 1, atol=2e-6)
+    np.testing.assert_allclose(jax.jit(tx.update)(jnp.ones(size), STATE)[0], 1, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -77,7 +77,7 @@ def test_a_grid_whose_rows_are_whole_is_smoothed_without_communication(kind):
     assert not any(
         word in compiled.as_text() for word in ("all-gather", "all-to-all", "all-reduce")
     )
-    expected, _ = tx.update(normal(3, 3, 16, 64), STATE)
+    expected, _ = jax.jit(tx.update)(normal(3, 3, 16, 64), STATE)
     np.testing.assert_allclose(compiled(leaf, STATE)[0], expected, atol=1e-6)
 
 
@@ -139,7 +139,7 @@ def test_untracked_shards_need_specs():
 
     with pytest.raises(ValueError, match="`shard_specs` must be set where JAX does not track"):
         run(normal(64))
-    expected, _ = lsdp.laplacian_smooth(1.0).update(normal(64), STATE)
+    expected, _ = jax.jit(lsdp.laplacian_smooth(1.0).update)(normal(64), STATE)
     np.testing.assert_allclose(run(normal(64), shard_specs=P("a")), expected, atol=1e-6)
 
 

@@ -38,7 +38,7 @@ def test_smoothed_noise_has_the_variance_beta(smoothing, size):
     rows = 200_000 // size
     noise = jax.random.normal(jax.random.key(0), (rows, size))
     tx = lsdp.laplacian_smooth(smoothing, layout=lambda path, shape: lsdp.Grid((1,)))
-    smoothed, _ = tx.update(noise, tx.init(noise))
+    smoothed, _ = jax.jit(tx.update)(noise, tx.init(noise))
     # Neighbours are correlated over 1/(1 − ρ) entries: fewer independent samples.
     samples = noise.size * (1 - ring_decay(smoothing))
     error = 5 * np.sqrt(2 / samples)
@@ -65,7 +65,7 @@ def test_smoothed_noise_on_a_grid_has_the_variance_beta(order, boundary):
     noise = jax.random.normal(jax.random.key(0), (2_000, 8, 8))
     grid = lsdp.Grid((1, 2))
     tx = lsdp.laplacian_smooth(2.0, layout=lambda path, shape: grid, order=order, boundary=boundary)
-    smoothed, _ = tx.update(noise, tx.init(noise))
+    smoothed, _ = jax.jit(tx.update)(noise, tx.init(noise))
     promised = grid_beta(2.0, (8, 8), boundary=boundary, order=order)
     # Few waves survive: about one for each row at worst.
     assert abs(float(smoothed.var()) / promised - 1) < 5 * np.sqrt(2 / len(noise))

@@ -15,7 +15,7 @@ SMOOTHINGS = [0.0, 0.01, 0.3, 1.0, 3.0, 10.0, 100.0]
 
 def smooth(updates, smoothing, **kwargs):
     tx = lsdp.laplacian_smooth(smoothing, **kwargs)
-    return tx.update(updates, tx.init(updates))[0]
+    return jax.jit(tx.update)(updates, tx.init(updates))[0]
 
 
 smooth_traced = jax.jit(smooth)
@@ -126,7 +126,7 @@ def test_empty_leaves_pass():
 def test_smoothing_works_on_any_mesh():
     v = vector((8, 40))
     tx = lsdp.laplacian_smooth(1.0)
-    expected, _ = tx.update(v, tx.init(v))
+    expected, _ = jax.jit(tx.update)(v, tx.init(v))
     for kind in (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit):
         mesh = jax.make_mesh((8,), ("shards",), axis_types=(kind,))
         sharding = jax.NamedSharding(mesh, jax.P("shards"))

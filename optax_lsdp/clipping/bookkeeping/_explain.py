@@ -15,8 +15,7 @@ import optax
 
 from optax_lsdp._checks import check_choice, check_function
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._isolation import ValueAndAux
-from optax_lsdp._layers import check_no_layer_state
+from optax_lsdp._isolation import ValueAndAux, check_no_layer_state
 from optax_lsdp._loss import call_loss, raise_explained, takes_key
 from optax_lsdp._mesh import with_automatic_axes
 from optax_lsdp._trees import check_floating, check_not_empty, path_name, wide_dtype

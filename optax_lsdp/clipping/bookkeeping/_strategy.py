@@ -20,9 +20,8 @@ import numpy as np
 import optax
 
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss
+from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._jaxpr import shape_of
-from optax_lsdp._layers import warn_of_batch_norms
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements

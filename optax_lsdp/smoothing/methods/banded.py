@@ -275,8 +275,8 @@ def _in_steps(
 ) -> jax.Array:
     """Smooth `size` entries of an axis at a time.
 
-    `filtered` smooths a slab: `size` entries, with as many more on both sides as each array of
-    `beyond` holds. `beyond` is what precedes and follows the line. Slabs overlap if `size` does not
+    `beyond` holds the entries before and after the line. `filtered` smooths a slab: `size` entries,
+    and as many more on each side as an array of `beyond` holds. Slabs overlap if `size` does not
     divide the line, so nothing is padded.
     """
     before, after = beyond

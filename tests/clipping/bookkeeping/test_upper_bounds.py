@@ -59,7 +59,7 @@ def use_of_convolution(image, outputs):
 
 
 def convolved_with_channels(platform, kind):
-    factors = constant_factors(40, 5000, 30)
+    factors = constant_factors(40, 1000, 30)
     use = use_of_convolution(factors.a[0, 0], 30)
     return factors, convolution_bound(use, factors.a, factors.g, platform, kind)
 
