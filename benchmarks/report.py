@@ -35,15 +35,15 @@ def demo() -> str:
     record = load("demo")
     rows = [
         [
-            row["model"],
+            row["problem"],
             row["optimizer"],
-            f"{row['smoothing']:g}",
+            str(row["smoothing"]).removesuffix(".0"),
             f"{row['step_size']:g}",
             f"{row['mean']:.1f} ± {row['deviation']:.1f} %",
         ]
         for row in record["results"]
     ]
-    return markdown(["model", "optimizer", "σ", "step size", "test accuracy"], rows)
+    return markdown(["problem", "optimizer", "σ", "step size", "test accuracy"], rows)
 
 
 def duration(milliseconds: float) -> str:

@@ -130,11 +130,6 @@ def add_gaussian_noise(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def is_noise_state(node: object) -> bool:
-    """Return whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
-    return isinstance(node, AddGaussianNoiseState)
-
-
 class SumLeaves(NamedTuple):
     """The leaves of a clipped sum to which a transform adds noise."""
 

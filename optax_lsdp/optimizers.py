@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lsdp._checks import (
+    check_bool,
     check_fraction,
     check_non_negative,
     check_positive,
     check_whole,
     frozen_number,
     is_number,
+    refusal,
 )
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
@@ -28,11 +30,12 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
-from optax_lsdp.noise import add_gaussian_noise, is_noise_state
-from optax_lsdp.smoothing import laplacian_smooth
+from optax_lsdp.correlated_noise import add_correlated_noise, is_noise_state
+from optax_lsdp.correlation import Correlation
+from optax_lsdp.filters import Smoothing, denoised, read_stages, scale_by_debiased_adam
+from optax_lsdp.noise import add_gaussian_noise
+from optax_lsdp.smoothing import auto_smooth
 from optax_lsdp.watching import watch
-
-Smoothing: TypeAlias = optax.ScalarOrSchedule | optax.GradientTransformation
 
 
 def privatize(
@@ -42,6 +45,7 @@ def privatize(
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 0.0,
+    correlation: Correlation | None = None,
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
@@ -71,8 +75,12 @@ def privatize(
             of a schedule; `PrivacyPlan` accounts for the values of a `Piecewise`.
         expected_batch_size: b, by which the noisy sum is divided: a public number, the sampling
             rate times the size of the dataset. Never pass the actual number of examples in a batch.
-        smoothing: σ ≥ 0, a number or a schedule. To set the layout or the scope, pass a
-            `laplacian_smooth(...)` transform instead. Smoothing does not change ε.
+        smoothing: σ ≥ 0, a number or a schedule. "auto" chooses σ and the layout of each leaf from
+            past releases; see `auto_smooth`. To set the layout or the scope, pass a
+            `laplacian_smooth(...)` transform instead, or a list of transforms such as
+            `["auto", low_pass(...)]`. Smoothing does not change ε.
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. Schedules of
+            noise or clip norm, `AdaptiveClip`, `slack` and `watch_steps` are refused with it.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -83,8 +91,9 @@ def privatize(
         watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
             but a copy of the parameters; see `watch`. The default records nothing. Refused with
             several groups of `AdaptiveClip`.
-        sampling_rate: q, which narrows the standard error of the recorded curve: 1 for full
-            batches. Without it, the error is that of batches from a much larger dataset.
+        sampling_rate: q, which narrows the standard error of the recorded curve, and tells
+            smoothing="auto" how much sampling noise there is: 1 for full batches. Without it, both
+            assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log; add `watch_steps` and
@@ -116,7 +125,13 @@ def privatize(
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
-    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    noise = add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)
+    if correlation is not None:
+        constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        auto = read_stages(smoothing, shard_specs)[0] or None  # smoothing="auto"
+        _check_constant(constant, dict(slack=slack, watch_steps=watch_steps, smoothing=auto))
+        noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
+    release = [clip, noise]
     if adapts or slack is not None:
         # All shards have the same slack, so they must draw the same noise for it.
         specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
@@ -125,33 +140,33 @@ def privatize(
         release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
     if adapts:
         release = [_with_clip_norm(optax.chain(*release))]
-    after_noise: list[optax.GradientTransformation] = [
-        _smoothing_transform(smoothing, shard_specs),
-        optax.stateless(_cast_like),
-        _with_clear_errors(optimizer),
-    ]
-    if watch_steps is not None:
-        if adapts and len(jax.tree.leaves(clip_norm)) > 1:
+    release.append(optax.scale(1 / expected_batch_size))
+    is_auto, stages = read_stages(smoothing, shard_specs)
+    learner = denoised(
+        stages, optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
+    )
+    several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
+    for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
+        if value is not None and several_adapt:
             raise ValueError(
-                "`watch_steps` must be None with an AdaptiveClip for each of several groups, whose "
-                f"noise differs, got {watch_steps}; watch with one AdaptiveClip for all leaves."
+                f"`{name}` must not be {value!r} with an AdaptiveClip for each of several groups, "
+                "whose noise differs, got several; use one AdaptiveClip for all leaves."
             )
-        rate = 0.0 if sampling_rate is None else sampling_rate
+    rate = 0.0 if sampling_rate is None else sampling_rate
+    check_fraction("sampling_rate", rate)
+    spread = math.sqrt((1 - rate) / expected_batch_size)
+    noises = {
+        "stddev": _product(1 / expected_batch_size, stddev),
+        "sampling_stddev": _product(spread, sensitivity(clip_norm)),
+        "shard_specs": shard_specs,
+    }
+    if is_auto:
+        learner = auto_smooth(learner, **noises)
+    if watch_steps is not None:
         check_whole("watch_steps", watch_steps)
-        check_fraction("sampling_rate", rate)
-        spread = math.sqrt((1 - rate) / expected_batch_size)
-        watched = watch(
-            optax.chain(*after_noise),
-            steps=watch_steps,
-            stddev=_product(1 / expected_batch_size, stddev),
-            sampling_stddev=_product(spread, sensitivity(clip_norm)),
-            shard_specs=shard_specs,
-        )
-        after_noise = [watched]
-        if adapts:
-            released = optax.chain(*release, optax.scale(1 / expected_batch_size))
-            return _with_release_scale(released, watched)
-    return optax.chain(*release, optax.scale(1 / expected_batch_size), *after_noise)
+        learner = watch(learner, steps=watch_steps, **noises)
+    known = None if several_adapt or correlation is not None else noises["stddev"]
+    return _with_known_noise(optax.chain(*release), learner, known, adapts=adapts)
 
 
 def dp_sgd(
@@ -217,11 +232,12 @@ def dp_adam(
     clip_norm: ClipNorm,
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
+    debias: bool = False,
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-Adam: `privatize(optax.adam(learning_rate), ...)`, without smoothing.
 
-    For the arguments, see `privatize`.
+    For the arguments, see `privatize` and `dp_lsadam`.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_adam(0.1, expected_batch_size=256, **private)
@@ -232,6 +248,7 @@ def dp_adam(
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
         smoothing=0.0,
+        debias=debias,
         key=key,
     )
 
@@ -243,18 +260,23 @@ def dp_lsadam(
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 1.0,
+    debias: bool = False,
     key: jax.Array,
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize`; σ is 1 by default.
+    For the arguments, see `privatize`; σ is 1 by default. With `debias`, the noise that smoothing
+    leaves is subtracted from Adam's second moments; see `scale_by_debiased_adam`. The steps are
+    then longer, so try smaller learning rates too.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
     """
     check_non_negative("learning_rate", learning_rate, schedule=True)
+    check_bool("debias", debias)
+    scale = scale_by_debiased_adam() if debias else optax.scale_by_adam()
     return privatize(
-        optax.adam(learning_rate),
+        optax.chain(scale, optax.scale_by_learning_rate(learning_rate)),
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         expected_batch_size=expected_batch_size,
@@ -267,6 +289,14 @@ def steps_taken(state: optax.OptState) -> jax.Array:
     """Return how many steps an optimizer of `privatize` has taken, according to its state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
+
+
+def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
+    """Raise if settings would change correlated noise, or assume independent noise."""
+    for name, value in (constant | absent).items():
+        varies = any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value))
+        if varies or (name in absent and value is not None):
+            raise refusal(name, "constant or left out with a `correlation`", value)
 
 
 def _product(
@@ -305,13 +335,17 @@ def _with_clip_norm(
     return optax.GradientTransformationExtraArgs(release.init, update)
 
 
-def _with_release_scale(
-    release: optax.GradientTransformationExtraArgs, watched: optax.GradientTransformationExtraArgs
+def _with_known_noise(
+    release: optax.GradientTransformationExtraArgs,
+    learner: optax.GradientTransformationExtraArgs,
+    stddev: optax.ScalarOrSchedule | None,
+    *,
+    adapts: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain both, and tell `watch` the factor by which an adaptive clip norm scales the noise."""
+    """Chain both, and tell the learner the noise's standard deviation, if this is known."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), watched.init(params)
+        return release.init(params), learner.init(params)
 
     def update(
         updates: optax.Updates,
@@ -320,23 +354,14 @@ def _with_release_scale(
         **extra_args: object,
     ) -> tuple[optax.Updates, tuple[optax.OptState, optax.OptState]]:
         updates, released = release.update(updates, state[0], params, **extra_args)
-        scale = last_factor(released)
-        updates, after = watched.update(
-            updates, state[1], params, release_scale=scale, **extra_args
-        )
+        if stddev is not None:
+            now = stddev(steps_taken(state[0])) if callable(stddev) else stddev
+            scale = last_factor(released) if adapts else 1.0
+            extra_args |= {"release_scale": scale, "noise_stddev": now * scale}
+        updates, after = learner.update(updates, state[1], params, **extra_args)
         return updates, (released, after)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _smoothing_transform(smoothing: Smoothing, shard_specs: PyTree) -> optax.GradientTransformation:
-    """Return the transform that smooths. If σ is the number 0, return the identity."""
-    if isinstance(smoothing, optax.GradientTransformation):
-        return smoothing
-    check_non_negative("smoothing", smoothing, schedule=True)
-    if is_number(smoothing) and smoothing == 0:
-        return optax.identity()
-    return laplacian_smooth(smoothing, shard_specs=shard_specs)
 
 
 def _with_clear_errors(
@@ -351,6 +376,7 @@ def _with_clear_errors(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, optax.OptState]:
+        extra_args.pop("release_scale", None)  # for `watch` and `auto_smooth` only
         try:
             return inner.update(updates, state, params, **extra_args)
         except TypeError as error:

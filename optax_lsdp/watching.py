@@ -59,13 +59,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.typing import ArrayLike
 
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
 from optax_lsdp._keys import hashed_signs
 from optax_lsdp._trees import check_shapes, compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
+from optax_lsdp.correlated_noise import has_correlated_noise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -230,13 +230,12 @@ def watch(
         updates: optax.Updates,
         state: WatchState,
         params: optax.Params | None = None,
-        *,
-        release_scale: ArrayLike = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
         releases = compute_once(updates)
+        scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
-        s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
+        s, v = (jnp.asarray(x, float) * scale for x in settings)
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
 
@@ -308,12 +307,9 @@ def watch(
 def training_curve(state: PyTree) -> TrainingCurve:
     """Return the curve that a watched optimizer has recorded in its state; see `watch`.
 
-    The work of a step is known after the next release. So after t releases, the curve has the
-    t points from 0 to t − 1 steps.
-
-    Args:
-        state: the state of `watch`, or a tree that contains it, such as the state of `privatize`,
-            a `TrainState` or an `nnx.Optimizer`'s state.
+    `state` is that of `watch`, or a tree that contains it, such as the state of `privatize`, a
+    `TrainState` or an `nnx.Optimizer`'s state. The work of a step is known after the next release.
+    So after t releases, the curve has the t points from 0 to t − 1 steps.
 
     >>> training_curve(watch(optax.sgd(0.1), steps=9, stddev=1.0).init(jnp.zeros(3)))
     TrainingCurve(0 points)
@@ -324,6 +320,8 @@ def training_curve(state: PyTree) -> TrainingCurve:
             "`state` must be the state of a watched optimizer, got one without a curve; pass "
             "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
         )
+    if has_correlated_noise(state):
+        raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
     mean = jax.tree.map(lambda x: float(x) / max(int(found.noisy), 1), found.ratio)

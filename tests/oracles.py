@@ -7,6 +7,7 @@ import math
 import mpmath
 import numpy as np
 import scipy.linalg
+import scipy.stats
 
 
 def second_difference(size: int, boundary: str = "periodic") -> np.ndarray:
@@ -300,3 +301,60 @@ def largest_movement(matrix: np.ndarray, separation: int) -> float:
         if (np.diff(used) >= separation).all():
             largest = max(largest, float(np.linalg.norm(matrix @ np.array(signs))))
     return largest
+
+
+def impulse_response(numerator, denominator, steps: int) -> np.ndarray:
+    """Return h₀, h₁, … of y_t = (Σₖ bₖ x_(t−k) − Σₖ₍₁₎ aₖ y_(t−k)) / a₀ from its definition."""
+    response = []
+    for t in range(steps):
+        value = numerator[t] if t < len(numerator) else 0.0
+        value -= sum(a * response[t - k] for k, a in enumerate(denominator) if 1 <= k <= t)
+        response.append(value / denominator[0])
+    return np.array(response)
+
+
+def filter_in_time(x: np.ndarray, numerator, denominator) -> np.ndarray:
+    """Convolve x, with shape (steps, …), and divide by the response to a constant signal."""
+    h = impulse_response(numerator, denominator, len(x))
+    return np.stack(
+        [np.tensordot(h[t::-1], x[: t + 1], 1) / h[: t + 1].sum() for t in range(len(x))]
+    )
+
+
+def filtered_variance(variances: np.ndarray, numerator, denominator) -> np.ndarray:
+    """Return the variance behind `filter_in_time` of independent noise with these variances."""
+    h = impulse_response(numerator, denominator, len(variances))
+    steps = range(len(variances))
+    return np.array([h[t::-1] ** 2 @ variances[: t + 1] / h[: t + 1].sum() ** 2 for t in steps])
+
+
+def debiased_adam(x: np.ndarray, variances: np.ndarray, floor: float, b1=0.9, b2=0.999, eps=1e-8):
+    """Return the last step of Adam with moments written as weighted means, without the noise."""
+    ages = np.arange(len(x))[::-1]
+    first, second = (b**ages / np.sum(b**ages) for b in (b1, b2))
+    noise = second @ variances
+    error = noise * np.sqrt(2 * np.sum(second**2))  # of a mean of squares of Gaussian noise
+    moment = np.maximum(np.tensordot(second, x**2, 1) - noise, floor * error)
+    return np.tensordot(first, x, 1) / (np.sqrt(moment) + eps)
+
+
+def choose_smoothing(total, variance, sampling, matrices, last):
+    """Return (place among `matrices`, length) by the rule of `auto_smooth`, in dense arithmetic.
+
+    `total` is D as a vector, `matrices` are all candidates A, the identity first, and `last` is the
+    choice before.
+    """
+    quantile = scipy.stats.norm.ppf(1 - 0.05 / len(matrices))
+    signals, scores = [], []
+    for matrix in matrices:
+        square = np.trace(matrix @ matrix)
+        margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / square)
+        signal = total @ matrix @ total - variance * np.trace(matrix) - sampling
+        lower = max(0.0, signal - margin * variance * np.sqrt(2 * square))
+        signals.append(signal)
+        scores.append(lower**2 / np.sum((matrix @ total) ** 2))
+    best = int(np.argmax(scores))
+    if scores[best] == 0:
+        return last if signals[last[0]] > 0 else (0, 1.0)
+    ratio = np.linalg.norm(total) / np.linalg.norm(matrices[best] @ total)
+    return best, float(np.clip(ratio, 1, 4))

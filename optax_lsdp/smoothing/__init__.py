@@ -1,7 +1,27 @@
 """Laplacian smoothing of noisy gradients."""
 
+from optax_lsdp.smoothing._auto import auto_smooth, chosen_smoothing
 from optax_lsdp.smoothing._layout import Grid
-from optax_lsdp.smoothing._spectrum import grid_beta, grid_gamma, ring_beta, ring_gamma
+from optax_lsdp.smoothing._spectrum import TimeFilter as TimeFilter
+from optax_lsdp.smoothing._spectrum import (
+    grid_beta,
+    grid_gamma,
+    low_pass_gain,
+    ring_beta,
+    ring_gamma,
+)
+from optax_lsdp.smoothing._spectrum import read_filter as read_filter
+from optax_lsdp.smoothing._transform import Denoiser as Denoiser
 from optax_lsdp.smoothing._transform import laplacian_smooth
 
-__all__ = ["Grid", "grid_beta", "grid_gamma", "laplacian_smooth", "ring_beta", "ring_gamma"]
+__all__ = [
+    "Grid",
+    "auto_smooth",
+    "chosen_smoothing",
+    "grid_beta",
+    "grid_gamma",
+    "laplacian_smooth",
+    "low_pass_gain",
+    "ring_beta",
+    "ring_gamma",
+]

@@ -20,7 +20,6 @@ from jax.sharding import AxisType, auto_axes
 
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing.methods import (
     Blocking,
     band_reach,
@@ -32,6 +31,7 @@ from optax_lsdp.smoothing.methods import (
     smooth_matrix,
     smooth_recursive,
 )
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
 SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # along the last k axes
@@ -61,6 +61,13 @@ def smooth_leaves(
             _check_whole(name, chosen)
         results |= dict(zip(indices, _METHODS[name](chosen, operator, scope), strict=True))
     return [results[index] for index in range(len(leaves))]
+
+
+def check_leaf(leaf: Leaf, operator: Operator, method: str) -> None:
+    """Raise if `method` cannot smooth the leaf by itself."""
+    name = _choose_method(method, leaf, operator)
+    if name != "halo":
+        _check_whole(name, [leaf])
 
 
 def _join_leaves(leaves: Sequence[Leaf]) -> Leaf:

@@ -13,8 +13,9 @@ import numpy as np
 from optax_lsdp._checks import check_choice
 from optax_lsdp._mesh import Shard, axis_names, axis_size
 
-LAYOUTS = ("inputs", "stored")
+LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
+_SMALLEST_SIDE = 4  # pixels of an image that "images" looks for
 
 
 @dataclass(frozen=True)
@@ -45,10 +46,8 @@ class Grid:
             _check_tuple("Grid.shape", self.shape, 1)
 
 
-Layout = (
-    Literal["inputs", "stored"]
-    | Callable[[str, tuple[int, ...]], Literal["inputs", "stored"] | Grid | None]
-)
+Named = Literal["inputs", "stored", "images"]
+Layout = Named | Callable[[str, tuple[int, ...]], Named | Grid | None]
 
 
 class Arrangement(NamedTuple):
@@ -128,13 +127,16 @@ def _choose(layout: Layout, path: str, shape: tuple[int, ...]) -> Arrangement | 
     """Return a leaf's arrangement, or None to leave the leaf unchanged."""
     path = path.removesuffix("/value")  # NNX stores a variable's array under this name
     chosen = layout(path, shape) if callable(layout) else layout
+    if chosen == "images":
+        chosen = _image_grid(path, shape)
     if chosen is None:
         return None
     if isinstance(chosen, Grid):
         return _arrange_grid(chosen, path, shape)
     if not isinstance(chosen, str) or chosen not in LAYOUTS:
         raise ValueError(
-            f"`layout` must give 'inputs', 'stored', a Grid or None, got {chosen!r} for {path!r}."
+            "`layout` must give 'inputs', 'stored', 'images', a Grid or None, got "
+            f"{chosen!r} for {path!r}."
         )
     order = _inputs_order(path, len(shape)) if chosen == "inputs" else tuple(range(len(shape)))
     return Arrangement(shape, order, len(shape), (math.prod(shape),))
@@ -152,10 +154,37 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     Flax, Haiku and plain JAX store (space, in, out). Equinox and PyTorch store (out, in, space), in
     arrays named `weight` or `weight_…`.
     """
-    name = path.rpartition("/")[2]
-    if rank < 2 or name == "weight" or name.startswith("weight_"):
+    if rank < 2 or _has_outputs_first(path):
         return tuple(range(rank))
     return (rank - 1, rank - 2, *range(rank - 2))
+
+
+def _has_outputs_first(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    return name == "weight" or name.startswith("weight_")
+
+
+def _image_grid(path: str, shape: tuple[int, ...]) -> Grid | None:
+    """Return the grid of pixels that a leaf seems to have, or None if it seems to have none.
+
+    The spatial axes of a convolution's kernel are a grid. The inputs of a matrix may be the pixels
+    of a square image of one or three channels. Channels are last in Flax, and first in Equinox.
+    """
+    is_first = _has_outputs_first(path)
+    if len(shape) > 2:
+        space = range(2, len(shape)) if is_first else range(len(shape) - 2)
+        axes = tuple(axis for axis in space if shape[axis] > 1)
+        return Grid(axes) if axes else None
+    if len(shape) < 2:
+        return None
+    inputs, outputs = reversed(shape) if is_first else shape
+    for channels in (1, 3):
+        side = math.isqrt(inputs // channels)
+        if channels * side**2 == inputs and side >= _SMALLEST_SIDE:
+            if is_first:
+                return Grid((2, 3), (outputs, channels, side, side))
+            return Grid((0, 1), (side, side, channels, outputs))
+    return None
 
 
 def _arrange_grid(grid: Grid, path: str, shape: tuple[int, ...]) -> Arrangement:

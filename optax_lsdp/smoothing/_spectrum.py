@@ -1,24 +1,28 @@
-"""Compute the spectrum of smoothing from σ, without JAX: decay, kernel, γ and β.
+"""Compute what smoothing leaves of noise, without JAX: decay, kernel, γ and β, and gains in time.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing
 multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|. γ is the
 diagonal of the matrix. β is the variance of independent unit noise after smoothing. The functions
-for rings use arithmetic operators only, so they accept floats, complex numbers and arrays.
+for rings use arithmetic operators only, so they accept floats, complex numbers and arrays. At the
+end are filters in time, for `low_pass`.
 
 Reference: Wang et al. 2019, DP-LSSGD.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import product
-from typing import Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
-from optax_lsdp._checks import check_choice, check_non_negative, check_whole
+from optax_lsdp._checks import check_choice, check_non_negative, check_whole, numbers, refusal
 
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
-_Number = TypeVar("_Number", float, complex, np.ndarray)
+_Number = TypeVar("_Number", bound=Any)  # a float, a complex number, or an array of any library
+_LONGEST_START = 10**6  # steps after which the start of a filter in time is taken to be over
+_NEGLIGIBLE = 1e-9  # the share of the start that may be left earlier
 
 
 def ring_decay(smoothing: _Number) -> _Number:
@@ -154,3 +158,99 @@ def _grid_means(
     first = root * gamma / rest
     second = first - (first - root**2 * beta / rest**2) / order
     return float(first.mean().real), float(second.mean().real)
+
+
+class TimeFilter(NamedTuple):
+    """A recursive filter as a linear system: d' = A d + B x and y = d₀ + D x, with N delays d.
+
+    Its response to the constant signal 1 tends to 1.
+    """
+
+    matrix: np.ndarray  # A: (N, N)
+    entry: np.ndarray  # B: (N,)
+    direct: float  # D
+
+
+def low_pass_gain(
+    numerator: Sequence[float], denominator: Sequence[float] = (1.0,), *, step: int | None = None
+) -> float:
+    """Return the variance of independent unit noise behind `low_pass`: Σₖ hₖ² / (Σₖ hₖ)².
+
+    h is the impulse response of the filter: h₀, …, h_t in step t, or all of it if `step` is None.
+    The sums have a closed form. The delays of the filter, driven by unit noise, have the stationary
+    covariance P = APAᵀ + BBᵀ, and before step t the covariance P − AᵗP(Aᵗ)ᵀ. Their response to a
+    constant signal is then (I − Aᵗ)(I − A)⁻¹B. For `optax.ema(ρ)`, the variance in step t is
+    (1 − ρ)(1 + ρᵗ⁺¹) / ((1 + ρ)(1 − ρᵗ⁺¹)).
+
+    Args:
+        numerator: see `low_pass`.
+        denominator: see `low_pass`.
+        step: t, counted from 0. By default, the variance after many steps.
+
+    >>> round(low_pass_gain([0.1], [1, -0.9]), 4)  # 0.1 / 1.9
+    0.0526
+    >>> low_pass_gain([0.1], [1, -0.9], step=0)  # the first update passes unchanged
+    1.0
+    """
+    matrix, entry, direct = read_filter(numerator, denominator)
+    if step is not None:
+        check_whole("step", step, least=0)
+    if not len(entry):
+        return 1.0
+    unknown = np.eye(matrix.size) - np.kron(matrix, matrix)
+    spread = np.linalg.solve(unknown, np.outer(entry, entry).ravel()).reshape(matrix.shape)
+    response = _final_delays(matrix, entry)
+    if step is not None:
+        power = np.linalg.matrix_power(matrix, step)
+        spread = spread - power @ spread @ power.T
+        response = response - power @ response
+    return float((direct**2 + spread[0, 0]) / (direct + response[0]) ** 2)
+
+
+def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> TimeFilter:
+    """Return the filter, scaled to a response of 1 to constants. Raise if it is unusable.
+
+    The delays are those of the transposed direct form II, which needs the fewest.
+    """
+    demand = "a sequence of finite numbers"
+    above = np.array(numbers("numerator", numerator, demand))
+    below = np.array(numbers("denominator", denominator, demand))
+    for name, given in (("numerator", above), ("denominator", below)):
+        if given[0] == 0:
+            raise refusal(name, "a sequence that starts with a number other than 0", [*given])
+    below = below / below[0]
+    radius = max(np.abs(np.roots(below.astype(np.float32))), default=0.0)
+    if not radius < 1:
+        remedy = f"the largest pole has the absolute value {radius:.7g}"
+        stable = "that of a filter whose poles are inside the unit circle, in float32"
+        raise refusal("denominator", stable, denominator, remedy)
+    order = max(len(above), len(below)) - 1
+    above = above * below.sum() / (above.sum() or math.inf)
+    above, below = (np.pad(x, (0, order + 1 - len(x))) for x in (above, below))
+    matrix = np.eye(order, k=1)
+    matrix[:, :1] -= below[1:, None]
+    entry = above[1:] - above[0] * below[1:]
+    if not _least_response(matrix, entry, radius) > 0 or above.sum() == 0:
+        remedy = "take a low-pass filter, such as scipy.signal.butter(1, 0.1)"
+        positive = "that of a filter whose response to a constant signal is positive in all steps"
+        raise refusal("numerator", positive, numerator, remedy)
+    return TimeFilter(matrix, entry, float(above[0]))
+
+
+def _final_delays(matrix: np.ndarray, entry: np.ndarray) -> np.ndarray:
+    """Return (I − A)⁻¹B, the delays after many steps of the constant signal 1."""
+    return np.linalg.solve(np.eye(len(entry)) - matrix, entry)
+
+
+def _least_response(matrix: np.ndarray, entry: np.ndarray, radius: float) -> float:
+    """Return the least response to the constant signal 1, of a filter that tends to 1.
+
+    The response in step t is 1 − cᵀAᵗ(I − A)⁻¹B, where c picks the first delay.
+    """
+    if not len(entry):
+        return 1.0
+    length = len(entry) + math.log(_NEGLIGIBLE) / math.log(radius) if radius > 0 else len(entry)
+    rows, power = np.eye(1, len(entry)), matrix
+    while len(rows) < min(length, _LONGEST_START):
+        rows, power = np.concatenate([rows, rows @ power]), power @ power
+    return float(1 - (rows @ _final_delays(matrix, entry)).max())

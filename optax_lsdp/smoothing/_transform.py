@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,37 @@ from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._mesh import check_shard_specs, read_shards
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
+from optax_lsdp.smoothing._auto import LAYOUTS, auto_smooth
 from optax_lsdp.smoothing._dispatch import METHODS, smooth_leaves
-from optax_lsdp.smoothing._layout import Layout, Scope, arrange_leaf, check_layout
-from optax_lsdp.smoothing._operator import LARGEST_SMOOTHING, Operator
+from optax_lsdp.smoothing._layout import Layout, Leaf, Scope, arrange_leaf, check_layout
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary
+from optax_lsdp.smoothing.methods.spectral import LARGEST_SMOOTHING, Operator, noise_left
+
+VarianceAfter = Callable[[jax.Array, PyTree, PyTree, optax.Updates], jax.Array]
+
+
+class Denoiser(optax.GradientTransformationExtraArgs):
+    """A linear transform that can tell how much of the noise in its input it leaves.
+
+    Attributes:
+        variance_after: a function (variance, before, after, updates) → variance. It takes the
+            noise's variance in one entry of each leaf of `updates`, with shape (leaves,), and the
+            states before and after the update. It returns the variance behind the transform. The
+            noise must be independent between entries and steps.
+    """
+
+    variance_after: VarianceAfter
+
+    def __new__(
+        cls,
+        init: optax.TransformInitFn,
+        update: optax.TransformUpdateExtraArgsFn,
+        variance_after: VarianceAfter,
+    ) -> Self:
+        """Return the transform of `init` and `update`."""
+        self = super().__new__(cls, init, update)
+        self.variance_after = variance_after
+        return self
 
 
 class LaplacianSmoothState(NamedTuple):
@@ -26,14 +54,16 @@ class LaplacianSmoothState(NamedTuple):
 
 
 def laplacian_smooth(
-    smoothing: optax.ScalarOrSchedule,
+    smoothing: optax.ScalarOrSchedule | Literal["auto"],
     *,
     scope: Scope = "leaf",
-    layout: Layout = "inputs",
+    layout: Layout | None = None,
     boundary: Boundary = "periodic",
     order: int | None = None,
     method: Literal["auto", "recursive", "halo", "banded", "matrix", "fft"] = "auto",
     shard_specs: PyTree = None,
+    stddev: optax.ScalarOrSchedule | None = None,
+    sampling_stddev: optax.ScalarOrSchedule = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
 
@@ -44,17 +74,21 @@ def laplacian_smooth(
 
     Args:
         smoothing: σ from 0 to 1e30; a number or a schedule. Zero returns the updates unchanged.
+            "auto" chooses σ and the layout of each leaf from past updates; see `auto_smooth`, which
+            works with optimizers that cancel the length of their updates, such as Adam.
         scope: "leaf" smooths every array by itself. "tree" smooths all arrays as one ring, in the
             order of `jax.tree.leaves`.
         layout: which entries are neighbours. "stored" follows the row-major order of every array.
-            "inputs" puts the inputs of each output unit next to each other, with spatial axes
-            innermost. It takes the last axis as outputs, the axis before it as inputs, and all
-            earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv kernel
-            (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays named
-            `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs" reads
-            them as stored. A function `(path, shape) → "inputs" | "stored" | Grid(...) | None`
-            chooses for each leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the
-            leaf unchanged.
+            "inputs", the default, puts the inputs of each output unit next to each other, with
+            spatial axes innermost. It takes the last axis as outputs, the axis before it as inputs,
+            and all earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv
+            kernel (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays
+            named `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs"
+            reads them as stored. "images" smooths the windows of Conv kernels, and Dense kernels on
+            square images of at least 4 × 4 pixels with one or three channels, and no other leaf.
+            The default of "auto" is to choose between "inputs" and "images". A function
+            `(path, shape) → "inputs" | "stored" | "images" | Grid(...) | None` chooses for each
+            leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
             end is its own neighbour.
         order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
@@ -77,6 +111,8 @@ def laplacian_smooth(
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.
+        stddev: for "auto" only; see `auto_smooth`.
+        sampling_stddev: for "auto" only; see `auto_smooth`.
 
     Raises:
         TypeError: if `shard_specs` does not consist of PartitionSpecs, or `updates` of real
@@ -93,6 +129,25 @@ def laplacian_smooth(
     >>> print(np.asarray(smoothed).round(3))  # the mean is still 1
     [1.867 0.8   0.533 0.8  ]
     """
+    if isinstance(smoothing, str):
+        check_choice("smoothing", smoothing, ("auto",))
+        check_choice("scope", scope, ("leaf",))
+        if stddev is None:
+            raise ValueError(
+                "`stddev` must be set with smoothing='auto', got None; pass the standard deviation "
+                "of the noise in the updates, or use privatize(smoothing='auto'), which knows it."
+            )
+        return auto_smooth(
+            optax.identity(),
+            stddev=stddev,
+            sampling_stddev=sampling_stddev,
+            layouts=LAYOUTS if layout is None else (layout,),
+            boundary=boundary,
+            order=order,
+            method=method,
+            shard_specs=shard_specs,
+        )
+    layout = "inputs" if layout is None else layout
     fixed = smoothing if callable(smoothing) else _checked(smoothing)
     check_choice("scope", scope, ("leaf", "tree"))
     check_choice("boundary", boundary, BOUNDARIES)
@@ -100,6 +155,19 @@ def laplacian_smooth(
     check_choice("method", method, METHODS)
     check_layout(layout)
     check_shard_specs(shard_specs)
+
+    def arrange(leaves: list[tuple[str, jax.Array]]) -> dict[int, Leaf]:
+        shards = read_shards(shard_specs, [array for _, array in leaves])
+        if shard_specs is None and any(shard.varying is None for shard in shards):
+            raise ValueError(
+                "`shard_specs` must be set where JAX does not track which axes an array varies "
+                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
+            )
+        return {
+            index: leaf
+            for index, ((name, array), shard) in enumerate(zip(leaves, shards, strict=True))
+            if (leaf := arrange_leaf(layout, name, array, shard)) is not None
+        }
 
     def init(params: optax.Params) -> LaplacianSmoothState:
         del params
@@ -118,17 +186,7 @@ def laplacian_smooth(
         if isinstance(now, float) and now == 0:
             return updates, state
         results = [leaf for _, leaf in leaves]
-        shards = read_shards(shard_specs, results)
-        if shard_specs is None and any(shard.varying is None for shard in shards):
-            raise ValueError(
-                "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
-            )
-        arranged = {
-            index: leaf
-            for index, ((name, array), shard) in enumerate(zip(leaves, shards, strict=True))
-            if (leaf := arrange_leaf(layout, name, array, shard)) is not None
-        }
+        arranged = arrange(leaves)
         if arranged:
             operator = Operator(now, boundary, order or 1)
             smoothed = smooth_leaves([*arranged.values()], operator, scope, method)
@@ -136,7 +194,24 @@ def laplacian_smooth(
                 results[index] = _unless_zero_or_invalid(now, results[index], array)
         return jax.tree.unflatten(structure, results), state
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    def variance_after(
+        variance: jax.Array,
+        before: LaplacianSmoothState,
+        after: LaplacianSmoothState,
+        updates: optax.Updates,
+    ) -> jax.Array:
+        del after
+        now = _checked(fixed(before.step)) if callable(fixed) else fixed
+        operator = Operator(now, boundary, order or 1)
+        leaves = arrange(unmarked_leaves("laplacian_smooth", updates)[0])
+        grids = {index: leaf.arrangement.grid for index, leaf in leaves.items()}
+        if scope == "tree":
+            grids = dict.fromkeys(grids, (sum(grid[0] for grid in grids.values()),))
+        for index, grid in grids.items():
+            variance = variance.at[index].multiply(noise_left(operator, grid))
+        return variance
+
+    return Denoiser(init, update, variance_after)
 
 
 def _checked(smoothing: object) -> jax.Array | float:

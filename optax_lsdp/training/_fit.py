@@ -86,7 +86,7 @@ def fit(
             examples with `len(data)` and `data[index]`, such as a Grain data source. If the plan's
             unit is "user", pass a `UserData`.
         optimizer: an ordinary Optax optimizer. The plan makes it private.
-        smoothing: replaces the plan's smoothing: σ as a number or schedule, or a
+        smoothing: replaces the plan's smoothing: σ as a number or schedule, "auto", or a
             `laplacian_smooth(...)` transform.
         average: "polyak" to compute the mean of the parameters over all steps, or a decay such as
             0.999 to compute an exponential average. The average is computed in float32.

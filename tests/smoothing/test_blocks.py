@@ -8,8 +8,8 @@ import pytest
 import optax_lsdp as lsdp
 from benchmarks import _hlo
 from optax_lsdp.smoothing._layout import Leaf, _choose
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing.methods import banded, choose_blocking, smooth_in_blocks, smooth_recursive
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 ROUNDING = 2e-6  # of the largest entry, float32
 LEAVES = {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing.methods import band_reach, halo, recursive
+from optax_lsdp.smoothing.methods.spectral import Operator
 from tests import oracles
 from tests.cases import FULL, slow
 

@@ -26,8 +26,8 @@ import numpy as np
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing._spectrum import Boundary, line_kernel
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 _WIDTHS = (32, 64, 128, 256)
 # The largest error, in units of the largest entry. Rounding either operand costs 2⁻¹⁸, and so does

@@ -24,7 +24,6 @@ from jax.sharding import NamedSharding
 from optax_lsdp._mesh import axis_names, axis_size, manual_axes, vary, varying_axes
 from optax_lsdp._trees import wide_dtype
 from optax_lsdp.smoothing._layout import Arrangement, Leaf, Scope
-from optax_lsdp.smoothing._operator import Operator
 from optax_lsdp.smoothing._spectrum import Boundary
 from optax_lsdp.smoothing.methods.recursive import (
     CARRY_AT,
@@ -38,6 +37,7 @@ from optax_lsdp.smoothing.methods.recursive import (
     link_unequal,
     prepare_rows,
 )
+from optax_lsdp.smoothing.methods.spectral import Operator
 
 _SMALL = 2**16  # leaves with at most this many entries are worth copying into a pack
 _COLUMN = 8  # fewer columns, or shorter columns, are transposed before they are filtered

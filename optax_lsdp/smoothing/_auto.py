@@ -1,0 +1,404 @@
+"""Choose σ and the layout of each leaf from past releases, which costs no privacy.
+
+**What is given.** A release is y = g + n: a mean of clipped gradients g, and noise n whose entries
+have variance s². We ask which candidate (σ, layout) to use in the next step. A candidate is the
+matrix A = (I − σL)⁻¹ of its layout. One of the candidates is A = I, no smoothing.
+
+**One release says too little.** In one step, noise is far larger than signal. Let D be the sum of
+all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n. An entry of N has
+variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
+but V grows only in proportion. The releases have equal weights: if the learning rate falls, weights
+that fall with it give nearly the same choices, and equal weights need no learning rate.
+
+**Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
+To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
+is centred. Longer steps make more progress and more of everything else, so compare progress at
+equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but
+⟨D, A D⟩ has the mean ⟨S, A S⟩ + V·tr A. Its noise has the standard deviation V·√(2 tr A²), plus a
+term that is small unless S is large. So J is computed from a lower estimate,
+
+    p(A) = max(0, ⟨D, A D⟩ − V·tr A − M − κ·V·√(2 tr A²)), J(A) = p(A)² / ‖A D‖².
+
+**κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p is
+positive with probability α = 5 % at most: by the union bound, κ must be the (1 − α/m)-quantile of
+(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This is a centred and weighted sum of
+χ² variables. Its skewness is at most √(8/tr A²), and Cornish and Fisher's expansion adds it to the
+normal quantile.
+
+**M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
+g. It is not white but as smooth as the examples are, so it would pass for signal. Summed over all
+entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, and A lengthens no vector.
+So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subtracted for every leaf.
+
+**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. Then
+nothing is smoothed. A choice outlives its evidence, because in converged training the releases
+contain a force that pulls noisy parameters back. D then stops growing, but V does not.
+
+**How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
+least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
+keeps its length and gains in direction. A learning rate that was tuned without smoothing stays
+tuned. Optimizers such as Adam cancel any factor in front of them. So the optimizer sees A y/√β,
+whose noise has the variance s² for every choice, and its updates are multiplied by ℓ·√β. Both
+factors together are ℓ for SGD. Adam divides by the noise in any case, so its steps are those of
+Adam without smoothing, times ℓ·√β, which is close to 1 if noise dominates D.
+
+**What remains true.** The choice for step t depends on the releases before t only. So the update
+is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
+The choice is post-processing: its inputs are releases, s, q, b and C.
+
+**Cost.** D is one copy of the parameters. ⟨D, A D⟩ and ‖A D‖² need one smoothing of D per
+candidate. This happens after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps, since D changes by a
+fraction at most in between. The number of these steps grows with the logarithm of all steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from statistics import NormalDist
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+import optax_lsdp._mesh as mesh
+from optax_lsdp._checks import (
+    check_choice,
+    check_non_negative,
+    check_positive,
+    check_whole,
+    frozen_number,
+    refusal,
+)
+from optax_lsdp._clipped import unmarked_leaves
+from optax_lsdp._trees import check_shapes, compute_once, widen
+from optax_lsdp._types import PyTree
+from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
+from optax_lsdp.smoothing._layout import Arrangement, Layout, Leaf, arrange_leaf, check_layout
+from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
+from optax_lsdp.smoothing.methods.spectral import Operator
+
+SmoothLeaf: TypeAlias = Callable[[Leaf, jax.Array, jax.Array], jax.Array]
+SMOOTHINGS = (0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # the candidates for σ, besides 0
+LAYOUTS: tuple[Layout, ...] = ("inputs", "images")  # the candidates for the layout
+_FALSE_ALARM = 0.05  # α
+_LONGEST = 4.0  # the largest ℓ
+
+
+class Choice(NamedTuple):
+    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,).
+
+    Attributes:
+        layout: 0 for no smoothing, 1 for the first of the layouts, and so on.
+        smoothing: σ.
+        beta: β, the share of the noise's variance that smoothing leaves.
+        length: ℓ, by which smoothed releases are lengthened.
+    """
+
+    layout: jax.Array
+    smoothing: jax.Array
+    beta: jax.Array
+    length: jax.Array
+
+
+class AutoSmoothState(NamedTuple):
+    """The sum of all releases, the noise in it, and what was chosen from it."""
+
+    optimizer: optax.OptState
+    step: jax.Array
+    total: optax.Updates  # D
+    variance: jax.Array  # V, of the noise in each entry of D
+    sampling: jax.Array  # M, which bounds the squared norm of the sampling noise in D
+    choice: Choice
+
+
+class Candidates(NamedTuple):
+    """The candidates for one leaf; the first is no smoothing. Arrays of shape (candidates,)."""
+
+    layout: np.ndarray
+    smoothing: np.ndarray
+    gamma: np.ndarray  # tr A / size
+    beta: np.ndarray  # tr A² / size
+    size: int  # of the leaf
+
+
+def auto_smooth(
+    optimizer: optax.GradientTransformation,
+    *,
+    stddev: optax.ScalarOrSchedule,
+    sampling_stddev: optax.ScalarOrSchedule = 0.0,
+    layouts: Sequence[Layout] = LAYOUTS,
+    boundary: Boundary = "periodic",
+    order: int | None = None,
+    method: str = "auto",
+    shard_specs: PyTree = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the optimizer with Laplacian smoothing in front, whose σ and layout find themselves.
+
+    `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". Use it yourself
+    in a chain of your own, around everything that follows the noisy mean. It needs no learning
+    rate. Each leaf has its own σ and layout. They are chosen from past releases, so they cost no
+    privacy. A leaf is smoothed if the sum of its past releases shows that neighbouring entries
+    belong together, and is left alone otherwise. Smoothed steps keep their length, so a learning
+    rate that was tuned without smoothing stays tuned. `chosen_smoothing(state)` shows the choices.
+
+    The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
+    Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
+    (⟨D, A D⟩ − V·tr A − κ·V·√(2 tr A²))² / ‖A D‖², the squared progress of A D per squared length,
+    if the difference is positive. Multiply the step by ‖D‖/‖A D‖, and by 4 at most. This module's
+    docstring derives the rule, with κ and what it adds for sampled batches.
+
+    Args:
+        optimizer: everything that follows the noisy mean. If it changes parameters other than by
+            releases, for example by weight decay, these changes are multiplied by ℓ·√β too, where
+            ℓ = ‖D‖/‖A D‖, and β is the share of the noise's variance that smoothing leaves.
+        stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
+            pass `release_scale` to `update`, it multiplies both standard deviations in this step.
+            Noise that is correlated between steps adds up to less, so it is smoothed less.
+        sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
+            q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
+            Without it, the noise of sampling may pass for signal.
+        layouts: the layouts to choose from; see `laplacian_smooth`.
+        boundary: see `laplacian_smooth`.
+        order: see `laplacian_smooth`.
+        method: see `laplacian_smooth`. It must not be "banded".
+        shard_specs: see `laplacian_smooth`.
+
+    >>> tx = auto_smooth(optax.sgd(0.1), stddev=1.0)
+    >>> wave = jnp.sin(jnp.arange(100) / 9)
+    >>> state = tx.init(wave)
+    >>> for key in jax.random.split(jax.random.key(0), 9):
+    ...     updates, state = tx.update(wave + jax.random.normal(key, wave.shape), state)
+    >>> chosen_smoothing(state).smoothing
+    10.0
+    """
+    check_positive("stddev", stddev, schedule=True)
+    check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
+    check_choice("boundary", boundary, BOUNDARIES)
+    check_whole("order", 1 if order is None else order)
+    check_choice("method", method, [name for name in METHODS if name != "banded"])
+    if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not layouts:
+        raise refusal("layouts", "a sequence of layouts", layouts)
+    for layout in layouts:
+        check_layout(layout)
+    mesh.check_shard_specs(shard_specs)
+    stddev, sampling_stddev = frozen_number(stddev), frozen_number(sampling_stddev)
+    kind = Operator(0.0, boundary, order or 1)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def smooth(leaf: Leaf, array: jax.Array, smoothing: jax.Array) -> jax.Array:
+        operator = kind._replace(smoothing=smoothing)
+        return smooth_leaves([leaf._replace(array=array)], operator, "leaf", method)[0]
+
+    def init(params: optax.Params) -> AutoSmoothState:
+        zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
+        none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
+        choice = Choice(none.astype(jnp.int32), none, one, one)
+        total = jax.tree.map(lambda x: jnp.zeros_like(widen(x)), params)
+        state = AutoSmoothState(None, step, total, zero, zero, choice)
+        # Copies, because a caller can donate each array only once.
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
+
+    def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
+        named, _ = unmarked_leaves("auto_smooth", updates)
+        shards = mesh.read_shards(shard_specs, [array for _, array in named])
+        leaves = [
+            _usable([arrange_leaf(layout, *leaf, shard) for layout in layouts], kind, method)
+            for leaf, shard in zip(named, shards, strict=True)
+        ]
+        return leaves, shards
+
+    @jax.jit  # or a call outside `jit` would compile the conditionals again
+    def smooth_releases(
+        updates: optax.Updates, total: optax.Updates, choice: Choice
+    ) -> tuple[optax.Updates, optax.Updates]:
+        """Return A y/√β, and D with y added."""
+        options, _ = candidates(updates)
+        arrays, structure = jax.tree.flatten(compute_once(updates))
+        smoothed, sums = [], []
+        rows = zip(arrays, options, jax.tree.leaves(total), _split(choice), strict=True)
+        for array, leaves, before, now in rows:
+            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
+            # The branches return y, or XLA on CPUs would draw the noise again at each use.
+            result, y = jax.lax.switch(now.layout, branches, array)
+            smoothed.append(result / jnp.sqrt(now.beta).astype(result.dtype))
+            sums.append(before + y.astype(before.dtype))
+        return jax.tree.unflatten(structure, smoothed), jax.tree.unflatten(structure, sums)
+
+    @jax.jit
+    def choose(state: AutoSmoothState) -> Choice:
+        options, shards = candidates(state.total)
+
+        def anew(total: optax.Updates) -> Choice:
+            found = []
+            rows = zip(jax.tree.leaves(total), shards, options, _split(state.choice), strict=True)
+            for array, shard, leaves, last in rows:
+                these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
+                sums = _sums(array, shard, [leaf for leaf in leaves if leaf], smooth)
+                noise = state.variance, state.sampling
+                found.append(_choose_candidate(*sums, these, *noise, last))
+            return Choice(*map(jnp.stack, zip(*found, strict=True)))
+
+        is_due = mesh.all_under_vmap(_is_due(state.step))
+        return jax.lax.cond(is_due, anew, lambda _: state.choice, state.total)
+
+    def update(
+        updates: optax.Updates,
+        state: AutoSmoothState,
+        params: optax.Params | None = None,
+        *,
+        release_scale: ArrayLike = 1.0,
+        **extra_args: object,
+    ) -> tuple[optax.Updates, AutoSmoothState]:
+        unmarked_leaves("auto_smooth", updates)
+        check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
+        smoothed, total = smooth_releases(updates, state.total, state.choice)
+        moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
+        lengths = list(state.choice.length * jnp.sqrt(state.choice.beta))
+        lengths = jax.tree.unflatten(jax.tree.structure(moves), lengths)
+        moves = jax.tree.map(lambda move, x: move * x.astype(move.dtype), moves, lengths)
+        settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
+        s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
+        step = optax.safe_increment(state.step)
+        noise = state.variance + s**2, state.sampling + v**2
+        state = AutoSmoothState(None, step, total, *noise, state.choice)
+        choice = choose(state) if jax.tree.leaves(total) else state.choice
+        return moves, state._replace(optimizer=after, choice=choice)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def chosen_smoothing(state: PyTree) -> PyTree:
+    """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
+
+    `layout` is 0 for no smoothing, 1 for the first layout, and so on. The layouts are "inputs" and
+    "images" by default. `smoothing` is σ. `beta` is the share of the noise's variance that remains.
+    `length` is the factor that lengthens smoothed releases.
+
+    Args:
+        state: the state of `auto_smooth`, or a tree that contains it, such as the state of
+            `privatize`, or a `TrainState`.
+
+    >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
+    {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AutoSmoothState))
+    found = next((node for node in nodes if isinstance(node, AutoSmoothState)), None)
+    if found is None:
+        raise ValueError(
+            "`state` must be the state of an optimizer with smoothing='auto', got one without; "
+            "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
+        )
+    choice = jax.device_get(found.choice)
+    each = [Choice(*(x[i].item() for x in choice)) for i in range(len(choice.layout))]
+    return jax.tree.unflatten(jax.tree.structure(found.total), each)
+
+
+def _split(choice: Choice) -> list[Choice]:
+    """Return the choice of each leaf."""
+    return [Choice(*(x[i] for x in choice)) for i in range(len(choice.layout))]
+
+
+def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf | None]:
+    """Replace arrangements by None if they occurred before, or if `method` cannot smooth them.
+
+    Raise if there are arrangements, but `method` can smooth none of them.
+    """
+    traced = kind._replace(smoothing=jnp.zeros([]))
+    found: list[Leaf | None] = []
+    errors = []
+    for leaf in leaves:
+        if leaf is None or leaf.arrangement in [one.arrangement for one in found if one]:
+            found.append(None)
+            continue
+        try:
+            check_leaf(leaf, traced, method)
+            found.append(leaf)
+        except ValueError as error:  # for example, if `shard_map` splits an image
+            errors.append(error)
+            found.append(None)
+    if errors and not any(found):
+        raise errors[0]
+    return found
+
+
+def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Callable[..., PyTree]:
+    """Return a function that returns a release smoothed, and the release."""
+    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), y)
+
+
+def _is_due(step: jax.Array) -> jax.Array:
+    """Return whether to choose after this many steps: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, ...
+
+    These are the numbers with at most three binary digits before their zeros.
+    """
+    return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
+
+
+def _sums(
+    array: jax.Array, shard: mesh.Shard, leaves: Sequence[Leaf], smooth: SmoothLeaf
+) -> tuple[jax.Array, jax.Array]:
+    """Return ⟨D, A D⟩ and ‖A D‖² of one leaf for all candidates: arrays (candidates,)."""
+
+    def sums(smoothed: jax.Array) -> jax.Array:
+        return mesh.sum_leaves([shard], lambda d, u: (d * u, u * u), [array], [smoothed])[0]
+
+    rows = [sums(array)[None]]
+    for leaf in leaves:
+        values = jnp.asarray(SMOOTHINGS, array.dtype)
+        rows.append(jax.lax.map(lambda now, leaf=leaf: sums(smooth(leaf, array, now)), values))
+    products, squares = jnp.concatenate(rows).T
+    return products, squares
+
+
+@lru_cache(maxsize=1024)
+def _candidates(arrangements: tuple[Arrangement | None, ...], kind: Operator) -> Candidates:
+    """Return the candidates of a leaf with these layouts."""
+    rows, size = [(0, 0.0, 1.0, 1.0)], 1
+    for place, one in enumerate(arrangements, 1):
+        if one is not None:
+            size = math.prod(one.shape)
+            for now in SMOOTHINGS:
+                gamma = grid_gamma(now, one.grid, boundary=kind.boundary, order=kind.order)
+                beta = grid_beta(now, one.grid, boundary=kind.boundary, order=kind.order)
+                rows.append((place, now, gamma, beta))
+    layout, smoothing, gammas, betas = map(np.array, zip(*rows, strict=True))
+    return Candidates(layout.astype(np.int32), smoothing, gammas, betas, size)
+
+
+def _choose_candidate(
+    products: jax.Array,
+    squares: jax.Array,
+    candidates: Candidates,
+    variance: jax.Array,
+    sampling: jax.Array,
+    last: Choice,
+) -> Choice:
+    """Return the choice for one leaf from ⟨D, A D⟩ and ‖A D‖²; see the top of this module."""
+    trace, trace_square = candidates.size * candidates.gamma, candidates.size * candidates.beta
+    quantile = NormalDist().inv_cdf(1 - _FALSE_ALARM / len(trace))
+    margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / trace_square)  # κ
+    signal = products - variance * trace - sampling
+    lower = jnp.maximum(signal - variance * margin * np.sqrt(2 * trace_square), 0)  # p(A)
+    squares = jnp.maximum(squares, jnp.finfo(squares.dtype).tiny)
+    progress = jnp.square(lower) / squares  # J(A)
+    best = jnp.argmax(progress)
+    is_evident = (progress[best] > 0) & jnp.all(jnp.isfinite(progress)) & (variance > 0)
+    smoothings = jnp.asarray(candidates.smoothing, last.smoothing.dtype)
+    is_last = (candidates.layout == last.layout) & (smoothings == last.smoothing)
+    stays = jnp.any(is_last & (signal > 0))
+    new = Choice(
+        layout=jnp.asarray(candidates.layout)[best],
+        smoothing=smoothings[best],
+        beta=jnp.asarray(candidates.beta, last.beta.dtype)[best],
+        length=jnp.clip(jnp.sqrt(squares[0] / squares[best]), 1, _LONGEST).astype(
+            last.length.dtype
+        ),
+    )
+    none = Choice(*(jnp.asarray(x, y.dtype) for x, y in zip((0, 0, 1, 1), last, strict=True)))
+    old = jax.tree.map(lambda x, y: jnp.where(stays, x, y), last, none)
+    return jax.tree.map(lambda x, y: jnp.where(is_evident, x, y), new, old)
