@@ -292,7 +292,7 @@ def test_bad_input_is_refused_in_one_sentence():
         "`stddev` must be set": lambda: lsdp.laplacian_smooth("auto"),
         "`scope` must be one of": lambda: lsdp.laplacian_smooth("auto", stddev=1.0, scope="tree"),
         "`smoothing` must be one of 'auto'": lambda: lsdp.laplacian_smooth("automatic"),
-        "`smoothing` must be a number, a schedule, 'auto'": lambda: lsdp.privatize(
+        "`smoothing` must be a number, a schedule, a transform": lambda: lsdp.privatize(
             optax.sgd(0.1), smoothing="some", key=jax.random.key(0), **PRIVATE
         ),
         "`state` must be the state of an optimizer with": lambda: lsdp.chosen_smoothing(()),
