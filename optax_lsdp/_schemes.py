@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-Sampling = Literal["poisson", "without_replacement", "full", "shuffled"]
+Sampling = Literal[
+    "poisson", "without_replacement", "full", "shuffled", "cyclic_poisson", "fixed_order"
+]
 Neighbouring = Literal["add_remove", "replace_one", "zero_out"]
 Unit = Literal["example", "user"]  # the unit of privacy; a user has several examples
 
@@ -32,22 +34,31 @@ class Scheme:
     title: str  # the scheme's name in prose
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
-    batches: str  # how batches are drawn; `describe` fills in `{unit}`, `{rate}` and `{epoch}`
+    batches: str  # how batches are drawn; `describe` fills in `{unit}`, `{rate}` and `{epoch}`,
+    # and for correlated noise `{chosen}`, how the part of an example is chosen
     remark: str = ""  # what the command line prints after the ε of this scheme
     amplified: bool = False  # whether the randomness of the batches lowers ε
     tight: bool = False  # whether the accountant's ε is the true ε up to rounding
     random_size: bool = False  # whether batches are padded, and `max_batch_size` can limit them
     whole_dataset: bool = False  # whether every batch is the whole dataset
     once_per_epoch: bool = False  # whether an epoch of ⌊n/b⌋ batches uses no example twice
+    correlated: bool = False  # whether the scheme is for correlated noise, and for no other
+
+    @property
+    def keeps_order(self) -> bool:
+        """Return whether a step depends on earlier steps, so that a restart begins a new count."""
+        return self.once_per_epoch or self.correlated
 
     @property
     def default_neighbouring(self) -> Neighbouring | None:
         """Return "add_remove", or None if the scheme has no analysis for it."""
         return "add_remove" if "add_remove" in self.neighbouring else None
 
-    def describe(self, rate: str = "q", epoch: str = "⌊1/q⌋", unit: str = "example") -> str:
+    def describe(
+        self, rate: str = "q", epoch: str = "⌊1/q⌋", unit: str = "example", chosen: str = ""
+    ) -> str:
         """Return how batches are drawn, in words."""
-        return self.batches.format(rate=rate, epoch=epoch, unit=unit)
+        return self.batches.format(rate=rate, epoch=epoch, unit=unit, chosen=chosen)
 
     def steps_per_epoch(self, dataset_size: int, batch_size: int) -> float:
         """Return n/b, or ⌊n/b⌋ for schemes that use each example at most once per epoch."""
@@ -111,4 +122,26 @@ SCHEMES: Mapping[Sampling, Scheme] = {
         remark="at most, in any order",
         once_per_epoch=True,
     ),
+    "cyclic_poisson": Scheme(
+        title="cyclic Poisson",
+        sampler="CyclicPoissonSampler",
+        neighbouring=("add_remove", "replace_one", "zero_out"),
+        batches="each {unit} is assigned {chosen} to one of {epoch} parts of the data; step t "
+        "draws each {unit} of part t mod {epoch} with probability {rate}, independently of all "
+        "else",
+        amplified=True,
+        random_size=True,
+        correlated=True,
+    ),
+    "fixed_order": Scheme(
+        title="fixed order",
+        sampler="ShuffledSampler",
+        neighbouring=("zero_out", "replace_one"),
+        batches="two uses of one {unit} are at least {epoch} steps apart, in an order that may be "
+        "known",
+        once_per_epoch=True,
+        correlated=True,
+    ),
 }
+INDEPENDENT = {name: scheme for name, scheme in SCHEMES.items() if not scheme.correlated}
+CORRELATED = {name: scheme for name, scheme in SCHEMES.items() if scheme.correlated}

@@ -8,7 +8,7 @@ few draws, and since a draw depends only on key, step and path, past draws are d
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import optax
 
 from optax_lsdp._checks import check_positive, frozen_number, refusal
 from optax_lsdp._keys import check_key
-from optax_lsdp._mesh import check_shard_specs, vary, varying_axes
+from optax_lsdp._mesh import check_shard_specs, explicit_spec, vary, varying_axes
 from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.correlation import Correlation
@@ -41,6 +41,7 @@ class AddCorrelatedNoiseState(NamedTuple):
     Attributes:
         key: the key of all draws.
         step: the number of steps so far.
+        start: the step at which this noise began: 0, or that of the last `restart_noise`.
         fingerprint: a hash of the correlation, in two uint32 words. If `add_correlated_noise` got
             a different correlation, the result is NaN.
         past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
@@ -52,6 +53,7 @@ class AddCorrelatedNoiseState(NamedTuple):
 
     key: jax.Array
     step: jax.Array
+    start: jax.Array
     fingerprint: jax.Array
     past: PyTree
     stddev: jax.Array
@@ -67,8 +69,8 @@ def add_correlated_noise(
 
     The sum of such noises over many steps is smaller than with independent noise; see
     `optax_lsdp.correlation`. `accounting.CorrelatedGaussian` computes ε, which requires batches of
-    a `CyclicPoissonSampler`, or the same order of examples in every epoch. A `PrivacyPlan` cannot
-    have correlated noise.
+    a `CyclicPoissonSampler`, or the same order of examples in every epoch. A `PrivacyPlan` with a
+    `correlation` has both.
 
     If C has b bands, the state holds the noises of the last b − 1 steps, in float32 or float64. If
     C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. Noise beyond
@@ -127,7 +129,7 @@ def add_correlated_noise(
 
         past = jax.tree.map(zeros, params) if rows else ()
         return AddCorrelatedNoiseState(
-            jnp.copy(key), jnp.int32(0), jnp.array(fingerprint), past, jnp.float32(0)
+            jnp.copy(key), jnp.int32(0), jnp.int32(0), jnp.array(fingerprint), past, jnp.float32(0)
         )
 
     def update(
@@ -150,15 +152,60 @@ def add_correlated_noise(
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
             past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
         else:
-            noises = _combine_draws(coefficients, independent, total)
-        is_good = (state.step < correlation.steps) & (state.fingerprint == fingerprint).all()
+            noises = _combine_draws(coefficients, independent, state.start, total)
+        is_planned = state.step - state.start < correlation.steps
+        is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)
         first = jnp.where(state.stddev == 0, now, state.stddev)
         noisy = add_scaled(total, noises, stddev, is_good & (now == first))
         step = optax.safe_increment(state.step)
-        return noisy, AddCorrelatedNoiseState(state.key, step, state.fingerprint, past, first)
+        return noisy, state._replace(step=step, past=past, stddev=first)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def is_noise_state(node: object) -> bool:
+    """Return whether a node of an optimizer's state holds a noise key and the number of steps."""
+    return isinstance(node, AddGaussianNoiseState | AddCorrelatedNoiseState)
+
+
+def has_correlated_noise(state: optax.OptState) -> bool:
+    """Return whether a part of an optimizer's state is that of `add_correlated_noise`."""
+    leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
+    return any(isinstance(leaf, AddCorrelatedNoiseState) for leaf in leaves)
+
+
+def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
+    """Return an optimizer state in which the noise of `privatize` is drawn from `key`."""
+    return _change_first_noise(state, lambda node: node._replace(key=jnp.copy(key)))
+
+
+def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
+    """Return an optimizer state whose noise begins again at its present step, with a new key.
+
+    Correlated noise becomes a second mechanism, which knows no noise of the first.
+    """
+
+    def restarted(node: PyTree) -> PyTree:
+        if isinstance(node, AddCorrelatedNoiseState):
+            past = jax.tree.map(jnp.zeros_like, node.past)
+            zero = jnp.zeros_like(node.stddev)
+            node = node._replace(start=jnp.copy(node.step), past=past, stddev=zero)
+        return node._replace(key=jnp.copy(key))
+
+    return _change_first_noise(state, restarted)
+
+
+def _change_first_noise(
+    state: optax.OptState, change: Callable[[PyTree], PyTree]
+) -> optax.OptState:
+    """Change the first noise state, that of `privatize`. Any other noise stays as it is."""
+    changes = iter([change])
+
+    def change_one(node: PyTree) -> PyTree:
+        return next(changes, lambda node: node)(node) if is_noise_state(node) else node
+
+    return jax.tree.map(change_one, state, is_leaf=is_noise_state)
 
 
 def _subtract_past(
@@ -177,14 +224,28 @@ def _subtract_past(
     for noise, its_past in zip(drawn, jax.tree.leaves(past), strict=True):
         weights = jnp.asarray(coefficients / coefficients[0], noise.dtype)[lags]
         noise = noise * jnp.asarray((1 + 2e-7) / coefficients[0], noise.dtype)
-        for row in range(rows):  # one expression for each entry: the same bits on any mesh
-            noise = noise - weights[row] * its_past[row]
-        noises.append(noise)
+        noises.append(_subtract_rows(noise, weights, its_past))
     return noises
 
 
+def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
+    """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
+
+    Without the loop, XLA's CPU backend would copy each row and, twice, the whole past.
+    """
+
+    def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
+        return rest - weights[row] * past[row]
+
+    if any(explicit_spec(past)):  # a loop would need noise with the sharding of the past
+        for row in range(len(past)):
+            noise = subtract(row, noise)
+        return noise
+    return jax.lax.fori_loop(0, len(past), subtract, noise)
+
+
 def _combine_draws(
-    coefficients: np.ndarray, state: AddGaussianNoiseState, total: SumLeaves
+    coefficients: np.ndarray, state: AddGaussianNoiseState, start: jax.Array, total: SumLeaves
 ) -> list[jax.Array]:
     """Return row t of C⁻¹Z for a banded C⁻¹: c₀·Σₖ (cₖ/c₀)·zₜ₋ₖ for each leaf.
 
@@ -192,10 +253,9 @@ def _combine_draws(
     """
     noises: list[jax.Array] = []
     for lag, ratio in enumerate((coefficients / coefficients[0]).tolist()):
-        drawn = draw_noise(
-            AddGaussianNoiseState(state.key, jnp.maximum(state.step - lag, 0)), total
-        )
-        weight = jnp.where(state.step >= lag, ratio, 0.0)
+        step = jnp.maximum(state.step - lag, start)
+        drawn = draw_noise(AddGaussianNoiseState(state.key, step), total)
+        weight = jnp.where(state.step - start >= lag, ratio, 0.0)
         terms = [weight.astype(noise.dtype) * noise for noise in drawn]
         noises = [a + b for a, b in zip(noises, terms, strict=True)] if lag else terms
     return [jnp.asarray(coefficients[0], noise.dtype) * noise for noise in noises]

@@ -26,16 +26,14 @@ __all__ += ["optimize_banded", "square_root"]
 
 _ROUNDING = 1e-9  # relative amount that covers rounding in norms and sensitivities
 _NARROW = 1e-6  # relative amount that covers float32 rounding of the coefficients of a banded C
-_MOST_STEPS = 10**6
-_LARGEST_MATRIX = 5000  # rows of a dense matrix: 200 MB
+_MOST_STEPS, _LARGEST_MATRIX = 10**6, 5000  # rows of C; rows of a dense matrix: 200 MB
 
 
 @dataclass(frozen=True)
 class Workload:
     """How the optimizer sums the noisy gradients: SGD with momentum and learning rates.
 
-    After step t, the noise in the parameters is Σ_{s ≤ t} ηₛ Σ_{r ≤ s} μˢ⁻ʳ·noiseᵣ. The default is
-    the prefix sum, for SGD without momentum and with a constant learning rate.
+    After step t, the noise in the parameters is Σ_{s ≤ t} ηₛ Σ_{r ≤ s} μˢ⁻ʳ·noiseᵣ.
 
     Attributes:
         momentum: μ, at least 0 and below 1, as in `optax.sgd`.
@@ -59,8 +57,7 @@ class Workload:
 
     def rates(self, steps: int) -> np.ndarray | None:
         """Return the learning rates as an array, or None. Raise unless there is one per step."""
-        rates = self.learning_rates
-        if rates is not None and len(rates) != steps:
+        if (rates := self.learning_rates) is not None and len(rates) != steps:
             raise checks.refusal("learning_rates", f"as many as the steps, {steps}", len(rates))
         return None if rates is None else np.array(rates)
 
@@ -99,8 +96,7 @@ class Correlation:
         checks.check_at_most("steps", self.steps, _MOST_STEPS)
         checks.check_bool("is_inverse", self.is_inverse)
         demand = "the first column of a lower-triangular matrix with a positive diagonal"
-        found = np.array(checks.numbers("coefficients", self.coefficients, demand))
-        if found[0] <= 0:
+        if (found := np.array(checks.numbers("coefficients", self.coefficients, demand)))[0] <= 0:
             raise checks.refusal("coefficients", demand, self.coefficients)
         _check_bands(found.size, self.steps, "coefficients")
         object.__setattr__(self, "steps", int(self.steps))
@@ -139,16 +135,14 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in a parameter after each step, for a stddev of 1.
-
-        In general, the variance is the result times stddev² and the squared learning rate.
+        """Return the variance of the noise in each parameter after each step, for variance 1 of Z.
 
         >>> independent(3).squared_errors()
         array([1., 2., 3.])
         """
         checks.check_kind("workload", workload, Workload)
-        rates, summed = workload.rates(self.steps), workload.with_momentum(self.noise_column())
-        if rates is None:
+        summed = workload.with_momentum(self.noise_column())
+        if (rates := workload.rates(self.steps)) is None:
             return np.cumsum(np.cumsum(summed) ** 2)
         errors = np.zeros(self.steps)
         for step in range(self.steps):  # the noise Z of this step, in all later parameters
@@ -170,35 +164,30 @@ class Correlation:
         >>> round(independent(100).sensitivity(min_separation=25), 6)  # 4 uses
         2.0
         """
+        return float(np.r_[0.0, self.sensitivities(min_separation, steps)][-1])
+
+    def sensitivities(self, min_separation: int, steps: int | None = None) -> np.ndarray:
+        """Return the sensitivity after each step; its upper bounds exceed `sensitivity`."""
         checks.check_whole("min_separation", min_separation)
         taken = self.steps if steps is None else steps
         checks.check_whole("steps", taken, least=0)
         checks.check_at_most("steps", taken, self.steps, "the steps of the correlation")
         column, min_separation = self.column()[:taken], min(min_separation, max(taken, 1))
-        if min(self.bands, taken) <= min_separation:
-            squared = float(_most(np.cumsum(column**2)[::-1], min_separation))
+        if min(self.bands, taken) <= min_separation:  # earlier columns are longer, so use them
+            squared = _repeated(np.cumsum(column**2), min_separation)
         elif column.min() >= 0 and (np.diff(column) <= 0).all():
-            total = column.copy()
-            for first in range(min_separation, taken, min_separation):
-                total[first:] += column[: taken - first]
-            squared = float(total @ total)
+            squared = np.cumsum(_repeated(column, min_separation) ** 2)
         else:
             why = "without a column of C that is non-negative and does not increase"
             checks.check_at_most("steps", taken, _LARGEST_MATRIX, why)
-            matrix = toeplitz(column, np.zeros(taken))
-            rounding = _NARROW * (np.abs(matrix).T @ np.abs(matrix))  # of products that cancel
-            products = np.abs(matrix.T @ matrix) + rounding
-            rows = _most(products, min_separation)
-            squared = float(_most(rows, min_separation))
-        return math.sqrt(squared) * (1 + _ROUNDING)
+            ends = np.unique(np.geomspace(1, taken, 16).round().astype(int))
+            found = [_squared_bound(column[:end], min_separation) for end in ends]
+            squared = np.array(found)[np.searchsorted(ends, np.arange(1, taken + 1))]
+        return np.maximum.accumulate(np.sqrt(squared)) * (1 + _ROUNDING)
 
 
 def independent(steps: int) -> Correlation:
-    """Return the identity: independent noise in every step, as in DP-SGD.
-
-    >>> independent(2000).bands
-    1
-    """
+    """Return the identity, for independent noise in every step, as in DP-SGD."""
     return Correlation(steps, (1.0,))
 
 
@@ -230,12 +219,9 @@ def banded_inverse(
     γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
     Such noise suits several epochs in one fixed order. Sampling does not amplify its privacy.
 
-    Args:
-        steps: T.
-        bands: how many draws the noise of a step combines.
-        power: γ in [0, 1]. If None, the γ with the smallest mean squared error.
-        min_separation: as in `sensitivity`, to choose γ. If None, an example is used once.
-        workload: how the optimizer sums.
+    The noise of a step combines `bands` draws. `power` is γ in [0, 1]. If it is None, it becomes
+    the γ with the smallest mean squared error, for uses of an example that are `min_separation`
+    steps apart. If that is None, an example is used once.
 
     >>> chosen = banded_inverse(100, bands=2, min_separation=25)
     >>> bool(chosen.squared_errors().mean() < independent(100).squared_errors().mean())
@@ -245,15 +231,23 @@ def banded_inverse(
     checks.check_kind("workload", workload, Workload)
 
     def made(power: float) -> Correlation:
-        return _scaled(_power_series(power, bands, workload), steps, is_inverse=True)
+        series = _power_series(power, bands, workload)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if not np.linalg.norm(_inverse(series, steps)) < 1e6:
+                demand = f"small enough that no entry of C overflows in {steps} steps"
+                raise checks.refusal("power", demand, power)
+        return _scaled(series, steps, is_inverse=True)
 
     def error(power: float) -> float:
-        found = made(power)
+        try:
+            found = made(power)
+        except ValueError:
+            return 1e6 + power  # the search turns back
         uses = found.sensitivity(steps if min_separation is None else min_separation)
         return math.log(found.squared_errors(workload).mean()) + 2 * math.log(uses)
 
     if power is None:
-        power = float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x)
+        return made(float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x))
     if not (checks.is_number(power) and 0 <= power <= 1):
         raise checks.refusal("power", "from 0 to 1, or None", power)
     return made(power)
@@ -268,12 +262,9 @@ def optimize_banded(
 ) -> Correlation:
     """Return the banded matrix C with the smallest squared error, found by L-BFGS.
 
-    Args:
-        steps: T.
-        bands: b. More bands cancel more noise, but need memory for b − 1 copies of the parameters,
-            and with cyclic Poisson sampling, ε grows with b.
-        workload: how the optimizer sums the noise.
-        error: minimize the "mean" over all steps or, with a constant learning rate, the "max".
+    More bands cancel more noise, but need memory for b − 1 copies of the parameters, and with
+    cyclic Poisson sampling, ε grows with b. `error` is the "mean" over all steps or, with a
+    constant learning rate, the "max".
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -285,7 +276,7 @@ def optimize_banded(
     error_of = _error_function(steps, workload, error)
 
     def objective(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return log(error·norm²) and its gradient, for c₀ = 1. Scaling C would not change them."""
+        """Return log(error·norm²) and its gradient. It ignores the scale of C, so c₀ is 1."""
         column = np.r_[1.0, rest]
         with np.errstate(over="ignore", invalid="ignore"):
             noise = _inverse(column, steps)
@@ -345,16 +336,14 @@ def _error_function(
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
     checks.check_at_most("steps", steps, _LARGEST_MATRIX, "with learning rates")
     # For C⁻¹'s column g after momentum: gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
-    form = np.zeros((steps, steps))
-    weights = rates * np.arange(steps, 0, -1) / steps
+    form, weights = np.zeros((steps, steps)), rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):
         sums = np.cumsum((weights[lag:] * rates[: steps - lag])[::-1])[::-1]
         np.fill_diagonal(form[lag:], sums)
         np.fill_diagonal(form[:, lag:], sums)
 
     def of_scheduled_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
-        summed = workload.with_momentum(noise)
-        slope = form @ summed
+        slope = form @ (summed := workload.with_momentum(noise))
         return float(summed @ slope), workload.with_momentum(2 * slope[::-1])[::-1]
 
     return of_scheduled_rate
@@ -371,24 +360,34 @@ def _padded(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
 
 def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
     """Return the first coefficients of (1 − x)^power, or of ((1 − x)(1 − μx))^power."""
-    order = np.arange(1, size)
-    series = np.r_[1.0, np.cumprod((order - 1 - power) / order)]
+    series = np.r_[1.0, np.cumprod(1 - (1 + power) / np.arange(1, size))]
     return np.convolve(series, series * workload.momentum ** np.arange(size))[:size]
 
 
 def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -> Correlation:
     """Return the correlation, scaled so that its first column has norm 1, rounded down."""
-    column = _inverse(coefficients, steps) if is_inverse else coefficients
-    norm = np.linalg.norm(column) * (1 + 1e-15)
-    scaled = coefficients * norm if is_inverse else coefficients / norm
+    norm = np.linalg.norm(_inverse(coefficients, steps) if is_inverse else coefficients)
+    scaled = coefficients * (norm * (1 + 1e-15)) ** (1 if is_inverse else -1)
     return Correlation(steps, tuple(scaled.tolist()), is_inverse)
+
+
+def _repeated(values: np.ndarray, separation: int) -> np.ndarray:
+    """Return the sum of the values and of their shifts by one separation, by two, and so on."""
+    padded = _padded(values, values.size + -values.size % separation)
+    return np.cumsum(padded.reshape(-1, separation), axis=0).ravel()[: values.size]
+
+
+def _squared_bound(column: np.ndarray, separation: int) -> float:
+    """Return an upper bound on the squared sensitivity from |CᵀC|, for any column of C."""
+    matrix = toeplitz(column, np.zeros(len(column)))
+    rounding = _NARROW * (np.abs(matrix).T @ np.abs(matrix))  # of products that cancel
+    return float(_most(_most(np.abs(matrix.T @ matrix) + rounding, separation), separation))
 
 
 def _most(values: np.ndarray, separation: int) -> np.ndarray:
     """Return the largest sum of values ≥ 0 in the last axis, at least `separation` apart."""
-    size = values.shape[-1]
-    best = np.zeros((*values.shape[:-1], size + separation))
-    for place in range(size - 1, -1, -1):
+    best = np.zeros((*values.shape[:-1], values.shape[-1] + separation))
+    for place in reversed(range(values.shape[-1])):
         used = values[..., place] + best[..., place + separation]
         best[..., place] = np.maximum(used, best[..., place + 1])
     return best[..., 0]

@@ -56,6 +56,11 @@ class AddGaussianNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
+    @property
+    def adds_noise(self) -> bool:
+        """Tell `watch` that what precedes this transform is private."""
+        return True
+
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
         return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
 
@@ -128,11 +133,6 @@ def add_gaussian_noise(
         return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def is_noise_state(node: object) -> bool:
-    """Return whether a node of an optimizer's state is the state of `add_gaussian_noise`."""
-    return isinstance(node, AddGaussianNoiseState)
 
 
 class SumLeaves(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from optax_lsdp._checks import (
     check_whole,
     frozen_number,
     is_number,
+    refusal,
 )
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
@@ -28,8 +30,10 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
+from optax_lsdp.correlated_noise import add_correlated_noise, is_noise_state
+from optax_lsdp.correlation import Correlation
 from optax_lsdp.filters import Smoothing, denoised, read_stages, scale_by_debiased_adam
-from optax_lsdp.noise import add_gaussian_noise, is_noise_state
+from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.smoothing import auto_smooth
 from optax_lsdp.watching import watch
 
@@ -41,6 +45,7 @@ def privatize(
     noise_multiplier: optax.ScalarOrSchedule,
     expected_batch_size: float,
     smoothing: Smoothing = 0.0,
+    correlation: Correlation | None = None,
     key: jax.Array,
     shard_specs: PyTree = None,
     replicated_axes: str | Sequence[str] = (),
@@ -74,6 +79,8 @@ def privatize(
             past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. Schedules of
+            noise or clip norm, `AdaptiveClip`, `slack` and `watch_steps` are refused with it.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -118,7 +125,13 @@ def privatize(
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
-    release = [clip, add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)]
+    noise = add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)
+    if correlation is not None:
+        constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
+        auto = read_stages(smoothing, shard_specs)[0] or None  # smoothing="auto"
+        _check_constant(constant, dict(slack=slack, watch_steps=watch_steps, smoothing=auto))
+        noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
+    release = [clip, noise]
     if adapts or slack is not None:
         # All shards have the same slack, so they must draw the same noise for it.
         specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
@@ -152,7 +165,7 @@ def privatize(
     if watch_steps is not None:
         check_whole("watch_steps", watch_steps)
         learner = watch(learner, steps=watch_steps, **noises)
-    known = None if several_adapt else noises["stddev"]
+    known = None if several_adapt or correlation is not None else noises["stddev"]
     return _with_known_noise(optax.chain(*release), learner, known, adapts=adapts)
 
 
@@ -276,6 +289,14 @@ def steps_taken(state: optax.OptState) -> jax.Array:
     """Return how many steps an optimizer of `privatize` has taken, according to its state."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return next(leaf for leaf in leaves if is_noise_state(leaf)).step
+
+
+def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
+    """Raise if settings would change correlated noise, or assume independent noise."""
+    for name, value in (constant | absent).items():
+        varies = any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value))
+        if varies or (name in absent and value is not None):
+            raise refusal(name, "constant or left out with a `correlation`", value)
 
 
 def _product(

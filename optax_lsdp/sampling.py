@@ -142,14 +142,17 @@ class CyclicPoissonSampler:
     """Assign each example at random to one of `cycle` parts; step t draws from part t mod cycle.
 
     No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires. The
-    part of an example depends only on the key and its index. A batch is truncated with probability
-    2e-15 or less. Drawing it takes `cycle` times as long as a Poisson batch. For the other
-    arguments, see `PoissonSampler`.
+    part of an example depends only on the key and its index. Drawing a batch takes `cycle` times as
+    long as a Poisson batch. For the other arguments, see `PoissonSampler`.
 
     Args:
         sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
             its part with probability q·cycle, which must be at most 1.
         cycle: the number of parts, at least the number of bands of the correlation.
+        max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
+            probability 1e-15 or less. Any batch is truncated with at most twice the probability
+            that it exceeds this size. ε does not include this, except in a `PrivacyPlan`.
+        group_size: the probabilities also hold if this many examples are added to the dataset.
 
     >>> sampler = CyclicPoissonSampler(60_000, 256 / 60_000, cycle=8, key=jax.random.key(0))
     >>> int(sampler.batch(step=7).mask.sum())
@@ -160,18 +163,24 @@ class CyclicPoissonSampler:
     sampling_rate: float
     cycle: int
     key: jax.Array = field(repr=False)
+    max_batch_size: int = None  # type: ignore[assignment]  # __post_init__ replaces None
     multiple_of: int = 1
+    group_size: int = 1
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
     _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; no run has this step
 
     def __post_init__(self) -> None:
         check_whole("cycle", self.cycle)
+        check_whole("group_size", self.group_size)
         n, q, key = self.dataset_size, self.sampling_rate, self.key
-        size = PoissonSampler(n, q, key, multiple_of=self.multiple_of).size
-        object.__setattr__(self, "size", size)
+        whole = PoissonSampler(n, q, key, self.max_batch_size, self.multiple_of)
+        object.__setattr__(self, "max_batch_size", whole.max_batch_size)
+        object.__setattr__(self, "size", whole.size)
         check_at_most("cycle", self.cycle, math.floor((1 + 1e-12) / q), "1/sampling_rate")
-        candidates = PoissonSampler(n, min(1.0, q * self.cycle), key, multiple_of=size)
+        rate, rare = min(1.0, q * self.cycle), max(whole.overflow_probability, 1e-300)
+        room = max(room_for_batch(n, rate * n, rare, self.group_size), whole.max_batch_size)
+        candidates = PoissonSampler(n, rate, key, room, multiple_of=whole.size)
         object.__setattr__(self, "_candidates", candidates)
         object.__setattr__(self, "_bits", RandomBits(key, 10**18))
 
@@ -185,7 +194,8 @@ class CyclicPoissonSampler:
         drawn = self._candidates.batch(step)
         is_kept = drawn.mask & (self.part(drawn.indices) == step % self.cycle)
         order = namespace(step).argsort(~is_kept, stable=True)[: self.size]
-        return Batch(drawn.indices[order], is_kept[order])
+        is_within = namespace(step).arange(self.size) < self.max_batch_size
+        return Batch(drawn.indices[order], is_kept[order] & is_within)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,6 +24,10 @@ os.environ["XLA_FLAGS"] = " ".join(
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers find the folder of their controller
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="optax-lsdp-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+# Threads of BLAS wait for each other by spinning. Workers and subprocesses, which start after this
+# line, share the cores, and the matrices of the tests are small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

@@ -5,6 +5,7 @@ from optax_lsdp.accounting._calibrate import (
     calibrate_noise_multiplier,
     calibrate_scale,
     calibrate_steps,
+    steps_of_epochs,
 )
 from optax_lsdp.accounting._composition import Composition
 from optax_lsdp.accounting._ledger import Ledger
@@ -12,7 +13,6 @@ from optax_lsdp.accounting._mechanisms import (
     CorrelatedGaussian,
     DiscreteGaussian,
     SampledGaussian,
-    steps_of_epochs,
 )
 from optax_lsdp.accounting._paper import PaperNoise, paper_noise
 from optax_lsdp.accounting._statement import show_epsilon, statement

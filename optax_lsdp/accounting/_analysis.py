@@ -81,6 +81,8 @@ def is_gaussian(phase: "SampledGaussian") -> bool:
 
 def has_group_analysis(phase: "SampledGaussian") -> bool:
     """Return whether `analyse` covers groups of examples. If not, a generic bound is used."""
+    if not phase.has_group_analysis:
+        return False
     if phase.sampling == "poisson" and phase.max_batch_size is None:
         return phase.neighbouring != "replace_one" or phase.sampling_rate == 1
     return is_gaussian(phase)

@@ -7,8 +7,16 @@ from typing import TypedDict, Unpack
 
 from scipy.optimize import brentq
 
-from optax_lsdp._checks import MOST_STEPS, check_delta, check_positive, check_whole, refusal
-from optax_lsdp._schemes import RELATIONS, Neighbouring, Sampling
+from optax_lsdp._checks import (
+    MOST_STEPS,
+    check_at_most,
+    check_choice,
+    check_delta,
+    check_positive,
+    check_whole,
+    refusal,
+)
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
 from optax_lsdp.accounting._analysis import is_gaussian
 from optax_lsdp.accounting._bounds import gaussian_mu, upper_delta
 from optax_lsdp.accounting._composition import Mechanism, profile
@@ -216,6 +224,37 @@ def calibrate_batch_size(
         remedy = "raise the noise multiplier or take fewer steps"
         raise refusal("epsilon", demand, epsilon, remedy)
     return most
+
+
+def steps_of_epochs(
+    epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
+) -> int:
+    """Return the number of steps in `epochs` passes over the data, rounded up.
+
+    A pass over n examples in batches of fixed or expected size b has n/b steps, or ⌊n/b⌋ if the
+    batches are shuffled.
+
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
+    14063
+    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256, sampling="shuffled")
+    14040
+    """
+    check_positive("epochs", epochs)
+    check_batch_size(batch_size, dataset_size)
+    check_choice("sampling", sampling, SCHEMES)
+    steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
+    if steps > MOST_STEPS:
+        demand = f"few enough for {MOST_STEPS:.0e} steps at most"
+        remedy = "lower `epochs` or raise `batch_size`"
+        raise refusal("epochs", demand, epochs, remedy)
+    return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
+
+
+def check_batch_size(batch_size: int, dataset_size: int) -> None:
+    """Raise unless 1 ≤ `batch_size` ≤ `dataset_size`, and both are integers."""
+    check_whole("dataset_size", dataset_size)
+    check_whole("batch_size", batch_size)
+    check_at_most("batch_size", batch_size, dataset_size, "`dataset_size`")
 
 
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:

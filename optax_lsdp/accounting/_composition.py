@@ -20,7 +20,7 @@ from optax_lsdp.accounting import _analysis as analysis
 if TYPE_CHECKING:
     import dp_accounting
 
-    from optax_lsdp.accounting._mechanisms import SampledGaussian
+    from optax_lsdp.accounting._mechanisms import Phase, SampledGaussian
 
 _MOST_KINDS = 64  # if more sampled steps are different, similar steps are made equal
 
@@ -34,13 +34,16 @@ class Mechanism:
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
 
         @property
-        def phases(self) -> tuple[SampledGaussian, ...]:
+        def phases(self) -> tuple[Phase, ...]:
             """The phases, in order."""
 
     @property
     def parts(self) -> "tuple[SampledGaussian, ...]":
-        """The phases in no particular order, with equal phases merged."""
-        return merge(self.phases)
+        """The phases in no particular order, with equal phases merged.
+
+        For correlated noise, they are its dominating phases.
+        """
+        return merge(phase.dominating for phase in self.phases)
 
     def group(self, size: int) -> "Mechanism":
         """Return the same steps with a guarantee for any `size` examples that change together.
@@ -63,7 +66,8 @@ class Mechanism:
         except ModuleNotFoundError as error:
             message = "to_dp_event needs dp-accounting; run `pip install dp-accounting`."
             raise ModuleNotFoundError(message) from error
-        events = [dp.SelfComposedDpEvent(_step_event(one, dp), one.steps) for one in self.phases]
+        phases = [phase.dominating for phase in self.phases]
+        events = [dp.SelfComposedDpEvent(_step_event(one, dp), one.steps) for one in phases]
         return events[0] if len(events) == 1 else dp.ComposedDpEvent(events)
 
     def epsilon(self, delta: float) -> float:
@@ -133,13 +137,13 @@ class Composition(Mechanism):
     1.35
     """
 
-    phases: "tuple[SampledGaussian, ...]"
+    phases: "tuple[Phase, ...]"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple(self.phases))
         for phase in self.phases:
             if not hasattr(phase, "group_size"):
-                demand = "SampledGaussians, and `dominating` of a CorrelatedGaussian"
+                demand = "SampledGaussians or CorrelatedGaussians"
                 raise TypeError(f"`phases` must be {demand}, got {repr(phase)[:200]}.")
         for name in ("neighbouring", "group_size"):
             values = {getattr(phase, name) for phase in self.phases}

@@ -15,11 +15,14 @@ from optax_lsdp.accounting._analysis import analyse, has_group_analysis, steps_p
 from optax_lsdp.accounting._bounds import gaussian_epsilon, upper_epsilons
 from optax_lsdp.accounting._calibrate import largest
 from optax_lsdp.accounting._composition import Composition, Mechanism, merge, simplify
-from optax_lsdp.accounting._mechanisms import SampledGaussian
+from optax_lsdp.accounting._mechanisms import CorrelatedGaussian, Phase, SampledGaussian
+from optax_lsdp.correlation import Correlation
 
 _VERSION = 1
 _LONGEST = 10**8  # most steps for which `epsilons` returns an array
 _RATIO = 5e-4  # relative distance of the numbers of steps at which `epsilons` computes ε
+
+_KINDS: tuple[type[Phase], ...] = (SampledGaussian, CorrelatedGaussian)
 
 
 class Ledger(Mechanism):
@@ -27,7 +30,8 @@ class Ledger(Mechanism):
 
     A ledger has the methods of a `SampledGaussian`, such as `epsilon`. It merges a step with the
     last phase if they are equal, so 10⁵ equal steps take no more memory than one. Append shuffled
-    batches with `continues=True`; otherwise each part of an epoch counts as a whole epoch.
+    batches and correlated noise with `continues=True`; otherwise each part of an epoch or cycle
+    counts as a whole, as it must after a restart with new noise.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -39,38 +43,43 @@ class Ledger(Mechanism):
     True
     """
 
-    def __init__(self, phases: Iterable[SampledGaussian] = ()) -> None:
-        self._kinds: list[SampledGaussian] = []  # one step of each phase
+    def __init__(self, phases: Iterable[Phase] = ()) -> None:
+        self._kinds: list[Phase] = []  # one step of each phase
         self._steps: list[int] = []
-        self._last: SampledGaussian | None = None
+        self._last: Phase | None = None
         for phase in phases:
             self.append(phase)
 
-    def append(self, phase: SampledGaussian, *, continues: bool = False) -> None:
+    def append(self, phase: Phase, *, continues: bool = False) -> None:
         """Record the steps of `phase`, taken after all steps so far.
 
-        With `continues`, shuffled batches continue the epochs of the last phase.
+        With `continues`, shuffled batches continue the epochs of the last phase, and correlated
+        noise continues that of the last phase.
         """
-        if not isinstance(phase, SampledGaussian):
+        if type(phase) not in _KINDS:
             raise TypeError(
-                f"`phase` must be a SampledGaussian, got {repr(phase)[:200]}; append each phase "
-                "separately, and `dominating` of a CorrelatedGaussian, which has no single steps."
+                "`phase` must be a SampledGaussian or a CorrelatedGaussian, got "
+                f"{repr(phase)[:200]}; append each phase separately, and correlated noise itself "
+                "instead of its `dominating` phase."
             )
-        can_merge = continues or not SCHEMES[phase.sampling].once_per_epoch
-        if phase is self._last and can_merge:  # the usual case, made fast
-            self._steps[-1] += phase.steps
-            return
-        Composition((*self._kinds[:1], phase))  # raises if relations or group sizes differ
-        kind = replace(phase, steps=1)
-        if self._kinds and self._kinds[-1] == kind and can_merge:
-            self._steps[-1] += phase.steps
-        else:
-            self._kinds.append(kind)
-            self._steps.append(phase.steps)
+        can_merge = continues or not SCHEMES[phase.sampling].keeps_order
+        if phase is not self._last or not can_merge:  # in the usual case, they are checked
+            Composition((*self._kinds[:1], phase))  # raises if relations or group sizes differ
+            kind = replace(phase, steps=1)
+            if not (self._kinds and self._kinds[-1] == kind and can_merge):
+                self._kinds.append(kind)
+                self._steps.append(0)
+        if isinstance(phase, CorrelatedGaussian):
+            taken, most = self._steps[-1] + phase.steps, phase.correlation.steps
+            if taken > most:
+                demand = f"at most {most} in all, the steps of the correlation"
+                remedy = "start again with new noise, and append its steps without `continues`"
+                raise refusal("steps", demand, taken, remedy)
+        self._steps[-1] += phase.steps
         self._last = phase
 
     @property
-    def phases(self) -> tuple[SampledGaussian, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """All phases, in order."""
         pairs = zip(self._kinds, self._steps, strict=True)
         return tuple(replace(kind, steps=steps) for kind, steps in pairs)
@@ -96,10 +105,16 @@ class Ledger(Mechanism):
             raise ValueError(
                 "`remaining_steps` must follow a step, got an empty ledger; append a step first."
             )
-        past, last = Composition(merge(simplify(self.parts))), self._kinds[-1]
-        return largest(
-            lambda more: (past + replace(last, steps=more)).epsilon(delta), epsilon, MOST_STEPS
-        )
+        past, last, before, most = self.parts, self._kinds[-1], 0, MOST_STEPS
+        if isinstance(last, CorrelatedGaussian):  # further steps continue the last phase
+            past, before = Ledger(self.phases[:-1]).parts, self._steps[-1]
+            most = last.correlation.steps
+        composed = Composition(merge(simplify(past)))
+
+        def spent(more: int) -> float:
+            return (composed + replace(last, steps=before + more)).epsilon(delta)
+
+        return largest(spent, epsilon, most - before) if most > before else 0
 
     def to_json(self) -> str:
         """Return the ledger as JSON text."""
@@ -123,15 +138,18 @@ class Ledger(Mechanism):
         if set(found) != {"optax_lsdp_ledger", "phases"} or not isinstance(phases, list):
             keys = "have only the keys 'optax_lsdp_ledger' and 'phases', a list"
             raise _refusal(keys, str(sorted(found))[:200])
-        known = {field.name for field in fields(SampledGaussian)}
+        known = {frozenset(field.name for field in fields(kind)): kind for kind in _KINDS}
         ledger = cls()
         for number, phase in enumerate(phases, 1):
             where = f"phase {number} of {len(phases)}"
-            if not isinstance(phase, dict) or set(phase) != known:
-                keys = f"have phases with the keys {sorted(known)}"
+            names = frozenset(phase) if isinstance(phase, dict) else frozenset()
+            if names not in known:
+                keys = f"have phases with the keys {' or '.join(str(sorted(k)) for k in known)}"
                 raise _refusal(keys, f"{str(phase)[:200]} as {where}")
             try:
-                ledger.append(SampledGaussian(**phase))
+                if isinstance(phase.get("correlation"), dict):
+                    phase["correlation"] = Correlation(**phase["correlation"])
+                ledger.append(known[names](**phase))
             except (TypeError, ValueError) as error:
                 why = f"an error in {where}: {str(error).rstrip('.')}"
                 raise _refusal("have valid phases", why) from error
@@ -149,28 +167,30 @@ def _refusal(demand: str, got: str) -> ValueError:
     return ValueError(f"`text` must {demand}, got {got}; {remedy}.")
 
 
-def _epsilon_curve(phases: Sequence[SampledGaussian], delta: float) -> np.ndarray:
+def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
     ε is computed only at `_knots`. A step between two knots gets the ε of the later knot. Within a
     block of knots, the number of steps less than doubles, so the block shares lattice settings.
     """
     total = sum(phase.steps for phase in phases)
-    phases = [phase for phase in simplify(phases) if phase.steps]
-    kinds = list(dict.fromkeys(replace(phase, steps=1) for phase in phases))
     if not total:
         return np.zeros(0)
+    phases = [phase for phase in phases if phase.steps]
+    kind_of_phase = simplify([_one_use(phase) for phase in phases])
+    kinds = list(dict.fromkeys(kind_of_phase))
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
         demand = "1 to compute ε after every step with this sampling scheme and relation"
         raise refusal("group_size", demand, kinds[0].group_size, "call `epsilon` instead")
     knots = _knots(total)
-    counts = _counts(phases, kinds, knots)
+    counts = _counts(phases, [kinds.index(kind) for kind in kind_of_phase], knots)
     analyses = [analyse(kind) for kind in kinds]
     if all(one.mu is not None for one in analyses):
         squares = counts @ np.array([one.mu**2 for one in analyses if one.mu is not None])
         mus = np.sqrt(squares) * (1 + 1e-15)
         at_knots = np.array([gaussian_epsilon(delta, mu) for mu in mus.tolist()])
     else:
+        counts = np.ceil(counts)  # squared sensitivities of correlated noise
         at_knots = np.zeros(len(knots))
         start = 0
         while start < len(knots):
@@ -193,15 +213,24 @@ def _knots(total: int) -> np.ndarray:
     return np.array(knots)
 
 
-def _counts(
-    phases: Sequence[SampledGaussian], kinds: list[SampledGaussian], knots: np.ndarray
-) -> np.ndarray:
-    """Return how many steps (or shuffled epochs) of each kind were taken up to each knot."""
-    counts = np.zeros((len(knots), len(kinds)))
+def _one_use(phase: Phase) -> SampledGaussian:
+    """Return one step of a phase, or one use of an example with correlated noise."""
+    return phase.use if isinstance(phase, CorrelatedGaussian) else replace(phase, steps=1)
+
+
+def _counts(phases: Sequence[Phase], kinds: Sequence[int], knots: np.ndarray) -> np.ndarray:
+    """Return how many steps, shuffled epochs or uses of each kind were taken up to each knot.
+
+    `kinds` has the number of each phase's kind.
+    """
+    counts = np.zeros((len(knots), max(kinds) + 1))
     before = 0
-    for phase in phases:
+    for phase, kind in zip(phases, kinds, strict=True):
         taken = np.clip(knots - before, 0, phase.steps)
-        unit = steps_per_epoch(phase) if SCHEMES[phase.sampling].once_per_epoch else 1
-        counts[:, kinds.index(replace(phase, steps=1))] += np.ceil(taken / unit)
+        if isinstance(phase, CorrelatedGaussian):
+            counts[:, kind] += np.r_[0.0, phase.uses()][taken]
+        else:
+            unit = steps_per_epoch(phase) if SCHEMES[phase.sampling].once_per_epoch else 1
+            counts[:, kind] += np.ceil(taken / unit)
         before += phase.steps
     return counts

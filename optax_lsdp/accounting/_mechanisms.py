@@ -4,12 +4,20 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Literal, Never, Self, cast
+from typing import ClassVar, Literal, Self, TypeAlias, cast
 
+import numpy as np
 from scipy.optimize import minimize_scalar
 
 import optax_lsdp._checks as checks
-from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Sampling
+from optax_lsdp._schemes import (
+    CORRELATED,
+    INDEPENDENT,
+    RELATIONS,
+    SCHEMES,
+    Neighbouring,
+    Sampling,
+)
 from optax_lsdp.accounting._analysis import analyse
 from optax_lsdp.accounting._composition import Mechanism
 from optax_lsdp.correlation import Correlation
@@ -70,6 +78,7 @@ class SampledGaussian(Mechanism):
     max_batch_size: int | None = None
     dataset_size: int | None = None
     group_size: int = 1
+    has_group_analysis: ClassVar[bool] = True  # whether Poisson batches of groups have one
 
     def __post_init__(self) -> None:
         is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
@@ -78,7 +87,11 @@ class SampledGaussian(Mechanism):
         checks.check_rate("sampling_rate", self.sampling_rate)
         checks.check_whole("steps", self.steps, least=0)
         checks.check_whole("group_size", self.group_size)
-        checks.check_choice("sampling", self.sampling, SCHEMES)
+        if self.sampling in CORRELATED:
+            demand = f"one of {', '.join(map(repr, INDEPENDENT))} for independent noise"
+            remedy = "use CorrelatedGaussian for correlated noise"
+            raise checks.refusal("sampling", demand, self.sampling, remedy)
+        checks.check_choice("sampling", self.sampling, INDEPENDENT)
         scheme = SCHEMES[self.sampling]
         if self.neighbouring is None and scheme.default_neighbouring is not None:
             object.__setattr__(self, "neighbouring", scheme.default_neighbouring)
@@ -97,16 +110,17 @@ class SampledGaussian(Mechanism):
                 got = f"sampling={self.sampling!r} and dataset_size={self.dataset_size!r}"
                 demand = "must come with sampling='poisson' and a `dataset_size`"
                 raise ValueError(f"`max_batch_size` {demand}, got {got}.")
-        for field in fields(self):  # NumPy numbers become Python numbers
-            value = getattr(self, field.name)
-            if not isinstance(value, str | None):
-                kind = float if field.name in ("noise_multiplier", "sampling_rate") else int
-                object.__setattr__(self, field.name, kind(value))
+        _use_python_numbers(self)
 
     @property
     def phases(self) -> tuple[Self, ...]:
         """A tuple of this phase alone."""
         return (self,)
+
+    @property
+    def dominating(self) -> Self:
+        """This phase itself; see `CorrelatedGaussian.dominating`."""
+        return self
 
     @property
     def mu(self) -> float | None:
@@ -120,18 +134,18 @@ class SampledGaussian(Mechanism):
 
 
 @dataclass(frozen=True)
-class _CyclicPhase(SampledGaussian):
-    """The dominating phase of cyclic batches, which says nothing about groups."""
+class _Cycles(SampledGaussian):
+    """The dominating phase of cyclic Poisson batches, one step for each cycle.
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.group_size != 1:
-            demand = "1, because members of a group may be in different parts of the data"
-            raise checks.refusal("group_size", demand, self.group_size)
+    Members of a group may be in different parts of the data, so the tight analysis of groups does
+    not hold. The generic bound does, as for any mechanism.
+    """
+
+    has_group_analysis: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
-class CorrelatedGaussian:
+class CorrelatedGaussian(Mechanism):
     """Steps of `add_correlated_noise`, with cyclic Poisson batches or one order for all epochs.
 
     With `sampling_rate`, batches come from a `CyclicPoissonSampler`. Two uses of an example are a
@@ -148,8 +162,8 @@ class CorrelatedGaussian:
     to each other. All steps together are one Gaussian mechanism, whose sensitivity is
     `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
 
-    A run that continues with new noise is a second mechanism. The noise multiplier is the same in
-    all steps.
+    The noise multiplier is the same in all steps. A run that goes on with new noise is a second
+    mechanism: add both, or append the second to a `Ledger` without `continues`.
 
     Attributes:
         noise_multiplier: z, the standard deviation of Z divided by C, the largest norm that one
@@ -161,6 +175,8 @@ class CorrelatedGaussian:
         min_separation: the smallest number of steps between two uses of an example.
         neighbouring: the neighbouring relation; see `SampledGaussian`. The default is "add_remove"
             with `sampling_rate`. With `min_separation`, it must be "zero_out" or "replace_one".
+        group_size: how many examples one person contributes; see `group`. With `sampling_rate`, the
+            generic bound is used.
 
     >>> from optax_lsdp.correlation import optimize_banded
     >>> run = CorrelatedGaussian(1.0, optimize_banded(100, bands=64), sampling_rate=0.01)
@@ -176,6 +192,7 @@ class CorrelatedGaussian:
     cycle: int | None = None
     min_separation: int | None = None
     neighbouring: Neighbouring = DEFAULT_RELATION
+    group_size: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.correlation, Correlation):
@@ -192,6 +209,7 @@ class CorrelatedGaussian:
         checks.check_whole("steps", self.steps, least=0)
         most = self.correlation.steps
         checks.check_at_most("steps", self.steps, most, "the steps of the correlation")
+        checks.check_whole("group_size", self.group_size)
         if (self.sampling_rate is None) == (self.min_separation is None):
             got = f"{self.sampling_rate!r} and {self.min_separation!r}"
             raise ValueError(
@@ -203,15 +221,16 @@ class CorrelatedGaussian:
                 demand = "None without `sampling_rate`"
                 raise checks.refusal("cycle", demand, self.cycle)
             checks.check_whole("min_separation", self.min_separation)
-            relations = SCHEMES["shuffled"].neighbouring
         else:
-            relations = self._check_cycle(self.sampling_rate)
+            self._check_cycle(self.sampling_rate)
+        relations = SCHEMES[self.sampling].neighbouring
         if self.neighbouring is None and "add_remove" in relations:
             object.__setattr__(self, "neighbouring", "add_remove")
         checks.check_choice("neighbouring", self.neighbouring, relations)
+        _use_python_numbers(self)
 
-    def _check_cycle(self, sampling_rate: float) -> tuple[Neighbouring, ...]:
-        """Check and set `cycle`. Return the neighbouring relations that have an analysis."""
+    def _check_cycle(self, sampling_rate: float) -> None:
+        """Check and set `cycle`."""
         checks.check_rate("sampling_rate", sampling_rate)
         bands = self.correlation.bands
         if self.cycle is None:
@@ -227,37 +246,51 @@ class CorrelatedGaussian:
             demand = f"at most 1/{cycle}, because it is multiplied by the cycle of {cycle} steps"
             remedy = "take smaller batches or fewer bands"
             raise checks.refusal("sampling_rate", demand, sampling_rate, remedy)
-        return SCHEMES["poisson"].neighbouring
+
+    @property
+    def sampling(self) -> Sampling:
+        """The sampling scheme."""
+        return "fixed_order" if self.sampling_rate is None else "cyclic_poisson"
+
+    @property
+    def phases(self) -> tuple[Self, ...]:
+        """A tuple of this phase alone."""
+        return (self,)
+
+    def group(self, size: int) -> Self:
+        """Return this phase for groups of `size` examples; see `Mechanism.group`."""
+        checks.check_whole("size", size)
+        return replace(self, group_size=self.group_size * size)
+
+    @property
+    def use(self) -> SampledGaussian:
+        """A step with independent noise that reveals as much as one use of one example."""
+        noise, relation, size = self.noise_multiplier, self.neighbouring, self.group_size
+        noise *= 1 - _ROUNDING
+        if self.sampling_rate is None or self.cycle is None:
+            full = SampledGaussian(noise, 1.0, 1, sampling="full", neighbouring=relation)
+            return full.group(size)
+        rate = min(1.0, self.sampling_rate * self.cycle * (1 + 1e-15))
+        return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
+
+    def uses(self) -> np.ndarray:
+        """Return how often `use` counts after each step: cycles, or squared sensitivities."""
+        if self.sampling_rate is None:
+            return self.correlation.sensitivities(self.min_separation or 1, self.steps) ** 2
+        return np.ceil(np.arange(1, self.steps + 1) / (self.cycle or 1))
 
     @property
     def dominating(self) -> SampledGaussian:
-        """A phase with independent noise that reveals at least as much about one example.
+        """A phase with independent noise that reveals at least as much, about one example."""
+        if not self.steps:
+            return replace(self.use, steps=0)
+        uses = float(self.uses()[-1])
+        if self.sampling_rate is not None:
+            return replace(self.use, steps=int(uses))
+        return replace(self.use, noise_multiplier=self.use.noise_multiplier / math.sqrt(uses))
 
-        Compose runs as `first.dominating + second.dominating`, and find noise by `calibrate_scale`.
-        With `sampling_rate`, `group` refuses: members may be in different parts of the data.
-        """
-        noise, relation = float(self.noise_multiplier) * (1 - _ROUNDING), self.neighbouring
-        if self.sampling_rate is not None and self.cycle is not None:
-            rate = min(1.0, self.sampling_rate * self.cycle * (1 + 1e-15))
-            return _CyclicPhase(noise, rate, -(-self.steps // self.cycle), neighbouring=relation)
-        uses = self.correlation.sensitivity(self.min_separation or 1, self.steps)
-        count = min(self.steps, 1)
-        noise = noise / uses if count else noise
-        return SampledGaussian(noise, 1.0, count, sampling="full", neighbouring=relation)
 
-    def epsilon(self, delta: float) -> float:
-        """Return an ε for which (ε, δ)-differential privacy is certified."""
-        return self.dominating.epsilon(delta)
-
-    def delta(self, epsilon: float) -> float:
-        """Return a δ for which (ε, δ)-differential privacy is certified."""
-        return self.dominating.delta(epsilon)
-
-    def __add__(self, other: object) -> Never:
-        demand = "that of single phases; add `dominating` of a CorrelatedGaussian"
-        raise TypeError(f"A sum must be {demand}, got {repr(self)[:200]}.")
-
-    __radd__ = __add__
+Phase: TypeAlias = SampledGaussian | CorrelatedGaussian
 
 
 @dataclass(frozen=True)
@@ -330,32 +363,10 @@ def _smallest(bound: Callable[[float], float]) -> float:
     return float(minimize_scalar(bound, bounds=(-20.0, 30.0), method="bounded").fun)
 
 
-def steps_of_epochs(
-    epochs: float, *, dataset_size: int, batch_size: int, sampling: Sampling = "poisson"
-) -> int:
-    """Return the number of steps in `epochs` passes over the data, rounded up.
-
-    A pass over n examples in batches of fixed or expected size b has n/b steps, or ⌊n/b⌋ if the
-    batches are shuffled.
-
-    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
-    14063
-    >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256, sampling="shuffled")
-    14040
-    """
-    checks.check_positive("epochs", epochs)
-    check_batch_size(batch_size, dataset_size)
-    checks.check_choice("sampling", sampling, SCHEMES)
-    steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
-    if steps > checks.MOST_STEPS:
-        demand = f"few enough for {checks.MOST_STEPS:.0e} steps at most"
-        remedy = "lower `epochs` or raise `batch_size`"
-        raise checks.refusal("epochs", demand, epochs, remedy)
-    return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
-
-
-def check_batch_size(batch_size: int, dataset_size: int) -> None:
-    """Raise unless 1 ≤ `batch_size` ≤ `dataset_size`, and both are integers."""
-    checks.check_whole("dataset_size", dataset_size)
-    checks.check_whole("batch_size", batch_size)
-    checks.check_at_most("batch_size", batch_size, dataset_size, "`dataset_size`")
+def _use_python_numbers(phase: SampledGaussian | CorrelatedGaussian) -> None:
+    """Replace NumPy numbers by Python numbers, which JSON can save."""
+    for field in fields(phase):
+        value = getattr(phase, field.name)
+        if checks.is_number(value):
+            kind = float if field.name in ("noise_multiplier", "sampling_rate") else int
+            object.__setattr__(phase, field.name, kind(value))

@@ -16,7 +16,8 @@ import numpy as np
 
 from optax_lsdp._checks import check_delta, check_positive, check_whole
 from optax_lsdp.accounting._bounds import narrow
-from optax_lsdp.accounting._mechanisms import SampledGaussian, check_batch_size
+from optax_lsdp.accounting._calibrate import check_batch_size
+from optax_lsdp.accounting._mechanisms import SampledGaussian
 
 _SPLITS = np.linspace(0, 1, 4001)[1:-1]  # values of μ to try
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from optax_lsdp._checks import check_choice
-from optax_lsdp._schemes import RELATIONS, SCHEMES, Neighbouring, Unit
+from optax_lsdp._schemes import RELATIONS, SCHEMES, Unit
 from optax_lsdp.accounting._analysis import steps_per_epoch
 from optax_lsdp.accounting._composition import Mechanism
 from optax_lsdp.accounting._mechanisms import CorrelatedGaussian
@@ -15,11 +15,7 @@ _LARGE = 8.0  # above this ε, the statement says that ε promises little
 
 
 def statement(
-    mechanism: Mechanism | CorrelatedGaussian,
-    delta: float,
-    *,
-    reserved: float = 0.0,
-    unit: Unit = "example",
+    mechanism: Mechanism, delta: float, *, reserved: float = 0.0, unit: Unit = "example"
 ) -> str:
     """Return a mechanism's guarantee at δ and all its assumptions, in plain words.
 
@@ -34,12 +30,9 @@ def statement(
     check_choice("unit", unit, get_args(Unit))
     words = _WORDS[unit]
     epsilon = mechanism.epsilon(delta - reserved)
-    if isinstance(mechanism, CorrelatedGaussian):
-        facts = _correlated_facts(mechanism, words)
-    else:
-        if unit == "user" and mechanism.phases[0].group_size > 1:
-            words = _WORDS_OF_IDS
-        facts = _facts(mechanism, words)
+    if unit == "user" and mechanism.phases[0].group_size > 1:
+        words = _WORDS_OF_IDS
+    facts = _facts(mechanism, words)
     is_large = epsilon > _LARGE
     factor = "e^" + show_epsilon(epsilon) if is_large else show_epsilon(math.exp(epsilon))
     meaning = (
@@ -93,7 +86,7 @@ class _Facts(NamedTuple):
     batches: str
     noise: str
     is_tight: bool
-    group_size: int = 1
+    group_size: int
 
 
 def _facts(mechanism: Mechanism, words: _Words) -> _Facts:
@@ -107,51 +100,42 @@ def _facts(mechanism: Mechanism, words: _Words) -> _Facts:
     scheme = SCHEMES[phase.sampling]
     least, most = (f"{float(show_epsilon(z, 6)):g}·C" for z in (min(noises), max(noises)))
     noise = least if least == most else f"{least} to {most}, as scheduled,"
-    secret = _secret(phase.neighbouring, words)
+    relation = RELATIONS[phase.neighbouring]
+    secret = relation.secret_of_user if words.unit == "user" else relation.secret
     if phase.group_size > 1:
         secret += f", or any {phase.group_size} {words.unit}s that change together"
-    rate, epoch = f"{phase.sampling_rate:.4g}", f"{steps_per_epoch(phase)}"
-    batches = scheme.describe(rate, epoch, words.one)
-    if phase.max_batch_size is not None:
-        kept = f"{phase.max_batch_size:,} {words.several} are kept at random"
-        batches += f"; of a larger batch, {kept}"
-    return _Facts(
-        steps=sum(part.steps for part in mechanism.phases),
-        secret=secret,
-        batches=batches,
-        noise=f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every "
-        "step",
-        is_tight=scheme.tight and phase.max_batch_size is None,
-        group_size=phase.group_size,
-    )
+    added = f"Gaussian noise of standard deviation {noise} is added to the sum, fresh in every step"
+    is_tight = scheme.tight
+    if isinstance(phase, CorrelatedGaussian):
+        batches, added = _describe_correlated(phase, words, noise, len(noises))
+    else:
+        rate, epoch = f"{phase.sampling_rate:.4g}", f"{steps_per_epoch(phase)}"
+        batches = scheme.describe(rate, epoch, words.one)
+        if phase.max_batch_size is not None:
+            is_tight = False
+            kept = f"{phase.max_batch_size:,} {words.several} are kept at random"
+            batches += f"; of a larger batch, {kept}"
+    steps = sum(part.steps for part in mechanism.phases)
+    return _Facts(steps, secret, batches, added, is_tight, phase.group_size)
 
 
-def _secret(neighbouring: Neighbouring, words: _Words) -> str:
-    relation = RELATIONS[neighbouring]
-    return relation.secret_of_user if words.unit == "user" else relation.secret
-
-
-def _correlated_facts(mechanism: CorrelatedGaussian, words: _Words) -> _Facts:
-    rate, cycle = mechanism.sampling_rate, mechanism.cycle
-    is_independent = mechanism.neighbouring == "add_remove"
+def _describe_correlated(
+    phase: CorrelatedGaussian, words: _Words, noise: str, runs: int
+) -> tuple[str, str]:
+    """Return how batches are drawn and which noise is added, in words."""
+    scheme, cycle = SCHEMES[phase.sampling], phase.cycle
+    rate = min(1.0, (phase.sampling_rate or 0.0) * (cycle or 0))
+    is_independent = phase.neighbouring == "add_remove"
     chosen = "at random, independently of all else," if is_independent else "beforehand"
-    batches = (
-        f"two uses of one {words.one} are at least {mechanism.min_separation} steps apart, in an "
-        "order that may be known"
-        if rate is None or cycle is None
-        else f"each {words.one} is assigned {chosen} to one of {cycle} parts of the data; step t "
-        f"draws each {words.one} of part t mod {cycle} with probability "
-        f"{min(1.0, rate * cycle):.4g}, independently of all else"
+    batches = scheme.describe(f"{rate:.4g}", f"{cycle or phase.min_separation}", words.one, chosen)
+    added = (
+        f"Gaussian noise of standard deviation {noise} is multiplied by the inverse of a "
+        f"lower-triangular matrix with {phase.correlation.bands} bands and no column of norm above "
+        "1, and added to the sums"
     )
-    return _Facts(
-        steps=mechanism.steps,
-        secret=_secret(mechanism.neighbouring, words),
-        batches=batches,
-        noise=f"Gaussian noise of standard deviation {mechanism.noise_multiplier:g}·C is "
-        "multiplied by the inverse of a lower-triangular matrix with "
-        f"{mechanism.correlation.bands} bands and no column of norm above 1, and added to the sums",
-        is_tight=False,
-    )
+    if runs > 1:
+        added += f"; this noise, and the batches, start again {runs - 1} times"
+    return batches, added
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:

@@ -21,6 +21,7 @@ from optax_lsdp.auditing._clipping import ENGINES, Engine, clipped_sum, loss_acr
 from optax_lsdp.auditing._report import ClaimsReport, check_claims, expect_refusal
 from optax_lsdp.auditing._training import fixed_surroundings, too_similar
 from optax_lsdp.clipping import clip_per_example, clipped_grad
+from optax_lsdp.correlation import Correlation, banded_inverse
 from optax_lsdp.discrete import quantized_grad
 from optax_lsdp.noise import add_gaussian_noise, fresh_key
 from optax_lsdp.optimizers import steps_taken
@@ -118,31 +119,118 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 def _check_full_batches() -> str:
     """Check a plan's ε by δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), with μ = √T/z."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
-        mu, epsilon = math.sqrt(plan.steps) / plan.noise_multiplier, plan.epsilon
-        log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
-        delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(log_second)
-        if delta > _DELTA * (1 + 1e-6):
-            return f"at ε = {epsilon:.4g}, δ is {delta:.3g}"
+        if wrong := _too_small_for(plan, math.sqrt(plan.steps) / plan.noise_multiplier):
+            return wrong
     return ""
+
+
+def _too_small_for(plan: PrivacyPlan, mu: float) -> str:
+    """Return what is wrong with a plan's ε if its steps are a Gaussian mechanism with this μ."""
+    epsilon = plan.epsilon
+    log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
+    delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(log_second)
+    return "" if delta <= _DELTA * (1 + 1e-6) else f"at ε = {epsilon:.4g}, δ is {delta:.3g}"
 
 
 def _check_poisson_batches() -> str:
     """Check a plan's ε by a numerical lower bound on δ(ε), with privacy losses rounded down."""
     plan = poisson_plan()
-    rate, noise = _BATCH / _SIZE, plan.noise_multiplier
+    return _too_small(plan, _BATCH / _SIZE, plan.steps)
+
+
+def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
+    """Return what is wrong with a plan's ε, for some steps with Poisson batches at this rate."""
+    noise = plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
     middle = (edges[1:] + edges[:-1]) / 2
     without = np.diff(norm.cdf(edges, scale=noise))
     with_one = (1 - rate) * without + rate * np.diff(norm.cdf(edges, loc=1, scale=noise))
     loss = np.log1p(rate * np.expm1((2 * middle - 1) / (2 * noise**2)))
-    width = 2 ** math.ceil(math.log2(4 * plan.steps / _LOSS_WIDTH))
+    width = 2 ** math.ceil(math.log2(4 * steps / _LOSS_WIDTH))
     rounded = np.floor(loss / _LOSS_WIDTH).astype(int) - 1  # −1 covers the error of `middle`
     masses = np.bincount(rounded % width, with_one, width)
-    composed = np.fft.irfft(np.fft.rfft(masses) ** plan.steps, width).clip(0)
+    composed = np.fft.irfft(np.fft.rfft(masses) ** steps, width).clip(0)
     losses = _LOSS_WIDTH * (np.arange(width) - np.where(np.arange(width) > width // 2, width, 0))
     kept = losses > plan.epsilon
     delta = float(np.sum(composed[kept] * -np.expm1(plan.epsilon - losses[kept])))
     return "" if delta <= _DELTA else f"at ε = {plan.epsilon:.4g}, δ is at least {delta:.3g}"
+
+
+def audit_correlated_plan(key: jax.Array) -> ClaimsReport:
+    """Check plans with correlated noise: their matrix, their ε, and who is used when."""
+    cyclic, ordered = correlated_plans()
+    checks: dict[str, Callable[[], str]] = {
+        "no column of a banded matrix is too long": partial(_check_columns, cyclic),
+        "no column is too long if the inverse is banded": partial(_check_columns, ordered),
+        "ε of cyclic batches is at least a numerical bound": partial(_check_cycles, cyclic),
+        "ε of a fixed order is at least the closed form": partial(_check_fixed_order, ordered),
+        "cyclic batches keep the bands apart": partial(_check_separation, cyclic, key),
+        "a fixed order keeps epochs apart": partial(_check_separation, ordered, key),
+        "steps with new noise are a second mechanism": partial(_check_second_mechanism, cyclic),
+        "estimates for independent noise are refused": partial(_check_watching, cyclic, key),
+    }
+    return check_claims(checks)
+
+
+def correlated_plans() -> tuple[PrivacyPlan, PrivacyPlan]:
+    """Return a plan with a banded matrix, and one with a banded inverse and one fixed order."""
+    inverse = banded_inverse(_STEPS + 1, 3, min_separation=_SIZE // _BATCH)
+    options = {"steps": _STEPS + 1, "noise_multiplier": 2.0}  # not a whole number of cycles
+    cyclic = poisson_plan(correlation=4, **options)
+    return cyclic, poisson_plan(correlation=inverse, neighbouring="zero_out", **options)
+
+
+def dense_matrix(plan: PrivacyPlan) -> np.ndarray:
+    """Return C, entry by entry, from the coefficients alone."""
+    correlation = cast(Correlation, plan.correlation)
+    lags = np.subtract.outer(np.arange(plan.steps), np.arange(plan.steps))
+    column = np.zeros(plan.steps)
+    column[: len(correlation.coefficients)] = correlation.coefficients
+    found = np.where(lags >= 0, column[lags], 0.0)
+    return np.linalg.inv(found) if correlation.is_inverse else found
+
+
+def _check_columns(plan: PrivacyPlan) -> str:
+    longest = np.sqrt(np.sum(dense_matrix(plan) ** 2, axis=0)).max()
+    return "" if longest <= 1 + 1e-8 else f"one has a norm of {longest:.9g}"
+
+
+def _check_cycles(plan: PrivacyPlan) -> str:
+    bands = len(cast(Correlation, plan.correlation).coefficients)
+    return _too_small(plan, bands * _BATCH / _SIZE, -(-plan.steps // bands))
+
+
+def _check_fixed_order(plan: PrivacyPlan) -> str:
+    """Check ε by δ(ε) of the Gaussian mechanism, for an example used in steps 0, 10 and 20."""
+    used = dense_matrix(plan)[:, :: _SIZE // _BATCH].sum(axis=1)
+    return _too_small_for(plan, math.sqrt(float(used @ used)) / plan.noise_multiplier)
+
+
+def _check_separation(plan: PrivacyPlan, key: jax.Array) -> str:
+    """Compare the steps between two uses of an example with the bands of the matrix."""
+    correlation = cast(Correlation, plan.correlation)
+    least = _SIZE // _BATCH if correlation.is_inverse else len(correlation.coefficients)
+    sampler, last = plan.sampler(key), np.full(_SIZE, -least)
+    for step in range(40 * least):
+        indices, mask = sampler.batch(step)
+        drawn = np.asarray(indices)[np.asarray(mask)]
+        if drawn.size and (closest := step - last[drawn].max()) < least:
+            return f"an example is used again after {closest} steps instead of {least}"
+        last[drawn] = step
+    return ""
+
+
+def _check_second_mechanism(plan: PrivacyPlan) -> str:
+    bands = len(cast(Correlation, plan.correlation).coefficients)
+    ledger = Ledger([plan.event(0)] * 3)
+    counted = sum(part.steps for part in Ledger.from_json(ledger.to_json()).parts)
+    return "" if counted == 3 else f"three parts of {bands} steps count as {counted} cycles"
+
+
+def _check_watching(plan: PrivacyPlan, key: jax.Array) -> str:
+    return expect_refusal(
+        lambda: plan.optimizer(optax.sgd(1.0), key, watch=True), "a training curve is accepted"
+    )
 
 
 def _check_steps_beyond(key: jax.Array) -> str:
@@ -175,7 +263,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 
 def _check_budget() -> str:
-    """Check that repeated steps count, so that fewer steps remain."""
+    """Check that a repeated step spends budget, so that fewer steps remain."""
     plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:

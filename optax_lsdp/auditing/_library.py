@@ -24,6 +24,7 @@ from optax_lsdp.auditing._epsilon import EpsilonReport, audit_epsilon
 from optax_lsdp.auditing._report import AuditReport, ClaimsReport, StatisticsReport
 from optax_lsdp.auditing._statistics import audit_noise, audit_sampler
 from optax_lsdp.auditing._training import (
+    audit_correlated_runs,
     audit_one_step_of_fit,
     audit_one_step_with_users,
     audit_resumed_runs,
@@ -111,6 +112,23 @@ def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
     noises = _noise_of_steps(optimizer, gradient, _zeros(_OF_PLAN), plan.steps)
     scale = plan.noise_multiplier * plan.clip_norm / plan.expected_batch_size
     return audit_noise(noises.__getitem__, scale=scale, steps=plan.steps)
+
+
+def _audit_correlated_noise(key: jax.Array) -> StatisticsReport:
+    """Multiply correlated noise by its matrix C, and test whether the result is independent."""
+    cyclic, ordered = claims.correlated_plans()
+    whitened: list[dict[str, np.ndarray]] = [{} for _ in range(cyclic.steps)]
+    for plan, one_key in zip((cyclic, ordered), jax.random.split(key), strict=True):
+        optimizer = plan.optimizer(optax.sgd(1.0), one_key)
+        gradient = plan.clipped_grad(_sum_of_leaves)
+        noises = _noise_of_steps(optimizer, gradient, _zeros(_OF_PLAN), plan.steps)
+        scale = plan.noise_multiplier * plan.clip_norm / plan.expected_batch_size
+        for name in _OF_PLAN:
+            rows = np.stack([np.asarray(noise[name], np.float64) for noise in noises]) / scale
+            drawn = np.einsum("ts,s...->t...", claims.dense_matrix(plan), rows)
+            for step, row in enumerate(drawn):
+                whitened[step][f"{name}, {plan.sampling}"] = row
+    return audit_noise(whitened.__getitem__, scale=1.0, steps=cyclic.steps)
 
 
 def _audit_discrete_noise(key: jax.Array) -> StatisticsReport:
@@ -202,6 +220,9 @@ AUDITS = {
     "a step of fit with and without a user": Audit(
         audit_one_step_with_users, True, needs_orbax=True
     ),
+    "plans with correlated noise": Audit(claims.audit_correlated_plan),
+    "correlated noise": Audit(_audit_correlated_noise),
+    "resumed runs with correlated noise": Audit(audit_correlated_runs, True, needs_orbax=True),
 }
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import jax
@@ -24,7 +24,9 @@ import numpy as np
 import optax
 
 from optax_lsdp._schemes import Unit
+from optax_lsdp.accounting import Ledger
 from optax_lsdp.auditing._report import ClaimsReport
+from optax_lsdp.correlation import Correlation
 from optax_lsdp.planning import PrivacyPlan
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ _OWNERS = (2, 0, 1, 3, 1, 2, 3, 3, 1, 3)  # the users of ten examples
 _MOST = 3  # examples of a user in a step; user 3 has four
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
+_BANDS, _MANY, _MOST_ERRORS = 5, 4000, 8.0  # of correlated noise; its entries; standard errors
 _LEAST_DIFFERENT = 10  # two random 64-bit numbers differ in fewer bits with P < 1e-8
 _FIXED_TIME = 1_750_000_000
 
@@ -126,16 +129,76 @@ def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
     return ClaimsReport(claims)
 
 
-def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> list[np.ndarray]:
+def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
+    """Resume an interrupted run with correlated noise: with the same data, and with other data."""
+    data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
+    plan = _run_plan(len(data), correlation=_BANDS)
+    take_steps = partial(_noise_until_interrupted, key=key, plan=plan, width=_MANY)
+    with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
+        start, other = Path(parent) / "first", Path(parent) / "other"
+        first = take_steps(start, data)
+        same = take_steps(shutil.copytree(start, Path(parent) / "same"), data)
+        restarted = take_steps(shutil.copytree(start, other), 2 * data)
+        take_steps(other, 2 * data, steps=plan.steps)
+        ledger = json.loads(sorted(other.glob("[0-9]*.json"))[-1].read_text())["ledger"]
+    parts = Ledger.from_json(json.dumps(ledger)).parts
+    seen, counted = f"{_INTERRUPTED} + {plan.steps - _SAVED}", sum(part.steps for part in parts)
+    claims = {
+        "a resumed run knows its past noises": ""
+        if np.array_equal(first[_SAVED], same[0])
+        else "the noise of a repeated step has changed",
+        "a restart begins with an empty past": _what_is_remembered(plan, first, restarted),
+        "a restart counts its own cycles": ""
+        if counted == 3
+        else f"{seen} steps with {_BANDS} bands count as {counted} cycles instead of 1 + 2",
+    }
+    return ClaimsReport(claims)
+
+
+def _what_is_remembered(
+    plan: PrivacyPlan, first: list[np.ndarray], restarted: list[np.ndarray]
+) -> str:
+    """Return why the noise after a restart is not that of a new mechanism, or "" if it may be."""
+    coefficients = cast(Correlation, plan.correlation).coefficients[: len(restarted)]
+    scale = plan.noise_multiplier * _CLIP_NORM / plan.expected_batch_size
+    rows = np.stack(restarted).astype(np.float64) / scale
+    drawn = np.zeros_like(rows)
+    for lag, one in enumerate(coefficients):
+        drawn[lag:] += one * rows[: len(rows) - lag]
+    both = np.concatenate([np.stack(first)[:_SAVED] / scale, drawn])
+    products = both @ drawn.T / _MANY
+    wanted = np.eye(len(both))[:, _SAVED:]
+    error = float(np.abs(products - wanted).max() * np.sqrt(_MANY))
+    return "" if error < _MOST_ERRORS else f"it is wrong by {error:.1f} standard errors"
+
+
+def _run_plan(size: int, correlation: int | None = None) -> PrivacyPlan:
+    shared: dict[str, Any] = {
+        "dataset_size": size,
+        "expected_batch_size": 1,
+        "steps": 8,
+        "epsilon": 100.0,
+    }
+    return _plan(**shared, correlation=correlation)
+
+
+def _noise_until_interrupted(
+    folder: Path,
+    data: np.ndarray,
+    key: jax.Array,
+    plan: PrivacyPlan | None = None,
+    *,
+    width: int = 8,
+    steps: int = _INTERRUPTED,
+) -> list[np.ndarray]:
     """Run `fit` with zero gradients, interrupt it, and return the noise of each step."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
-    plan = _plan(dataset_size=len(data), expected_batch_size=1, steps=8, epsilon=100.0)
     noises: list[np.ndarray] = []
 
     def interrupt(report: "StepReport") -> None:
         noises.append(np.array(report.params))
-        if len(noises) == _INTERRUPTED:
+        if len(noises) == steps:
             raise InterruptedError
 
     def loss(params: jax.Array, x: jax.Array) -> jax.Array:
@@ -143,9 +206,15 @@ def _noise_until_interrupted(folder: Path, data: np.ndarray, key: jax.Array) -> 
 
     # This optimizer replaces the parameters by the noise of the step.
     replace = optax.stateless(lambda updates, params: jax.tree.map(jnp.subtract, updates, params))
-    run = partial(fit, plan, optimizer=replace, callbacks=[interrupt], progress=False, key=key)
+    options: dict[str, Any] = {
+        "optimizer": replace,
+        "callbacks": [interrupt],
+        "progress": False,
+        "key": key,
+    }
     with contextlib.suppress(InterruptedError), fixed_surroundings():
-        run(loss, jnp.zeros(8), data, folder=folder, save_every=_SAVED)
+        plan = _run_plan(len(data)) if plan is None else plan
+        fit(plan, loss, jnp.zeros(width), data, folder=folder, save_every=_SAVED, **options)
     return noises
 
 

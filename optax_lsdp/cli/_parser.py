@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import optax_lsdp
 from optax_lsdp._checks import check_delta, check_positive, check_whole
-from optax_lsdp._schemes import RELATIONS, SCHEMES
+from optax_lsdp._schemes import INDEPENDENT, RELATIONS
 
 Check = Callable[[str, float], None]  # raises if the number is not valid
 _EPILOG = """\
@@ -119,11 +119,11 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     """Add the options that describe a training run. `target` names the noise or the budget."""
     schemes = (
         textwrap.fill(f"{name}: {scheme.describe()}.", 96, subsequent_indent="    ")
-        for name, scheme in SCHEMES.items()
+        for name, scheme in INDEPENDENT.items()
     )
     command.epilog = _EPILOG.format(schemes=textwrap.indent("\n".join(schemes), "  "))
     command.formatter_class = argparse.RawDescriptionHelpFormatter
-    needed = [name for name, scheme in SCHEMES.items() if scheme.default_neighbouring is None]
+    needed = [name for name, scheme in INDEPENDENT.items() if scheme.default_neighbouring is None]
     changes = "; ".join(f"{name}: {relation.change}" for name, relation in RELATIONS.items())
     add = partial(_add_number, command)
     add("dataset_size", check_whole, "number of examples in the dataset", required=True)
@@ -140,7 +140,7 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     )
     add("delta", check_delta, text)
     text = "the sampling scheme: how batches are drawn (default: poisson)"
-    command.add_argument("--sampling", choices=SCHEMES, default="poisson", help=text)
+    command.add_argument("--sampling", choices=INDEPENDENT, default="poisson", help=text)
     text = (
         f"how neighbouring datasets differ ({changes}; default: add_remove; required with "
         f"{' and '.join(needed)})"

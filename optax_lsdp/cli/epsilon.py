@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from optax_lsdp._schemes import RELATIONS, SCHEMES
+from optax_lsdp._schemes import INDEPENDENT, RELATIONS, SCHEMES
 from optax_lsdp.accounting import Ledger, SampledGaussian, show_epsilon, statement, steps_of_epochs
 
 Alternative = tuple[SampledGaussian, float]  # the run under another scheme or relation, and its ε
@@ -61,7 +61,7 @@ def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]
     if mechanism.sampling_rate == 1:
         return []
     found, untruncated = [], replace(mechanism, max_batch_size=None)
-    for sampling, scheme in SCHEMES.items():
+    for sampling, scheme in INDEPENDENT.items():
         first = {RELATIONS[name].sensitivity: name for name in reversed(scheme.neighbouring)}
         for neighbouring in scheme.neighbouring:
             if neighbouring in first.values() and not scheme.whole_dataset:

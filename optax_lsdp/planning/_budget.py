@@ -1,21 +1,44 @@
 """The privacy budget of a plan: the steps that it covers, and the noise that they need."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 import optax_lsdp.accounting as accounting
 from optax_lsdp._checks import check_positive, refusal
-from optax_lsdp.accounting import Composition, Ledger, SampledGaussian
+from optax_lsdp._schemes import SCHEMES
+from optax_lsdp.accounting import Composition, CorrelatedGaussian, Ledger, SampledGaussian
+from optax_lsdp.correlation import Correlation
 from optax_lsdp.planning._settings import Piecewise
 
+if TYPE_CHECKING:
+    from optax_lsdp.planning._plan import PrivacyPlan
+
+Phase = SampledGaussian | CorrelatedGaussian
 RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because restarts repeat steps
 
 
-def planned_steps(step: SampledGaussian, steps: int, factors: Piecewise | None) -> Composition:
+def planned_steps(plan: "PrivacyPlan") -> Composition:
+    """Return a plan's steps with noise multiplier 1 times its noise schedule."""
+    size, batch = plan.dataset_size, plan.expected_batch_size
+    shared: dict[str, Any] = {"neighbouring": plan.neighbouring, "group_size": plan.group_size}
+    if plan.correlation is not None:
+        is_in_order = SCHEMES[plan.sampling].once_per_epoch
+        shared |= (
+            {"min_separation": size // batch} if is_in_order else {"sampling_rate": batch / size}
+        )
+        correlation = cast(Correlation, plan.correlation)
+        return Composition((CorrelatedGaussian(1.0, correlation, plan.steps, **shared),))
+    if plan.max_batch_size is not None:
+        shared |= {"max_batch_size": plan.max_batch_size, "dataset_size": size}
+    step = SampledGaussian(1.0, batch / size, 1, sampling=plan.sampling, **shared)
+    return _scheduled(step, plan.steps, plan.noise_schedule or Piecewise((0,), (1.0,)))
+
+
+def _scheduled(step: SampledGaussian, steps: int, factors: Piecewise) -> Composition:
     """Return `steps` copies of `step`, with noise multipliers scaled by the schedule `factors`."""
-    factors = factors or Piecewise((0,), (1.0,))
     ends = [*factors.starts[1:], steps]
     ledger = Ledger()  # a ledger merges equal phases
     for start, end, factor in zip(factors.starts, ends, factors.values, strict=True):
@@ -31,7 +54,7 @@ def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
     return Composition(tuple(_scaled(phase, noise_multiplier) for phase in unit.phases))
 
 
-def _scaled(phase: SampledGaussian, factor: float) -> SampledGaussian:
+def _scaled(phase: Phase, factor: float) -> Phase:
     return replace(phase, noise_multiplier=factor * phase.noise_multiplier)
 
 
@@ -67,14 +90,19 @@ def noise_and_epsilon(
 
 
 def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
-    if len(unit.phases) == 1 and unit.phases[0].noise_multiplier == 1:
-        settings = asdict(unit.phases[0])
-        del settings["noise_multiplier"]
-        return accounting.calibrate_noise_multiplier(epsilon=epsilon, delta=delta, **settings)
+    first = unit.phases[0].dominating
+    if len(unit.phases) == 1 and first.group_size == 1:
+        settings = asdict(first)
+        scale = settings.pop("noise_multiplier")
+        noise = accounting.calibrate_noise_multiplier(epsilon=epsilon, delta=delta, **settings)
+        noise /= scale
+        while scale != 1 and with_noise(unit, noise).epsilon(delta) > epsilon:  # by rounding
+            noise *= 1 + 1e-9
+        return noise
     return accounting.calibrate_scale(partial(with_noise, unit), epsilon=epsilon, delta=delta)
 
 
-def phases_from(mechanism: Composition, step: int) -> Iterator[SampledGaussian]:
+def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
     """Yield the phases of a mechanism without the steps before `step`."""
     for phase in mechanism.phases:
         if (left := phase.steps - max(step, 0)) > 0:
@@ -82,13 +110,48 @@ def phases_from(mechanism: Composition, step: int) -> Iterator[SampledGaussian]:
         step -= phase.steps
 
 
-def follows_plan(ledger: Ledger, planned: Composition) -> bool:
-    """Return whether the ledger's steps are the first planned steps, each taken once."""
+def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) -> Ledger:
+    """Return a ledger with further phases. With `continues`, the first continues the last phase."""
+    whole = Ledger(ledger.phases)
+    for phase in phases:
+        whole.append(phase, continues=bool(continues))
+        continues = False
+    return whole
+
+
+def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
+    """Return whether `step` is the next planned step after those in the ledger, each taken once.
+
+    It is not if it starts a new order or new correlated noise.
+    """
+    is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
+    is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0
+    return is_planned and not is_new
+
+
+def watched_rate(plan: "PrivacyPlan") -> float:
+    """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
+
+    For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
+    """
+    size, batch = plan.dataset_size, plan.expected_batch_size
+    if SCHEMES[plan.sampling].random_size or size == 1:
+        return batch / size
+    return (batch - 1) / (size - 1)
+
+
+def check_ledger(ledger: Ledger) -> None:
+    """Raise unless `ledger` is a Ledger."""
     if not isinstance(ledger, Ledger):
         raise TypeError(
             f"`ledger` must be a Ledger, got {type(ledger).__name__}; pass the `ledger` of "
             "the result of `fit`, or `Ledger()` if no step was taken."
         )
+
+
+def follows_plan(ledger: Ledger, planned: Composition) -> bool:
+    """Return whether the ledger's steps are the first planned steps, each taken once."""
+    check_ledger(ledger)
     if not ledger.phases:
         return True
     *whole, last = ledger.phases

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import jax
 import numpy as np
@@ -22,8 +22,9 @@ from optax_lsdp._checks import check_at_most, check_choice, check_delta, check_w
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp._schemes import SCHEMES, Neighbouring, Sampling, Unit
 from optax_lsdp._types import ClipNorm, PyTree
-from optax_lsdp.accounting import Composition, Ledger, SampledGaussian, show_epsilon, statement
+from optax_lsdp.accounting import Composition, Ledger, show_epsilon, statement
 from optax_lsdp.clipping import PerExample, value_and_clipped_grad
+from optax_lsdp.correlation import Correlation
 from optax_lsdp.optimizers import Smoothing, privatize
 from optax_lsdp.planning._budget import noise_and_epsilon, with_noise
 from optax_lsdp.planning._guards import limit_steps, require_mask
@@ -60,8 +61,13 @@ class PrivacyPlan:
             `clip_per_example`.
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`, or "auto"; see
             `auto_smooth`.
+        correlation: how noise is correlated between steps: a number of bands, such as 8, for which
+            the plan calls `correlation.optimize_banded`, or a `Correlation`, or None for
+            independent noise.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
-            `accounting.SampledGaussian`.
+            `accounting.SampledGaussian`. With a correlation: "cyclic_poisson" or "fixed_order"; see
+            `accounting.CorrelatedGaussian`. The default is "poisson", or "cyclic_poisson" with a
+            correlation, or "fixed_order" if only its inverse is banded.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
             `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes or, with
@@ -91,7 +97,8 @@ class PrivacyPlan:
     noise_schedule: Piecewise | None = None
     clip_norm: ClipNorm = 1.0
     smoothing: float | Piecewise | Literal["auto"] = 0.0
-    sampling: Sampling = "poisson"
+    correlation: Correlation | int | None = None  # __post_init__ replaces a number of bands
+    sampling: Sampling = None  # type: ignore[assignment]  # __post_init__ replaces None
     neighbouring: Neighbouring = None  # type: ignore[assignment]  # __post_init__ replaces None
     group_size: int = 1
     unit: Unit = "example"
@@ -105,17 +112,20 @@ class PrivacyPlan:
         check_delta("delta", self.delta)
         check_choice("unit", self.unit, get_args(Unit))
         sizes = self.dataset_size, self.expected_batch_size
+        if self.sampling is None:
+            self._set("sampling", settings.default_sampling(self.correlation))
         settings.check_sizes(self.sampling, *sizes, self.max_batch_size)
         settings.check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
-                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
-                f"mechanism that publishes one {self.unit} outright, got {self.delta:g}.",
+                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
+                f"{self.delta:g}; a mechanism that publishes one {self.unit} outright has δ = 1/n.",
                 stacklevel=3,
             )
         self._set("steps", settings.number_of_steps(self.steps, self.epochs, self.sampling, *sizes))
         self._set("epochs", None)
+        self._set("correlation", settings.make_correlation(self))
         for name, value in vars(self).items():  # convert subclasses of int and float
             if is_number(value):
                 self._set(name, int(value) if isinstance(value, Integral) else float(value))
@@ -131,13 +141,8 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps for z = 1, with the factors of the noise schedule."""
-        names = ("sampling", "neighbouring", "max_batch_size", "group_size")
-        shared = {name: getattr(self, name) for name in names}
-        size = None if self.max_batch_size is None else self.dataset_size
-        rate = self.expected_batch_size / self.dataset_size
-        step = SampledGaussian(1.0, rate, 1, dataset_size=size, **shared)
-        return budget.planned_steps(step, self.steps, self.noise_schedule)
+        """Return the planned steps with noise multiplier 1 times the noise schedule."""
+        return budget.planned_steps(self)
 
     @property
     def delta_of_noise(self) -> float:
@@ -158,6 +163,8 @@ class PrivacyPlan:
             return self.max_batch_size
         most_steps = budget.RECORDED_AT_MOST * self.steps
         log_rare = math.log(_RESERVED * self.delta / most_steps) - np.logaddexp(0, self.epsilon)
+        if self.correlation is not None:  # `CyclicPoissonSampler` truncates batches twice
+            log_rare -= math.log(2)
         rare = math.exp(max(log_rare, -690.0))  # at least about 1e-300, close to the smallest float
         return room_for_batch(
             self.dataset_size, self.expected_batch_size, rare, group_size=self.group_size
@@ -170,10 +177,18 @@ class PrivacyPlan:
         if scheme.whole_dataset:
             return make(size, multiple_of=multiple_of)
         key = self.derive_key(key, "sampling")
+        options: dict[str, object] = {"multiple_of": multiple_of}
         if scheme.random_size:
-            rate = self.expected_batch_size / size
-            return make(size, rate, key, max_batch_size=self.room, multiple_of=multiple_of)
-        return make(size, self.expected_batch_size, key, multiple_of=multiple_of)
+            rate, options["max_batch_size"] = self.expected_batch_size / size, self.room
+            if self.correlation is not None:
+                options |= {
+                    "cycle": cast(Correlation, self.correlation).bands,
+                    "group_size": self.group_size,
+                }
+            return make(size, rate, key=key, **options)
+        if self.correlation is not None:
+            options["reshuffle"] = False
+        return make(size, self.expected_batch_size, key, **options)
 
     def clipped_grad(
         self, loss_fn: Callable[..., PyTree], **options: Any
@@ -222,7 +237,7 @@ class PrivacyPlan:
             replicated_axes: see `privatize`.
             watch: whether to record a training curve for `training_curve(state)`; see `watch`. It
                 costs no privacy, but memory for a copy of the parameters. It is refused with
-                "shuffled" batches.
+                "shuffled" batches and with a correlation.
         """
         if watch:
             settings.check_watchable(self.sampling)
@@ -236,24 +251,14 @@ class PrivacyPlan:
             noise_multiplier=noise,
             expected_batch_size=self.expected_batch_size,
             smoothing=self.smoothing if smoothing is None else smoothing,
+            correlation=cast(Correlation | None, self.correlation),
             key=self.derive_key(key, "noise"),
             shard_specs=shard_specs,
             replicated_axes=replicated_axes,
             watch_steps=self.steps if watch else None,
-            sampling_rate=self._effective_rate,
+            sampling_rate=budget.watched_rate(self),
         )
         return limit_steps(private, self.steps)
-
-    @property
-    def _effective_rate(self) -> float:
-        """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
-
-        For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
-        """
-        size, batch = self.dataset_size, self.expected_batch_size
-        if SCHEMES[self.sampling].random_size or size == 1:
-            return batch / size
-        return (batch - 1) / (size - 1)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return the key for one purpose. Different plans and labels give independent keys."""
@@ -266,7 +271,7 @@ class PrivacyPlan:
         """Return all planned steps, for the accountant."""
         return with_noise(self._unit, self.noise_multiplier)
 
-    def event(self, step: int) -> SampledGaussian:
+    def event(self, step: int) -> budget.Phase:
         """Return one planned step, for `Ledger.append`."""
         check_whole("step", step, least=0)
         check_at_most("step", step, self.steps - 1, "the last planned step")
@@ -274,8 +279,8 @@ class PrivacyPlan:
         return events[bisect_right(ends, step)]
 
     @cached_property
-    def _events(self) -> tuple[list[int], list[SampledGaussian]]:
-        """Return the step at which each phase has ended, and one step of each phase."""
+    def _events(self) -> tuple[list[int], list[budget.Phase]]:
+        """Return, for all phases, the number of the first step after each, and one step of each."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]
@@ -297,33 +302,48 @@ class PrivacyPlan:
             return self.epsilon_after(ledger.steps)
         return ledger.epsilon(self.delta_of_noise)
 
-    def allows(self, ledger: Ledger, step: int) -> bool:
-        """Return whether the budget covers the steps in the ledger and the planned step `step`."""
-        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step < self.steps:
-            return True
-        if step >= self.steps or ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
-            return False
-        return (ledger + self.event(step)).epsilon(self.delta_of_noise) <= self.epsilon
+    def allows(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> bool:
+        """Return whether the budget covers the steps in the ledger and the planned step `step`.
 
-    def epsilons(self, ledger: Ledger, step: int) -> np.ndarray:
-        """Return ε after each planned step from `step` on, taken after the steps in the ledger."""
-        if budget.follows_plan(ledger, self.mechanism) and ledger.steps == step:
+        `continues` says whether the step continues the noise and the order of the ledger's last
+        step; see `Ledger.append`. By default, it does if each planned step was taken once.
+        """
+        if step >= self.steps:
+            return False
+        if budget.is_next(self, ledger, step, continues):
+            return True
+        if ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
+            return False
+        whole = budget.extended(ledger, [self.event(step)], continues)
+        return whole.epsilon(self.delta_of_noise) <= self.epsilon
+
+    def epsilons(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> np.ndarray:
+        """Return ε after each planned step from `step` on, taken after those in the ledger.
+
+        For `continues`, see `allows`.
+        """
+        if budget.is_next(self, ledger, step, continues):
             return self._epsilons[step:]
-        whole = Ledger((*ledger.phases, *budget.phases_from(self.mechanism, step)))
+        whole = budget.extended(ledger, budget.phases_from(self.mechanism, step), continues)
         return whole.epsilons(self.delta_of_noise)[ledger.steps :]
 
-    def remaining_steps(self, ledger: Ledger, step: int | None = None) -> int:
+    def remaining_steps(
+        self, ledger: Ledger, step: int | None = None, *, continues: bool | None = None
+    ) -> int:
         """Return how many planned steps the budget still covers, starting at the next step.
 
-        By default, the next step is `ledger.steps`, as in a run that has repeated no step.
+        By default, the next step is `ledger.steps`, as in a run that has repeated no step. For
+        `continues`, see `allows`.
         """
-        is_planned = budget.follows_plan(ledger, self.mechanism)
+        budget.check_ledger(ledger)
         step = ledger.steps if step is None else step
         check_whole("step", step, least=0)
+        is_next = budget.is_next(self, ledger, step, continues)
         most = min(self.steps - step, budget.RECORDED_AT_MOST * self.steps - ledger.steps)
-        if most <= 0 or (is_planned and ledger.steps == step):
+        if most <= 0 or is_next:
             return max(most, 0)
-        return int(np.sum(self.epsilons(ledger, step)[:most] <= self.epsilon))
+        spent = self.epsilons(ledger, step, continues=continues)[:most]
+        return int(np.sum(spent <= self.epsilon))
 
     def statement(self) -> str:
         """Return in plain words what is protected, from whom, and under which assumptions.

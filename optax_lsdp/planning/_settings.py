@@ -4,7 +4,7 @@ import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,22 @@ import numpy as np
 import optax
 
 import optax_lsdp._checks as checks
-from optax_lsdp._schemes import SCHEMES, Sampling
+from optax_lsdp._schemes import CORRELATED, SCHEMES, Sampling
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.accounting import steps_of_epochs
 from optax_lsdp.clipping import AdaptiveClip, sensitivity
+from optax_lsdp.correlation import Correlation, optimize_banded
+
+if TYPE_CHECKING:
+    from optax_lsdp.planning._plan import PrivacyPlan
 
 _VERSION = 1  # of the JSON format
-_OMITTED = {"unit": "example"}  # values that JSON omits, so that older texts keep their meaning
+_OMITTED = {
+    "unit": "example",
+    "correlation": None,
+}  # values that JSON omits, so that older texts keep their meaning
 _ADAPTIVE = {field.name for field in fields(AdaptiveClip)}
+_CORRELATION = {field.name for field in fields(Correlation)}
 
 
 @dataclass(frozen=True)
@@ -119,8 +127,71 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
         checks.check_non_negative("smoothing", smoothing, schedule=True)
 
 
+def default_sampling(correlation: object) -> Sampling:
+    """Return the sampling scheme of a plan that names none."""
+    if isinstance(correlation, Correlation) and correlation.bands > len(correlation.coefficients):
+        return "fixed_order"  # its inverse is banded, and sampling does not amplify its privacy
+    return "poisson" if correlation is None else "cyclic_poisson"
+
+
+def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
+    """Return a plan's correlation, found by `optimize_banded` if it is a number of bands.
+
+    Raise unless it has as many steps as the plan, and an analysis with the plan's other settings.
+    """
+    wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
+    if wanted is None:
+        if scheme.correlated:
+            demand = f"given with sampling={plan.sampling!r}, which is for correlated noise"
+            raise checks.refusal("correlation", demand, None, "pass a number of bands, such as 8")
+        return None
+    if not scheme.correlated:
+        demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
+        remedy = "leave it out: correlated noise has no analysis with other schemes"
+        raise checks.refusal("sampling", demand, plan.sampling, remedy)
+    _check_constant(plan)
+    if not isinstance(wanted, Correlation):
+        if not checks.is_number(wanted):
+            demand = "a number of bands, or a Correlation of optax_lsdp.correlation"
+            raise TypeError(f"`correlation` must be {demand}, got {wanted!r}.")
+        checks.check_whole("correlation", wanted)
+        checks.check_at_most("correlation", wanted, plan.steps, "the number of steps")
+    is_inverse = isinstance(wanted, Correlation) and wanted.is_inverse
+    bands = wanted.bands if isinstance(wanted, Correlation) else int(wanted)
+    most = plan.dataset_size // plan.expected_batch_size
+    if not scheme.once_per_epoch and bands > most:
+        demand = f"of at most {most} bands, because they multiply the sampling rate"
+        remedy = "take smaller batches or fewer bands"
+        if is_inverse:
+            remedy = "pass sampling='fixed_order' for a banded inverse, which has T bands"
+        raise checks.refusal("correlation", demand, bands, remedy)
+    if not isinstance(wanted, Correlation):
+        return optimize_banded(plan.steps, bands)
+    if wanted.steps < plan.steps:
+        demand = f"for at least {plan.steps} steps, the steps of the plan"
+        raise checks.refusal("correlation", demand, wanted.steps, "make it for all steps")
+    return wanted
+
+
+def _check_constant(plan: "PrivacyPlan") -> None:
+    """Raise if noise, clip norm or the size of batches vary in ways that ε would not cover."""
+    remedy = "leave it out, or train with independent noise"
+    for name in ("noise_schedule", "max_batch_size"):
+        if (value := getattr(plan, name)) is not None:
+            demand = "None with a correlation, for which it has no analysis"
+            raise checks.refusal(name, demand, value, remedy)
+    if not all(map(checks.is_number, jax.tree.leaves(plan.clip_norm))):
+        demand = "constant with a correlation: the noise multiplies it, and must not change"
+        raise checks.refusal("clip_norm", demand, plan.clip_norm, "pass a number")
+
+
 def check_watchable(sampling: Sampling) -> None:
-    """Raise unless batches are drawn independently of earlier batches."""
+    """Raise unless batches and noise are drawn independently of earlier steps."""
+    if SCHEMES[sampling].correlated:
+        raise ValueError(
+            "`watch` must be False with correlated noise, got True: the training curve assumes "
+            "that the noise of a step is independent of earlier steps."
+        )
     if SCHEMES[sampling].once_per_epoch:
         raise ValueError(
             f"`watch` must be False with sampling={sampling!r}, got True: the batches of an epoch "
@@ -159,6 +230,8 @@ def _to_json(name: str, value: object) -> object:
     """Return a value for JSON. Types that JSON lacks get a tag, such as {"$tuple": [...]}."""
     if isinstance(value, Piecewise):
         return {"$piecewise": [list(value.starts), list(value.values)]}
+    if isinstance(value, Correlation):
+        return {"$correlation": asdict(value)}
     if isinstance(value, AdaptiveClip):
         return {"$adaptive": asdict(value)}
     if isinstance(value, tuple):
@@ -185,6 +258,10 @@ def _read_adaptive(options: dict[str, PyTree]) -> AdaptiveClip:
     return AdaptiveClip(**options)
 
 
+def _read_correlation(options: dict[str, PyTree]) -> Correlation:
+    return Correlation(**options)
+
+
 def _from_json(name: str, value: PyTree) -> PyTree:
     """Invert `_to_json`."""
     match value:
@@ -192,9 +269,11 @@ def _from_json(name: str, value: PyTree) -> PyTree:
             return Piecewise(tuple(starts), tuple(values))
         case {"$adaptive": dict(options), **rest} if not rest and set(options) == _ADAPTIVE:
             return _read_adaptive(options)
+        case {"$correlation": dict(options), **rest} if not rest and set(options) == _CORRELATION:
+            return _read_correlation(options)
         case {"$tuple": list(parts), **rest} if not rest:
             return tuple(_from_json(name, part) for part in parts)
-        case {"$piecewise": _} | {"$tuple": _} | {"$adaptive": _}:
+        case {"$piecewise": _} | {"$tuple": _} | {"$adaptive": _} | {"$correlation": _}:
             raise ValueError(f"`{name}` must be what to_json returned, got {str(value)[:200]}.")
         case dict():
             return {key: _from_json(name, part) for key, part in value.items()}

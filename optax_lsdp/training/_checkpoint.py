@@ -11,17 +11,25 @@ A run's folder holds:
 
 The name of a checkpoint has two numbers: how many nonces the run has had, and the step. So the
 order of names is the order of time. Only the last two checkpoints are kept.
+
+Checkpoints hold the noise key, and everybody who has the key can subtract the noise. So only the
+user who owns the folder can enter it.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
+import stat
+import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -32,8 +40,7 @@ from optax_lsdp._trees import describe_arrays, path_name
 from optax_lsdp._types import PyTree
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.planning import PrivacyPlan
-from optax_lsdp.training import _files as files
-from optax_lsdp.training._journal import Journal
+from optax_lsdp.training._journal import START_AGAIN, Journal, cannot_write
 from optax_lsdp.training._multihost import any_process
 from optax_lsdp.training._step import State, describe
 from optax_lsdp.training._validation import warn_caller
@@ -41,6 +48,12 @@ from optax_lsdp.training._validation import warn_caller
 FORMAT = 1  # the version of the manifest and of the files that it lists
 _KEPT = 2  # checkpoints: if the newer one is damaged, the older one is used
 _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
+_OTHERS = 0o077  # the permissions of all users except the owner
+_FILES_OF_A_RUN = re.compile(
+    r"plan\.(json|draft)|journal\.jsonl|examples-\d+\.jsonl|lock-\d+|checkpoints"
+    r"|\d{4}-\d{9}\.(json|draft|damaged)"
+)
+_LOCKS: weakref.WeakSet[IO[str]] = weakref.WeakSet()
 
 
 class Checkpoint(NamedTuple):
@@ -77,14 +90,14 @@ class RunFolder:
             raise ValueError(f"`folder` must be the path of a folder, got {path!r}.")
         self._plan = plan
         try:
-            self.path = files.make_private_folder(Path(path))
+            self.path = make_private_folder(Path(path))
         except OSError as error:
             raise ValueError(
                 f"`folder` must be a folder that exists or can be made, got {str(path)!r}, which "
                 f"cannot be made ({error.strerror}); choose another path."
             ) from error
         with ExitStack() as stack:  # unlocks the folder after an error
-            stack.enter_context(files.lock(self.path / f"lock-{jax.process_index()}"))
+            stack.enter_context(lock(self.path / f"lock-{jax.process_index()}"))
             self._check_plan()
             self.journal = stack.enter_context(closing(Journal(self.path, plan.steps)))
             self._checkpointer = stack.enter_context(closing(ocp.StandardCheckpointer()))
@@ -114,7 +127,7 @@ class RunFolder:
             )
         sync_global_devices("plan")
         if jax.process_index() == 0:
-            files.write_atomically(path, self._plan.to_json())
+            write_atomically(path, self._plan.to_json())
 
     def _manifests(self) -> list[Path]:
         """Return the paths of all manifests, the newest last."""
@@ -138,7 +151,7 @@ class RunFolder:
             if jax.process_index() == 0:
                 self._write_manifest(target, checkpoint)
         except Exception as error:  # Orbax raises errors of many types
-            raise files.cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error) from error
         sync_global_devices("saved")
 
     def _write_manifest(self, target: Path, checkpoint: Checkpoint) -> None:
@@ -153,7 +166,7 @@ class RunFolder:
             "files": _hash_files(target),
         }
         manifest["digest"] = _hash_json(manifest)
-        files.write_atomically(self.path / f"{target.name}.json", json.dumps(manifest))
+        write_atomically(self.path / f"{target.name}.json", json.dumps(manifest))
         for old in self._manifests()[:-_KEPT]:
             old.unlink()
         kept = {path.stem for path in self._manifests()}
@@ -184,7 +197,7 @@ class RunFolder:
         if damaged:
             raise ValueError(
                 f"`folder` must hold an intact checkpoint, got none in {str(self.path)!r}; "
-                f"{files.START_AGAIN}."
+                f"{START_AGAIN}."
             )
         return None
 
@@ -207,7 +220,7 @@ class RunFolder:
             got = "no format" if version is None else f"format {version!r}"
             raise ValueError(
                 f"`folder` must hold checkpoints of format {FORMAT}, got {got} in {str(path)!r}; "
-                f"resume with the version of optax_lsdp that wrote it, or {files.START_AGAIN}."
+                f"resume with the version of optax_lsdp that wrote it, or {START_AGAIN}."
             )
         if damage:
             warn_caller(
@@ -265,3 +278,104 @@ def _hash_files(folder: Path) -> dict[str, str]:
 
 def _hash_json(manifest: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def make_private_folder(path: Path) -> Path:
+    """Make a folder that only this user can enter. Return its path without symbolic links.
+
+    If other users have permissions on an existing folder, remove them and warn. But raise if the
+    folder also holds files that are not part of a run, because other users may need these files.
+    Raise if the folder belongs to another user. Warn if the file system stores no permissions.
+    """
+    path = path.resolve()
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = path.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid != os.geteuid() and status.st_uid != _owner_of_new_files(path):
+        raise ValueError(
+            f"`folder` must belong to you, got {str(path)!r} of user {status.st_uid}, who could "
+            "read the noise key in its checkpoints; choose a new folder, perhaps inside this one."
+        )
+    if mode & _OTHERS:
+        _close_to_others(path, mode)
+    parent = path.parent.stat().st_mode
+    if parent & stat.S_IWOTH and not parent & stat.S_ISVTX:
+        warn_caller(
+            f"`folder` should be where nobody else can replace it, got {str(path)!r}, whose parent "
+            "folder everybody can write to; choose a folder whose parent only you can write to."
+        )
+    return path
+
+
+def _close_to_others(path: Path, before: int) -> None:
+    """Remove all permissions of other users on a folder with mode `before`, or raise."""
+    got = f"got {str(path)!r} with mode {before:04o}"
+    demand = "`folder` must be closed to other users because checkpoints hold the noise key"
+    strays = sorted(x.name for x in path.iterdir() if not _FILES_OF_A_RUN.fullmatch(x.name))
+    if strays:
+        raise ValueError(
+            f"{demand}, {got} and with the file {strays[0]!r}, which is not part of a run; choose "
+            "a new folder, perhaps inside this folder, or change the mode to 0700."
+        )
+    try:
+        path.chmod(before & ~_OTHERS)
+    except OSError as error:
+        raise ValueError(
+            f"{demand}, {got}, which cannot be changed ({error.strerror}); choose a new folder."
+        ) from error
+    demand = "`folder` should be closed to other users"
+    after = stat.S_IMODE(path.stat().st_mode)
+    if after & _OTHERS:
+        warn_caller(
+            f"{demand}, {got} on a file system that stores no permissions; choose another file "
+            "system, because everybody who can read the folder has the noise key."
+        )
+        return
+    seen = " Everybody who has read its checkpoints may know the noise of the run."
+    warn_caller(
+        f"{demand}, {got}; `fit` has changed the mode to {after:04o}."
+        f"{seen if (path / 'checkpoints').exists() else ''}"
+    )
+
+
+def _owner_of_new_files(path: Path) -> int | None:
+    """Return the owner of new files in a folder. On some file systems, this is a fixed user."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path) as file:
+            return os.fstat(file.fileno()).st_uid
+    except OSError:
+        return None
+
+
+def lock(path: Path) -> IO[str]:
+    """Open a file and lock it until it is closed. Raise if another run has locked it."""
+    file = path.open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ValueError(
+            f"`folder` must be used by one run at a time, got {str(path.parent)!r}, which another "
+            "run is using; wait until that run has ended, or choose another folder."
+        ) from error
+    _LOCKS.add(file)
+    return file
+
+
+# A forked child closes its copies of all locks, so that a lock ends with the process that took it.
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _LOCKS])
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it is never incomplete, even if the power fails."""
+    draft = path.with_suffix(".draft")
+    with draft.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -14,6 +14,7 @@ The files hold one JSON object per line:
   of the examples that the process has read for this step.
 """
 
+import errno
 import json
 import os
 import secrets
@@ -24,9 +25,10 @@ from typing import Any
 
 import jax
 
-from optax_lsdp.training._files import START_AGAIN, cannot_write
 from optax_lsdp.training._multihost import broadcast_text
 
+START_AGAIN = "start again in another folder, and add the ε of the plan in this folder"
+_DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
 FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key determines the noise
 
@@ -35,7 +37,7 @@ class Journal:
     """The journal in a folder. The first process reads it and sends its lines to all processes."""
 
     def __init__(self, folder: Path, steps: int) -> None:
-        self.folder = folder
+        self.folder, self._steps = folder, steps
         # One line announces a hundredth of all steps, because writing it waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
@@ -100,8 +102,9 @@ class Journal:
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
-            self._seen[self.nonce] = range(seen.start, step + self._ahead)
-            self._shared.write({"announced": step + self._ahead}, sync=True)
+            announced = max(step + 1, min(step + self._ahead, self._steps))
+            self._seen[self.nonce] = range(seen.start, announced)
+            self._shared.write({"announced": announced}, sync=True)
         if self._digests.pop(step, None) is None:  # otherwise the file has this line already
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
@@ -191,3 +194,16 @@ class _Lines:
         """Close the file."""
         if self._file is not None:
             self._file.close()
+
+
+def cannot_write(folder: Path, error: BaseException) -> OSError:
+    """Return the error for a run that cannot write to its folder because of `error`."""
+    demand, remedy = "accept journal and checkpoints", "correct this error"
+    for number in _DISK_IS_FULL:
+        # Orbax reports errors of the operating system only as text.
+        if number == getattr(error, "errno", None) or os.strerror(number) in str(error):
+            demand, remedy = "have room for journal and checkpoints", "free some space"
+    return OSError(
+        f"`folder` must {demand}, got {type(error).__name__} ({error}) in {str(folder)!r}; "
+        f"{remedy} and call `fit` again: the run resumes from its last checkpoint."
+    )

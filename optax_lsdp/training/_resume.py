@@ -27,13 +27,14 @@ from optax_lsdp._jaxpr import constants
 from optax_lsdp._keys import fold_in_text, is_key
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp._types import PyTree
-from optax_lsdp.accounting import Ledger
+from optax_lsdp.accounting import CorrelatedGaussian, Ledger
+from optax_lsdp.correlated_noise import restart_noise, with_noise_key
 from optax_lsdp.planning import PrivacyPlan
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import BatchReader, Examples, hash_data, update_digest
-from optax_lsdp.training._files import START_AGAIN
+from optax_lsdp.training._journal import START_AGAIN
 from optax_lsdp.training._multihost import Placement, gather_text
-from optax_lsdp.training._step import CompiledStep, with_noise_key
+from optax_lsdp.training._step import CompiledStep
 from optax_lsdp.training._validation import warn_caller
 
 _PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
@@ -143,9 +144,14 @@ class Account:
         self, plan: PrivacyPlan, ledger: Ledger, first_step: int, order_start: int
     ) -> None:
         self.ledger, self.first_step = ledger, first_step
-        self.last_step = first_step + plan.remaining_steps(ledger, first_step)
         self._plan, self._order_start = plan, order_start
-        self._before = deepcopy(ledger)
+        self._before, self._continues = deepcopy(ledger), first_step > order_start
+        repeated = _repeated_steps(plan, first_step) if not self._continues else 0
+        if repeated:  # a new order, which counts since the beginning of the epoch
+            self._before.append(replace(plan.event(first_step), steps=repeated))
+            self._continues = True
+        left = plan.remaining_steps(self._before, first_step, continues=self._continues)
+        self.last_step = first_step + left
 
     def record(self, step: int) -> None:
         """Append a step to the ledger."""
@@ -158,7 +164,7 @@ class Account:
     @cached_property
     def _curve(self) -> np.ndarray:
         """Return ε after every step. This takes a second or two."""
-        return self._plan.epsilons(self._before, self.first_step)
+        return self._plan.epsilons(self._before, self.first_step, continues=self._continues)
 
 
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
@@ -167,15 +173,25 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
     Some schemes use each example once per epoch, in a random order. A restart within an epoch draws
     a new order, which may repeat examples that this epoch has already used. So at `order_start`,
     the first step of a new order, all steps since the beginning of the epoch count again.
+
+    Correlated noise starts again at `order_start` too, and its steps count from there.
     """
     for step in steps:
         event = plan.event(min(step, plan.steps - 1))
-        scheme = SCHEMES[event.sampling]
-        if step == order_start and scheme.once_per_epoch:
-            epoch = int(scheme.steps_per_epoch(plan.dataset_size, plan.expected_batch_size))
-            ledger.append(replace(event, steps=step % epoch + 1))
+        if isinstance(event, CorrelatedGaussian):
+            ledger.append(event, continues=order_start < step < plan.steps)
+        elif step == order_start and SCHEMES[event.sampling].once_per_epoch:
+            ledger.append(replace(event, steps=_repeated_steps(plan, step) + 1))
         else:
             ledger.append(event, continues=True)
+
+
+def _repeated_steps(plan: PrivacyPlan, step: int) -> int:
+    """Return how many earlier steps of its epoch a new order at `step` may repeat."""
+    scheme = SCHEMES[plan.sampling]
+    if scheme.correlated or not scheme.once_per_epoch:
+        return 0
+    return step % int(scheme.steps_per_epoch(plan.dataset_size, plan.expected_batch_size))
 
 
 class Start(NamedTuple):
@@ -247,14 +263,18 @@ class Run:
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
         """Draw a new nonce and write it to the journal. Save and return `at` with this nonce."""
         folder.journal.restart(self.fingerprint, at.step)
-        checkpoint = self._with_keys(at, folder.journal.nonce)
+        checkpoint = self._with_keys(at, folder.journal.nonce, restarts=True)
         folder.save(checkpoint)
         return checkpoint
 
-    def _with_keys(self, at: Checkpoint, nonce: str) -> Checkpoint:
-        """Return `at` with this nonce and a noise key derived from the run's key and the nonce."""
+    def _with_keys(self, at: Checkpoint, nonce: str, *, restarts: bool = False) -> Checkpoint:
+        """Return `at` with this nonce and a noise key derived from the run's key and the nonce.
+
+        If it `restarts`, correlated noise begins again.
+        """
         key = self.plan.derive_key(fold_in_text(at.state.key, nonce), "noise")
-        optimizer = with_noise_key(at.state.optimizer, self.placement.replicate(key))
+        change = restart_noise if restarts else with_noise_key
+        optimizer = change(at.state.optimizer, self.placement.replicate(key))
         return at._replace(state=at.state._replace(optimizer=optimizer), nonce=nonce)
 
     def _start_at(self, at: Checkpoint, order_start: int) -> Start:

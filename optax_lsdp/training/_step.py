@@ -21,7 +21,6 @@ from optax_lsdp._loss import LossFn, takes_key, with_key_in_example
 from optax_lsdp._trees import widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import AdaptiveClip, ClipStyle, current_clip_norm
-from optax_lsdp.noise import is_noise_state
 from optax_lsdp.planning import Piecewise, PrivacyPlan
 from optax_lsdp.training._users import UserBatch
 
@@ -132,16 +131,6 @@ def _update_average(
         return mean + rate.astype(mean.dtype) * (new.astype(mean.dtype) - mean)
 
     return jax.tree.map(mix, mean, params)
-
-
-def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
-    """Return an optimizer state in which the plan's noise is drawn from `key`."""
-    keys = iter([key])  # the plan's noise comes first; any other noise keeps its key
-    return jax.tree.map(
-        lambda x: x._replace(key=jnp.copy(next(keys, x.key))) if is_noise_state(x) else x,
-        state,
-        is_leaf=is_noise_state,
-    )
 
 
 class CompiledStep:

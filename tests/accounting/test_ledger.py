@@ -169,5 +169,7 @@ def test_a_message_names_the_wrong_argument(call, message):
 
 
 def test_a_ledger_records_only_sampled_gaussians():
-    with pytest.raises(TypeError, match="`phase` must be a SampledGaussian, got 1"):
+    with pytest.raises(
+        TypeError, match="`phase` must be a SampledGaussian or a CorrelatedGaussian, got 1"
+    ):
         Ledger().append(1)

@@ -29,6 +29,8 @@ SLOW = (
     "parameters split over devices",
     "a step of fit on neighbouring data",
     "resumed runs",
+    "correlated noise",
+    "resumed runs with correlated noise",
 )
 NOISE, POISSON, COLLECTIVES = "noise", "Poisson sampler", "collectives on several devices"
 

@@ -27,6 +27,9 @@ QUICK = (
     "batches that repeat every 1,000 steps",
     "a plan whose optimizer adds less noise",
     "examples of users clipped one by one",
+    "columns of correlated noise that are not normalised",
+    "a band more than batches are apart",
+    "a fixed order that is shuffled again",
 )
 
 

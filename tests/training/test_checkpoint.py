@@ -14,7 +14,7 @@ import pytest
 from absl import logging as absl_logging
 
 from optax_lsdp.training import _checkpoint
-from optax_lsdp.training._files import lock
+from optax_lsdp.training._checkpoint import lock
 from tests.cases import slow
 from tests.training.problem import (
     PLAN,
@@ -161,7 +161,7 @@ def test_two_runs_in_one_folder_are_refused(tmp_path):
 def test_a_lock_ends_with_its_process_though_a_forked_worker_lives_on(tmp_path):
     script = """
 import os, sys, time
-from optax_lsdp.training._files import lock
+from optax_lsdp.training._checkpoint import lock
 from pathlib import Path
 file = lock(Path(sys.argv[1]))
 if os.fork() == 0:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from optax_lsdp.training import _files
+from optax_lsdp.training import _checkpoint, _journal
 from optax_lsdp.training._checkpoint import RunFolder
 from tests.training.problem import PLAN
 
@@ -47,7 +47,7 @@ def test_a_new_folder_is_closed_whatever_the_umask_and_its_parents_follow_the_um
 ):
     before = os.umask(umask)
     try:
-        _files.make_private_folder(tmp_path / "above" / "run")
+        _checkpoint.make_private_folder(tmp_path / "above" / "run")
     except UserWarning as warning:  # of a parent folder that everybody can write to
         assert umask == 0 and "everybody can write" in str(warning)
     finally:
@@ -71,8 +71,8 @@ def test_a_folder_with_other_files_is_refused_and_left_unchanged(tmp_path):
 def test_the_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "theirs", 0o700)
     me = os.geteuid()
-    monkeypatch.setattr(_files.os, "geteuid", lambda: me + 1)
-    monkeypatch.setattr(_files, "_owner_of_new_files", lambda path: me + 1)
+    monkeypatch.setattr(_checkpoint.os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr(_checkpoint, "_owner_of_new_files", lambda path: me + 1)
     with pytest.raises(ValueError, match=f"`folder` must belong to you, got .* of user {me}"):
         RunFolder(folder, PLAN)
     assert not os.listdir(folder)
@@ -80,13 +80,13 @@ def test_the_folder_of_another_user_is_refused(tmp_path, monkeypatch):
 
 def test_a_file_system_without_users_is_accepted(tmp_path, monkeypatch):
     me = os.geteuid()
-    monkeypatch.setattr(_files.os, "geteuid", lambda: me + 1)
+    monkeypatch.setattr(_checkpoint.os, "geteuid", lambda: me + 1)
     RunFolder(tmp_path / "run", PLAN).close()
 
 
 def test_a_file_system_without_permissions_gets_a_warning(tmp_path, monkeypatch):
     folder = make_folder(tmp_path / "run", 0o755)
-    monkeypatch.setattr(_files.Path, "chmod", lambda self, bits: None)
+    monkeypatch.setattr(_checkpoint.Path, "chmod", lambda self, bits: None)
     with pytest.warns(UserWarning, match="stores no permissions; choose another file system"):
         RunFolder(folder, PLAN).close()
 
@@ -96,7 +96,7 @@ def test_a_folder_that_cannot_be_closed_is_refused(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     folder = make_folder(tmp_path / "run", 0o755)
-    monkeypatch.setattr(_files.Path, "chmod", refuse)
+    monkeypatch.setattr(_checkpoint.Path, "chmod", refuse)
     with pytest.raises(ValueError, match=r"cannot be changed \(Operation"):
         RunFolder(folder, PLAN)
 
@@ -121,11 +121,11 @@ def test_a_parent_folder_that_everybody_may_write_to_gets_a_warning(tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_named_whether_python_or_orbax_reports_it(number, tmp_path):
     for error in (OSError(number, "cut"), ValueError(f"write failed: {os.strerror(number)}")):
-        message = str(_files.cannot_write(tmp_path, error))
+        message = str(_journal.cannot_write(tmp_path, error))
         assert message.startswith("`folder` must have room") and "free some space" in message
 
 
 def test_other_failures_to_write_are_named_and_not_called_a_full_disk(tmp_path):
     for error in (PermissionError(errno.EACCES, "denied"), ValueError("no such codec")):
-        message = str(_files.cannot_write(tmp_path, error))
+        message = str(_journal.cannot_write(tmp_path, error))
         assert f"{type(error).__name__} ({error})" in message and "room" not in message

@@ -1,0 +1,156 @@
+"""`fit` with correlated noise: runs resume to the bit, and restarts begin a new mechanism."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec
+
+from optax_lsdp import training
+from optax_lsdp.accounting import Ledger
+from optax_lsdp.correlated_noise import AddCorrelatedNoiseState
+from optax_lsdp.correlation import banded_inverse, square_root
+from tests.cases import slow
+from tests.oracles import toeplitz_dense
+from tests.training.problem import (
+    Crash,
+    bits,
+    fit,
+    make_data,
+    make_params,
+    make_plan,
+    raise_at,
+    reference,
+)
+
+STEPS = 18
+small = functools.partial(make_plan, expected_batch_size=20, steps=STEPS)
+BANDED = small(correlation=4, smoothing=0.5)
+INVERSE = small(
+    correlation=banded_inverse(STEPS, 3, min_separation=20), neighbouring="zero_out", epochs=None
+)
+pytestmark = pytest.mark.filterwarnings("ignore:The run in this folder was made with different")
+
+
+def crash(folder, step, plan, **options):
+    with pytest.raises(Crash):
+        fit(plan, folder=folder, save_every=3, callbacks=[raise_at(step)], **options)
+
+
+@pytest.mark.parametrize("plan", [BANDED, *slow(INVERSE)], ids=["banded", "inverse"])
+def test_a_run_that_crashes_five_times_ends_like_an_uninterrupted_one(plan, tmp_path):
+    for step in (1, 2, 5, 9, 16):
+        crash(tmp_path, step, plan)
+    done, alone = fit(plan, folder=tmp_path), reference(plan)
+    assert done.stopped == alone.stopped == "done"
+    assert bits(done.params) == bits(alone.params)
+    assert done.ledger == alone.ledger == Ledger(plan.mechanism.phases)
+    assert plan.spent(done.ledger) == pytest.approx(plan.epsilon)
+
+
+def train_on_noise(plan, seen, **options):
+    """Train without gradients, and put the noise of each step into `seen`, with scale 1.
+
+    The optimizer replaces the parameters by the noisy mean.
+    """
+    scale = plan.expected_batch_size / plan.noise_multiplier
+
+    def record(report):
+        seen[report.step] = scale * np.float64(report.params)
+
+    return fit(
+        plan,
+        loss_fn=lambda params, example: 0 * params.sum(),
+        params=jnp.zeros(1000),
+        optimizer=optax.stateless(lambda u, p: jax.tree.map(jnp.subtract, u, p)),
+        save_every=3,
+        **{**options, "callbacks": [record, *options.get("callbacks", ())]},
+    )
+
+
+@pytest.mark.parametrize("plan", [BANDED, INVERSE], ids=["banded", "inverse"])
+def test_a_restart_begins_a_second_mechanism_from_an_empty_state(plan, tmp_path):
+    plan = replace(plan, epsilon=4 * plan.epsilon, smoothing=0.0)
+    changed = make_data()
+    changed["x"][7] += 1
+    noises = {}
+    for step, options in ((8, {}), (13, {"data": changed})):  # restarts from step 6
+        with pytest.raises(Crash):
+            train_on_noise(plan, noises, folder=tmp_path, callbacks=[raise_at(step)], **options)
+    done = train_on_noise(plan, noises, folder=tmp_path, data=changed)  # goes on at step 12
+    assert done.stopped == "done"
+    assert [phase.steps for phase in done.ledger.phases] == [8, 12]
+    first, second = (replace(plan.event(0), steps=steps) for steps in (8, 12))
+    assert plan.spent(done.ledger) == (first + second).epsilon(plan.delta_of_noise)
+    if plan.sampling == "cyclic_poisson":
+        assert sum(part.steps for part in done.ledger.parts) == 2 + 3  # ⌈8/4⌉ + ⌈12/4⌉
+    rows = np.stack([noises[step + 1] for step in range(6, STEPS)])
+    drawn = toeplitz_dense(plan.correlation.column()[:12]) @ rows
+    np.testing.assert_allclose(drawn @ drawn.T / 1000, np.eye(12), atol=0.2)  # 6 standard errors
+
+
+SHUFFLED = small(sampling="shuffled", neighbouring="zero_out", steps=25, noise_multiplier=9.0)
+
+
+@pytest.mark.parametrize(
+    ("plan", "steps", "counted"),
+    [(small(correlation=4, epsilon=3.89), 17, [9, 8]), (SHUFFLED, 20, [9, 20])],
+    ids=["cyclic", "shuffled"],
+)
+def test_new_noise_after_a_clean_stop_does_not_exceed_the_budget(plan, steps, counted, tmp_path):
+    """The ledger is that of the plan until the restart, which begins a new cycle or order."""
+
+    def stop(report):
+        if report.step == 9:
+            raise training.StopTraining
+
+    data = make_data()
+    fit(plan, folder=tmp_path, callbacks=[stop])
+    data["x"][7] += 1
+    done = fit(plan, data, folder=tmp_path)
+    assert (done.stopped, done.steps) == ("budget", steps)
+    assert [phase.steps for phase in done.ledger.phases] == counted
+    assert plan.spent(done.ledger) <= plan.epsilon
+
+
+def test_past_noises_are_sharded_as_their_leaves_and_noise_is_that_of_one_device():
+    mesh = jax.make_mesh((8,), ("examples",))
+    params = make_params() | {"wide": jnp.zeros((16, 4))}
+    split = jax.NamedSharding(mesh, PartitionSpec("examples"))
+    sharded = params | {"wide": jax.device_put(params["wide"], split)}
+    plan = small(correlation=4, steps=6)
+    alone = fit(plan, params=params)
+    done = fit(plan, params=sharded, mesh=mesh)
+    assert done.params["wide"].sharding.is_equivalent_to(split, 2)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), done.params, alone.params
+    )
+    state = plan.optimizer(optax.sgd(1.0), jax.random.key(0)).init(sharded)
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, AddCorrelatedNoiseState))
+    past = next(x for x in nodes if isinstance(x, AddCorrelatedNoiseState)).past
+    assert past["wide"].sharding.shard_shape((3, 16, 4)) == (3, 2, 4)
+
+
+def test_a_changed_strategy_is_refused_and_the_run_resumes_later(tmp_path):
+    crash(tmp_path, 5, BANDED)
+    for other in (square_root(STEPS, 4), None):
+        with pytest.raises(ValueError, match="`plan` must be the plan of the run in"):
+            fit(small(correlation=other, smoothing=0.5), folder=tmp_path)
+    assert bits(fit(BANDED, folder=tmp_path).params) == bits(reference(BANDED).params)
+
+
+def test_users_can_be_the_unit():
+    data = make_data(800)
+    users = training.UserData(data, np.arange(800) // 2, max_examples=2)
+    plan = small(correlation=4, steps=5, unit="user")
+    done = fit(plan, users)
+    assert done.stopped == "done" and plan.spent(done.ledger) == pytest.approx(plan.epsilon)
+
+
+def test_watching_is_refused_by_name():
+    with pytest.raises(ValueError, match="`watch` must be False with correlated noise, got True"):
+        fit(BANDED, watch=True)
