@@ -1,8 +1,10 @@
 """Time whole private steps on the zoo, with free estimates and without.
 
 A step clips, adds noise, smooths with σ = 1 and updates by SGD. It estimates nothing, or the
-distribution of norms from 16 slack coordinates, or a training curve. Every round calls the
-three in turn. Results are written model by model, and an interrupted run continues.
+distribution of norms from 16 slack coordinates, or a training curve. A training curve probes the
+optimizer in every eighth step, so steps that probe ("probe") and steps between probes ("between")
+are timed apart. A run pays (probe + 7·between)/8 per step on average. Every round calls all steps
+in turn. Results are written model by model, and an interrupted run continues.
 """
 
 from collections.abc import Callable
@@ -19,12 +21,14 @@ from benchmarks.zoo import ZOO, Model
 WAYS: dict[str, dict[str, int]] = {
     "plain": {},
     "norms": {"slack": 16},
-    "curve": {"watch_steps": 1000},
+    "probe": {"watch_steps": 1000},
+    "between": {"watch_steps": 1000},
 }
+PERIOD = 8  # steps from one probe to the next
 
 
-def make_step(model: Model, options: dict[str, int]) -> Callable[[], Any]:
-    """Return a function that takes one step, always from the same state."""
+def make_step(model: Model, options: dict[str, int], taken: int) -> Callable[[], Any]:
+    """Return a function that takes one step, always from the state after `taken` steps."""
     private = lsdp.privatize(
         optax.sgd(0.1),
         clip_norm=1.0,
@@ -42,13 +46,19 @@ def make_step(model: Model, options: dict[str, int]) -> Callable[[], Any]:
         updates, state = private.update(gradient(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    return partial(step, model.params, private.init(model.params), model.batch)
+    params, state = model.params, private.init(model.params)
+    for _ in range(taken):
+        params, state = step(params, state, model.batch)
+    return partial(step, params, state, model.batch)
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
     """Return the median milliseconds of each way."""
     model = ZOO[name](None)
-    steps = {way: make_step(model, options) for way, options in WAYS.items()}
+    taken = {"between": PERIOD + 1}
+    steps = {
+        way: make_step(model, options, taken.get(way, PERIOD)) for way, options in WAYS.items()
+    }
     once = _timing.medians(steps, 1)["plain"]
     return _timing.medians(steps, max(3, min(rounds, int(3000 / once))))
 

@@ -114,6 +114,17 @@ def frozen_number(value: _Value) -> _Value:
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 
 
+def plain_number(value: _Value) -> _Value:
+    """Return a NumPy number as a number of Python, which JSON can hold, and anything else as it is.
+
+    >>> import numpy as np
+    >>> plain_number(np.float32(0.5))
+    0.5
+    """
+    item = getattr(value, "item", None)
+    return cast(_Value, item()) if item and is_number(value) else frozen_number(value)
+
+
 def read_json(text: str | bytes) -> Any:
     """Parse a JSON text. Raise a ValueError if it is invalid, repeats a name or nests too deeply.
 

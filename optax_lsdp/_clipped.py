@@ -5,11 +5,13 @@ a sum whose clip norms or groups differ from its own, because the noise depends 
 """
 
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, NoReturn, TypeGuard
+from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from optax_lsdp._trees import check_floating, path_name
@@ -19,7 +21,7 @@ from optax_lsdp._types import ClipNorm, PyTree
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["value", "slack"],
-    meta_fields=["clip_norm", "group", "leaves_in_group", "masked"],
+    meta_fields=["clip_norm", "group", "leaves_in_group", "masked", "coordinates"],
 )
 @dataclass(frozen=True)
 class Clipped:
@@ -42,6 +44,7 @@ class Clipped:
             with padded batches refuse sums without a mask.
         slack: on the first leaf of each group, if `clipped_grad` was asked for slack: how many
             examples leave room for each coordinate, (K,), in whole numbers. None on other leaves.
+        coordinates: K, or 0 if the leaf has no slack. So sums with different K do not add up.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -55,6 +58,7 @@ class Clipped:
     leaves_in_group: int = 1
     masked: bool = False
     slack: jax.Array | None = None
+    coordinates: int = 0
 
     def __radd__(self, *other: object) -> NoReturn:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
@@ -88,6 +92,33 @@ class WithSlack:
     is_noisy: bool = False
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+@dataclass(frozen=True)
+class CurrentClipNorm:
+    """The present value of an `AdaptiveClip`, a scalar that an optimizer has computed from noise.
+
+    Gradient functions accept no other number, because a clip norm that is computed from gradients
+    without noise would let one example move the parts of all others.
+
+    >>> f"{CurrentClipNorm(jnp.array(0.25)):.1f}"
+    '0.2'
+    """
+
+    value: jax.Array
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        return self.value.__array__(*args, **options)
+
+
 class ClipGroup(NamedTuple):
     """A group of leaves that are clipped together."""
 
@@ -95,9 +126,22 @@ class ClipGroup(NamedTuple):
     clip_norm: ClipNorm
 
 
+def is_current(node: object) -> TypeGuard[CurrentClipNorm]:
+    """Return whether a node is a `CurrentClipNorm`."""
+    return isinstance(node, CurrentClipNorm)
+
+
 def is_marked(leaf: object) -> TypeGuard[Clipped]:
     """Return whether a leaf is a `Clipped`."""
     return isinstance(leaf, Clipped)
+
+
+def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
+    """Return a clipped sum in units of the clip norm of each leaf's group."""
+    leaves, structure = jax.tree.flatten(total)
+    pairs = zip(leaves, groups, strict=True)
+    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
+    return jax.tree.unflatten(structure, divided)
 
 
 def mark(
@@ -109,18 +153,14 @@ def mark(
     """
     leaves, structure = jax.tree.flatten(sums)
     counts, left = Counter(group.path for group in groups), dict(slack)
-    marked = [
-        Clipped(
-            leaf,
-            group.clip_norm,
-            group.path,
-            counts[group.path],
-            masked,
-            left.pop(group.path, None),
-        )
-        for leaf, group in zip(leaves, groups, strict=True)
-    ]
-    return jax.tree.unflatten(structure, marked)
+
+    def wrap(leaf: jax.Array, group: ClipGroup) -> Clipped:
+        slack = left.pop(group.path, None)
+        size = 0 if slack is None else len(slack)
+        together = counts[group.path]
+        return Clipped(leaf, group.clip_norm, group.path, together, masked, slack, size)
+
+    return jax.tree.unflatten(structure, list(map(wrap, leaves, groups)))
 
 
 def unmark(
@@ -187,3 +227,19 @@ def unmarked_leaves(
     check_floating("updates", updates)
     leaves, structure = jax.tree.flatten_with_path(updates)
     return [(path_name(path), leaf) for path, leaf in leaves], structure
+
+
+def has_noise(state: optax.OptState) -> bool:
+    """Return whether a part of an optimizer's state belongs to a transform that adds noise."""
+    return any(map(_adds_noise, jax.tree.leaves(state, is_leaf=_adds_noise)))
+
+
+def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
+    """Return whether a transform, found by its state, precedes the noise in a chain."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or _adds_noise(x))
+    first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))
+    return has_noise(parts[first + 1 :])
+
+
+def _adds_noise(node: object) -> bool:
+    return hasattr(type(node), "adds_noise")

@@ -161,6 +161,8 @@ def average_views(
     >>> print(round(float(loss(0.0, 0.0, jax.random.key(0))), 1))  # the variance of the views
     1.0
     """
+    check_function("loss_fn", loss_fn, "of parameters and one example")
+    check_function("augment", augment, "of a key and one example")
     check_whole("views", views)
     keyed = takes_key(loss_fn)
 
@@ -313,7 +315,7 @@ def explain_failure(
 def _likely_calls(
     loss_fn: LossFn, one: PyTree, rows: PyTree
 ) -> Iterator[tuple[_Call, PyTree, str]]:
-    """Yield calls that the user may have intended: the call, its example, and the advice.
+    """Yield triples (call, example, advice) for calls that the user may have intended.
 
     If such a call works, its advice ends the error message. `one` has the shapes of one example,
     and `rows` the shapes of a batch.

@@ -137,7 +137,7 @@ def check_mask(mask: object, size: int) -> None:
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if an extra argument of `update` looks like a mask or weights of `height` examples."""
+    """Raise if an extra argument of `update` has one entry for each of `height` examples."""
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
@@ -176,6 +176,23 @@ def compute_once(tree: PyTree) -> PyTree:
     """Return the tree unchanged, and keep XLA from computing it twice."""
     # Otherwise XLA could round a value to half precision for the sum, but not for the norm.
     return jax.lax.optimization_barrier(tree)
+
+
+def applied_change(params: PyTree, updates: PyTree) -> PyTree:
+    """Return how updates change the parameters, in float32 or wider.
+
+    Parameters in half precision are rounded, so they change by less or more than their updates.
+    """
+
+    def change(update: jax.Array, param: jax.Array) -> jax.Array:
+        if param.dtype == wide_dtype(param):
+            return widen(update)
+        kind = jnp.finfo(param.dtype)
+        # Explicitly: XLA may leave out a rounding that is only a cast.
+        new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
+        return new - widen(param)
+
+    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
 
 
 def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:

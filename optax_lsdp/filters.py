@@ -277,8 +277,8 @@ def denoised(
 ) -> optax.GradientTransformationExtraArgs:
     """Chain denoisers and an optimizer, and tell the optimizer how much noise is left.
 
-    `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. The
-    optimizer then gets `noise_variance`: the variance behind the stages, with shape (leaves,). A
+    `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. A
+    debiased optimizer then gets `noise_variance`: that behind the stages, with shape (leaves,). A
     stage that is not a `Denoiser` could do anything to the noise, so then it gets nothing.
     """
     transforms = [optax.with_extra_args_support(stage) for stage in (*stages, optimizer)]
@@ -286,8 +286,7 @@ def denoised(
 
     def init(params: optax.Params) -> tuple[optax.OptState, ...]:
         states = tuple(transform.init(params) for transform in transforms)
-        found = {type(node) for node in jax.tree.leaves(states[-1], is_leaf=_is_of_this_module)}
-        if {LowPassState, ScaleByDebiasedAdamState} <= found:
+        if {LowPassState, ScaleByDebiasedAdamState} <= _kinds(states[-1]):
             raise ValueError(
                 "`smoothing` must hold the `low_pass` filter if the optimizer is debiased, got an "
                 "optimizer with both; pass smoothing=[laplacian_smooth(...), low_pass(...)]."
@@ -304,7 +303,8 @@ def denoised(
         **extra_args: object,
     ) -> tuple[optax.Updates, tuple[optax.OptState, ...]]:
         del release_scale  # `noise_stddev` contains it
-        variance = None if noise_stddev is None else _per_leaf(noise_stddev, updates) ** 2
+        is_known = noise_stddev is not None and ScaleByDebiasedAdamState in _kinds(state[-1])
+        variance = _per_leaf(noise_stddev, updates) ** 2 if is_known else None
         states = []
         for stage, own in zip(before, state, strict=False):  # the last state is the optimizer's
             known = {} if variance is None else {"entering_variance": variance}
@@ -377,5 +377,8 @@ def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) ->
     return noise_variance.astype(state.noise.dtype)
 
 
-def _is_of_this_module(node: object) -> bool:
-    return isinstance(node, LowPassState | ScaleByDebiasedAdamState)
+def _kinds(state: optax.OptState) -> set[type]:
+    """Return which transforms of this module are part of an optimizer, by their states."""
+    own = (LowPassState, ScaleByDebiasedAdamState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, own))
+    return {type(node) for node in nodes}

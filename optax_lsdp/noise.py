@@ -56,6 +56,11 @@ class AddGaussianNoiseState(NamedTuple):
     key: jax.Array
     step: jax.Array
 
+    @property
+    def adds_noise(self) -> bool:
+        """Tell `watch` that what precedes this transform is private."""
+        return True
+
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
         return f"AddGaussianNoiseState(key=<secret>, step={self.step!r})"
 

@@ -39,10 +39,9 @@ estimate is a lower limit, and there are two upper limits: the middle estimate p
 and the sum of all ends, which is too high by half the curvature where this is positive. The curve
 is the smaller upper limit, and half its distance to the lower limit is added to the standard error.
 
-The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. The
-part of sampling is therefore estimated by half the squared differences of consecutive ends, less
-the known part of noise. On average this is too much, since the ends also change for other reasons.
-Because it is uncertain after few steps, a share 1/t of the bound is added after t steps.
+The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. So
+the part of sampling is estimated by half the squared differences of consecutive ends, less the
+known part of noise, which errs upward. After t steps, a share 1/t of the bound is added.
 
 References: Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution; Hutchinson
 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
@@ -53,7 +52,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +61,9 @@ import optax
 
 import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
+from optax_lsdp._clipped import has_noise, is_before_noise
 from optax_lsdp._keys import hashed_signs
-from optax_lsdp._trees import check_shapes, compute_once, wide_dtype, widen
+from optax_lsdp._trees import applied_change, check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.correlated_noise import has_correlated_noise
 
@@ -94,6 +94,10 @@ class Probe(NamedTuple):
     steepest: jax.Array  # λ
     doubt: jax.Array  # the variance of `trace`
     used: jax.Array  # the sum of ½s² over the steps that have used it
+
+
+# Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe.
+Advance: TypeAlias = tuple[optax.Updates, optax.OptState, list[jax.Array], Probe]
 
 
 class WatchState(NamedTuple):
@@ -223,8 +227,13 @@ def watch(
             last=jnp.zeros(2),
             curve=jnp.zeros((steps, 2)),
         )
-        # Copies, because a caller can donate each array only once.
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
+        first = inner.init(params)
+        if has_noise(first):
+            raise ValueError(
+                "`optimizer` must be what follows the noise, got one with `add_gaussian_noise`; "
+                "write optax.chain(clip, noise, scale, watch(optimizer))."
+            )
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
 
     def update(
         updates: optax.Updates,
@@ -239,27 +248,31 @@ def watch(
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
 
-        def probe(last: Probe, ys: optax.Updates) -> tuple[Probe, optax.Updates]:
+        def advance(ys: optax.Updates) -> Advance:
+            moves, after = inner.update(ys, state.optimizer, params, **extra_args)
+            move = applied_change(params, moves)
+            by_leaf = mesh.sum_leaves(shards, _products, ys, state.move, move)
+            return moves, after, by_leaf, state.probe
+
+        def advance_and_probe(ys: optax.Updates) -> Advance:
+            moves, after, by_leaf, last = advance(ys)
             signs = _public_signs(ys, state.step, shards)
             h = _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
-            answers = (inner.update(y, state.optimizer, params, **extra_args) for y in (there, ys))
-            turn = jax.tree.map(jnp.subtract, *(_change(params, moves) for moves, _ in answers))
+            other, _ = inner.update(there, state.optimizer, params, **extra_args)
+            both = (applied_change(params, x) for x in (other, moves))
+            turn = jax.tree.map(jnp.subtract, *both)
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            return Probe(trace, square, steepest, doubt, jnp.zeros_like(s)), compute_once(ys)
+            found = Probe(trace, square, steepest, doubt, jnp.zeros_like(s))
+            return moves, after, by_leaf, found
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
-        # `cond` returns the releases, or XLA on CPUs would draw the noise again at each use.
-        found, releases = jax.lax.cond(
-            is_due, probe, lambda last, ys: (last, compute_once(ys)), state.probe, releases
-        )
-        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
-        move = _change(params, moves)
-        by_leaf = mesh.sum_leaves(shards, _products, releases, state.move, move)
+        # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
+        moves, after, by_leaf, found = jax.lax.cond(is_due, advance_and_probe, advance, releases)
         end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
         used = found.used + s**2 / 2
         share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
@@ -281,17 +294,17 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        has_noise = s**2 > 0
-        energy = jnp.where(has_noise, s**2, 1)
+        is_noisy = s**2 > 0
+        energy = jnp.where(is_noisy, s**2, 1)
         leaves, structure = jax.tree.flatten(releases)
         sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
         each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
-        ratios = jax.tree.unflatten(structure, [jnp.where(has_noise, x, 0) for x in each])
+        ratios = jax.tree.unflatten(structure, [jnp.where(is_noisy, x, 0) for x in each])
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
-            noisy=jnp.where(has_noise, optax.safe_increment(state.noisy), state.noisy),
-            move=jax.tree.map(lambda new, old: new.astype(old.dtype), move, state.move),
+            noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
+            move=optax.tree.cast_like(applied_change(params, moves), state.move),
             length=length,
             end=end,
             probe=found._replace(used=used),
@@ -322,6 +335,11 @@ def training_curve(state: PyTree) -> TrainingCurve:
         )
     if has_correlated_noise(state):
         raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")
+    if is_before_noise(state, _is_watch_state):
+        raise ValueError(
+            "`state` must be that of a chain with `watch` after the noise, got one with `watch` "
+            "before the noise, whose curve is private; move `watch` behind `add_gaussian_noise`."
+        )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
     mean = jax.tree.map(lambda x: float(x) / max(int(found.noisy), 1), found.ratio)
@@ -334,7 +352,7 @@ def find_watch_state(state: PyTree) -> WatchState | None:
 
 
 def describe_work(work: float, stderr: float) -> str:
-    """Return the work and its standard error as a text.
+    """Return a text with the work, which is the change of the clipped loss, and its error.
 
     >>> describe_work(-0.2134, 0.0312)
     'clipped loss −0.213 ± 0.031'
@@ -369,23 +387,6 @@ def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -
         draw = mesh.with_automatic_axes(partial(hashed_signs, leaf.shape), mesh.explicit_spec(leaf))
         signs.append(draw(seed))
     return jax.tree.unflatten(structure, signs)
-
-
-def _change(params: optax.Params | None, updates: optax.Updates) -> optax.Updates:
-    """Return how updates change the parameters, in float32 or wider.
-
-    Parameters in half precision are rounded, so they change by less or more than their updates.
-    """
-
-    def change(update: jax.Array, param: jax.Array) -> jax.Array:
-        if param.dtype == wide_dtype(param):
-            return widen(update)
-        kind = jnp.finfo(param.dtype)
-        # Explicitly: XLA may leave out a rounding that is only a cast.
-        new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
-        return new - widen(param)
-
-    return jax.tree.map(widen, updates) if params is None else jax.tree.map(change, updates, params)
 
 
 def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:

@@ -102,22 +102,24 @@ def test_smoothing_and_filters_leave_the_noise_that_their_gains_say():
 
 
 def test_adam_knows_the_noise_behind_a_smoothing_that_is_chosen():
-    """`auto_smooth` scales what it smooths, so that the noise keeps its variance."""
+    """`auto_smooth` leaves the share ℓ²β of the noise's variance."""
     tx = lsdp.privatize(
         lsdp.scale_by_debiased_adam(b1=0.0, b2=0.0),
         smoothing=["auto", lsdp.low_pass([1.0, 1.0])],
+        sampling_rate=1.0,
         **dict(PRIVATE, clip_norm=100.0, noise_multiplier=0.01),
     )
     params = jnp.zeros(20_000)
-    signal = jnp.ones((1, 20_000))  # so that strong smoothing pays
+    signal = jnp.sin(jnp.arange(20_000.0) / 300)[None] / 2  # so that strong smoothing pays
     state, update = tx.init(params), jax.jit(tx.update)
+    left = []
     for _ in range(9):
+        chosen = chosen_smoothing(state)
+        left.append(chosen.length**2 * chosen.beta)
         _, state = update(signal, state, params)
     (moments,) = states_of(state, ScaleByDebiasedAdamState)
-    few_entries = 0.2  # five standard errors of 20,000 entries, smoothed with σ = 100
-    assert float(moments.mu.var()) == pytest.approx(float(moments.noise[0]), rel=few_entries)
-    assert float(moments.noise[0]) == pytest.approx(0.5**2 / 2, rel=1e-5)
-    assert chosen_smoothing(state).smoothing > 1
+    assert float(moments.noise[0]) == pytest.approx(0.5**2 * sum(left[-2:]) / 4, rel=1e-4)
+    assert chosen.smoothing > 1 and left[-1] < 0.9
 
 
 def dense_beta(tx, state, updates):

@@ -76,3 +76,23 @@ def sum_without_noise():
 def test_a_sum_without_noise_allows_no_arithmetic(step):
     with pytest.raises(TypeError, match="must be private before they are applied"):
         step(jnp.zeros(3), sum_without_noise())
+
+
+def test_a_curve_from_before_the_noise_is_refused():
+    params, stacked = jnp.zeros(2), jnp.ones((3, 2))
+    clip, noise = lsdp.clip_per_example(1.0), lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+
+    def watch(inner):
+        return lsdp.watch(inner, steps=3, stddev=1.0)
+
+    def curve(*chain):
+        tx = optax.chain(*chain)
+        return lsdp.training_curve(tx.update(stacked, tx.init(params), params)[1])
+
+    assert len(curve(clip, noise, watch(optax.sgd(1.0))).work) == 1
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+        curve(clip, watch(optax.identity()), noise, optax.sgd(1.0))
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+        curve(optax.chain(clip, watch(optax.identity())), optax.chain(noise, optax.sgd(1.0)))
+    with pytest.raises(ValueError, match="`optimizer` must be what follows the noise"):
+        curve(clip, watch(optax.chain(noise, optax.sgd(1.0))))

@@ -19,7 +19,7 @@ import optax
 from jax.typing import ArrayLike
 
 import optax_lsdp._checks as checks
-from optax_lsdp._clipped import ClipGroup, is_marked
+from optax_lsdp._clipped import ClipGroup, CurrentClipNorm, is_current, is_marked
 from optax_lsdp._mesh import axis_size
 from optax_lsdp._trees import (
     compute_once,
@@ -54,18 +54,20 @@ class AdaptiveClip:
     **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
     s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
     The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
-    moves C towards the value with s = `target`:
+    first searches for the scale of the gradients, which is the C with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
     where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
-    for one step. If e exceeds target/4, the rule averages s over several steps until it does not,
-    and then moves C. For fixed gradients the rule converges from any C: it is a fixed-point
-    iteration for an M-estimate of scale. C is about right once s is between target/2 and
-    (1 + target)/2. Before that, C grows by the factor 3^rate if s is higher. If s is lower or not
-    yet known, updates are zero, because they would be mostly noise. After that, C moves at a tenth
-    of the rate, so that it hardly follows gradients that vanish or explode. An update is multiplied
-    by the smaller of old and new C.
+    for one step. For fixed gradients this converges from any C: it is a fixed-point iteration for
+    an M-estimate of scale. If e exceeds target/4, s is averaged over several steps until it does
+    not. If s exceeds (1 + target)/2, C grows by the factor 3^rate instead. If s is below target/2
+    or not yet known, updates are zero, because they would be mostly noise. The search ends once s
+    is surely between these limits, with 2e to spare or e ≤ (1 − target)/8. C then falls to a third
+    of the scale, because noise costs more than clipping, and gradients get shorter as a model
+    learns. After that, C moves towards s = `target` with a fiftieth of the rate, so that it hardly
+    follows gradients that vanish or explode. An update is multiplied by the smaller of old and new
+    C.
 
     **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
     w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so all noise grows by the factor
@@ -77,8 +79,9 @@ class AdaptiveClip:
 
     Attributes:
         initial: C before the first step.
-        target: the share of gradients to clip, above 0 and below 1. With method "slack", a gradient
-            that is shorter than C counts as (‖g‖/C)² of a clipped one.
+        target: the share of gradients to clip, above 0 and below 1. With method "slack", this is
+            the s of the rule: a gradient that is shorter than C counts as (‖g‖/C)² of a clipped
+            one.
         rate: how fast C moves, above 0; by default 1 for "slack" and 0.2 for "quantile".
         method: "slack", "quantile" or "fixed".
         least: the smallest C; by default a millionth of `initial`.
@@ -108,6 +111,8 @@ class AdaptiveClip:
     indicator_weight: float = 0.2
 
     def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, checks.plain_number(value))
         checks.check_positive("initial", self.initial)
         checks.check_delta("target", self.target)
         checks.check_choice("method", self.method, ("slack", "quantile", "fixed"))
@@ -165,15 +170,15 @@ class CheckedClipNorm:
         return self.value(step) if self.is_schedule else self.value
 
     def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
-        """Return the present values of adaptive clip norms. Raise unless there is one per group."""
+        """Return the present values of adaptive clip norms. Raise unless a state holds them."""
+        leaves, structure = jax.tree.flatten(clip_norm, is_leaf=is_current)
         wanted: object = jax.tree.structure(self.value)
-        is_like = wanted == jax.tree.structure(clip_norm)
-        if not is_like or not all(map(_is_usable, jax.tree.leaves(clip_norm))):
+        if wanted != structure or not all(map(_is_usable, leaves)):
             raise ValueError(
-                "`clip_norm` must be passed with an AdaptiveClip, one positive number per group, "
+                "`clip_norm` must be passed with an AdaptiveClip, as the optimizer's state has it, "
                 f"got {clip_norm!r}; pass clip_norm=current_clip_norm(state)."
             )
-        return clip_norm
+        return jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
 
     def in_tree(self, by_group: Mapping[str, PyTree]) -> PyTree:
         """Return the values of `by_group` as a tree with the structure of the clip norm."""
@@ -200,9 +205,10 @@ class CheckedClipNorm:
         return groups
 
 
-def _is_usable(now: jax.Array) -> bool:
-    is_traced = isinstance(now, jax.core.Tracer)
-    return not jnp.shape(now) and (is_traced or _LEAST <= float(now) <= _MOST)
+def _is_usable(now: CurrentClipNorm) -> bool:
+    is_scalar = is_current(now) and not jnp.shape(now.value)
+    is_traced = is_scalar and isinstance(now.value, jax.core.Tracer)
+    return is_traced or (is_scalar and _LEAST <= float(now) <= _MOST)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
@@ -255,14 +261,6 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
         raise ValueError(
             f"`slack` must be set in the AdaptiveClip, got the argument slack={slack}; drop it."
         )
-
-
-def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
-    """Return a clipped sum in units of the clip norm of each leaf's group."""
-    leaves, structure = jax.tree.flatten(total)
-    pairs = zip(leaves, groups, strict=True)
-    divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
-    return jax.tree.unflatten(structure, divided)
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:

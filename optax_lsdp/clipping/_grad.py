@@ -17,7 +17,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_choice, check_function, check_whole
-from optax_lsdp._clipped import mark
+from optax_lsdp._clipped import divide_by_clip_norm, mark
 from optax_lsdp._isolation import check_no_layer_state
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import call_or_explain, check_loss_signature
@@ -44,7 +44,6 @@ from optax_lsdp.clipping._clip_norm import (
     CheckedClipNorm,
     ClipStyle,
     checked_clip_norm,
-    divide_by_clip_norm,
 )
 from optax_lsdp.clipping._engines import ENGINES, ClippedSum, choose_engine, in_microbatches
 from optax_lsdp.clipping._slack import count_slack
@@ -181,7 +180,8 @@ def value_and_clipped_grad(
     The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux,
     which are private: never release them, or anything that depends on them, without noise. All
     arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a pair
-    `(value, aux)`. With `keep_batch_axis`, aux keeps the axis of length 1.
+    `(value, aux)`. With `keep_batch_axis`, each aux keeps the batch axis of
+    length 1 that `loss_fn` sees.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)

@@ -22,7 +22,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_positive, frozen_number
-from optax_lsdp._clipped import ClipGroup, WithSlack
+from optax_lsdp._clipped import ClipGroup, CurrentClipNorm, WithSlack
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping._clip_norm import (
     AdaptiveClip,
@@ -34,7 +34,7 @@ from optax_lsdp.clipping._clip_norm import (
 _ROUNDED_DOWN = 1 - 2.0**-20  # factor on the value of a coordinate; see `count_slack`
 _UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this times C, even after rounding
 _RECENT = 10  # steps over which `NormEstimates.clipped` is a mean
-_SETTLED, _FAST_RISE = 0.1, 3.0  # of adaptive clip norms; see `AdaptiveClip`
+_FAST_RISE, _SHARE, _SLOW = 3.0, 1 / 3, 0.02  # of adaptive clip norms; see `AdaptiveClip`
 
 
 def count_slack(
@@ -100,7 +100,7 @@ class GroupEstimates(NamedTuple):
     clipped_variance: jax.Array
     excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
     waited: jax.Array  # how many steps are in this sum
-    settled: jax.Array  # whether the clip norm was once about right
+    settled: jax.Array  # whether the search for the clip norm is over
     useful: jax.Array  # whether the last step's clip norm was small enough for an update
     factor: jax.Array  # by which an adaptive clip norm has multiplied the last sum
 
@@ -304,21 +304,24 @@ def _moved(
     excess = group.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
     waited = group.waited + 1
     count = waited.astype(jnp.float32)
-    variance = jnp.square(error) / setting.slack + 1 / expected_batch_size
-    is_due = count >= 16 * variance / setting.target**2
-    found = excess / count
-    least = jnp.maximum(0.5 / setting.slack, jnp.sqrt(variance / count))
-    ratio = jnp.clip(found, least, 1.0) / setting.target
-    is_high = found > (1 + setting.target) / 2
-    is_low = (found < setting.target / 2) & (clip_norm > setting.least)
-    started = jnp.where(is_high, _FAST_RISE**2, ratio)
-    ratio = jnp.where(group.settled, ratio**_SETTLED, started) ** (setting.rate / 2)
-    new = jnp.clip(clip_norm * ratio, setting.least, setting.most)
+    found, target = excess / count, setting.target
+    doubt = jnp.sqrt((jnp.square(error) / setting.slack + 1 / expected_batch_size) / count)
+    is_known = doubt <= target / 4
+    is_high = found > (1 + target) / 2
+    is_low = (found < target / 2) & (clip_norm > setting.least)
+    margin = jnp.where(doubt <= (1 - target) / 8, 0.0, 2 * doubt)
+    is_right = ~is_low & (found + margin < (1 + target) / 2)
+    is_due = is_known & (group.settled | is_high | is_low | is_right)
+    ratio = jnp.clip(found, jnp.maximum(0.5 / setting.slack, doubt), 1.0) / target
+    search = jnp.where(is_high, _FAST_RISE, jnp.sqrt(ratio)) ** setting.rate
+    search = jnp.where(is_right, _SHARE, 1.0) * search
+    factor = jnp.where(group.settled, ratio ** (_SLOW / 2 * setting.rate), search)
+    new = jnp.clip(clip_norm * factor, setting.least, setting.most)
     group = group._replace(
         excess=jnp.where(is_due, 0.0, excess),
         waited=jnp.where(is_due, 0, waited),
-        settled=group.settled | (is_due & ~is_low & ~is_high),
-        useful=group.settled | jnp.where(is_due, ~is_low, group.useful),
+        settled=group.settled | (is_due & is_right),
+        useful=group.settled | jnp.where(is_known, ~is_low, group.useful),
     )
     return jnp.where(is_due, new, clip_norm), group
 
@@ -326,9 +329,8 @@ def _moved(
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
-    Args:
-        state: the state of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a
-            chain with `estimate_norms`.
+    `state` is that of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a chain
+    with `estimate_norms`.
 
     >>> import numpy as np
     >>> import optax_lsdp as lsdp
@@ -360,17 +362,17 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
 def current_clip_norm(state: optax.OptState) -> PyTree:
     """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
 
-    With groups of clip norms, return a tree of the same structure. The clip norm has noise already,
-    so it may be released.
+    With groups of clip norms, return a tree of the same structure. The clip norm is computed from
+    noisy numbers, so it may be released. `float` and `jnp.asarray` turn it into a number.
 
     >>> import optax_lsdp as lsdp
     >>> clip = lsdp.AdaptiveClip(2.0)
     >>> private = dict(clip_norm=clip, noise_multiplier=1.0, expected_batch_size=4)
     >>> tx = lsdp.privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
-    >>> print(lsdp.current_clip_norm(tx.init(jnp.zeros(3))))
+    >>> float(lsdp.current_clip_norm(tx.init(jnp.zeros(3))))
     2.0
     """
-    return _find_state(state).clip_norm
+    return jax.tree.map(CurrentClipNorm, _find_state(state).clip_norm)
 
 
 def last_factor(state: optax.OptState) -> jax.Array:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._clipped import is_marked, unmark
+from optax_lsdp._clipped import divide_by_clip_norm, is_marked, unmark
 from optax_lsdp._mesh import axis_names, axis_size, manual_axes, varying_axes
 from optax_lsdp._trees import (
     check_floating,
@@ -28,7 +28,6 @@ from optax_lsdp._types import ClipNorm
 from optax_lsdp.clipping._clip_norm import (
     checked_clip_norm,
     clip_and_sum,
-    divide_by_clip_norm,
 )
 from optax_lsdp.clipping._slack import append_slack, count_slack
 

@@ -18,7 +18,7 @@ import optax
 
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_positive, check_whole, frozen_number, is_number
-from optax_lsdp._clipped import is_marked
+from optax_lsdp._clipped import WithSlack, is_marked
 from optax_lsdp._isolation import trace_loss, warn_of_batch_norms
 from optax_lsdp._keys import check_threefry_key, fold_in_text, fold_in_texts
 from optax_lsdp._loss import call_or_explain
@@ -96,6 +96,11 @@ def quantized_grad(
     >>> print(total.value, total.quantum, total.sensitivity)
     [ 60 130] 0.01 102
     """
+    if hasattr(clip_norm, "initial"):  # an `AdaptiveClip`
+        raise TypeError(
+            "`clip_norm` must be a number with discrete noise, which supports neither slack nor "
+            f"adaptive clip norms, got {clip_norm!r}; pass its `initial`, {clip_norm.initial}."
+        )
     check_positive("clip_norm", clip_norm)
     clip_norm = frozen_number(clip_norm)
     check_whole("resolution", resolution)
@@ -267,12 +272,15 @@ def _is_quantized(node: object) -> bool:
 
 
 def _check_no_slack(updates: optax.Updates) -> None:
-    for leaf in jax.tree.leaves(updates, is_leaf=is_marked):
-        if is_marked(leaf) and leaf.slack is not None:
-            raise ValueError(
-                f"`slack` must be None with discrete noise, got {len(leaf.slack)}; compute the "
-                "gradient with `quantized_grad`, which has no slack."
-            )
+    leaves = jax.tree.leaves(updates, is_leaf=is_marked)
+    found = [leaf.slack for leaf in leaves if is_marked(leaf) and leaf.slack is not None]
+    if isinstance(updates, WithSlack):  # from `clip_per_example`
+        found = jax.tree.leaves(updates.slack)
+    if found:
+        raise ValueError(
+            f"`slack` must be None with discrete noise, got {len(found[0])}; compute the gradient "
+            "with `quantized_grad`, which has no slack."
+        )
 
 
 def _check_quantized(

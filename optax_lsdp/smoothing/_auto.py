@@ -13,42 +13,42 @@ that fall with it give nearly the same choices, and equal weights need no learni
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
 is centred. Longer steps make more progress and more of everything else, so compare progress at
-equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but
-⟨D, A D⟩ has the mean ⟨S, A S⟩ + V·tr A. Its noise has the standard deviation V·√(2 tr A²), plus a
-term that is small unless S is large. So J is computed from a lower estimate,
+equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
+⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from a
+lower estimate,
 
     p(A) = max(0, ⟨D, A D⟩ − V·tr A − M − κ·V·√(2 tr A²)), J(A) = p(A)² / ‖A D‖².
 
 **κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p is
 positive with probability α = 5 % at most: by the union bound, κ must be the (1 − α/m)-quantile of
-(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This is a centred and weighted sum of
-χ² variables. Its skewness is at most √(8/tr A²), and Cornish and Fisher's expansion adds it to the
-normal quantile.
+(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This weighted sum of centred χ² variables has
+a skewness of at most √(8/tr A²), with which Cornish and Fisher correct the normal quantile.
+
+**Means do not count.** The inputs of a unit may share a mean gradient in any order, and a large σ
+would keep this mean alone. So the mean of each unit's inputs is first subtracted from D. If the
+rest has no order, its spectrum is flat, ⟨S, A S⟩ = ‖S‖²·γ, and where noise dominates, J(A) is
+γ²/β ≤ 1 times J(I), by Cauchy and Schwarz: inputs without order are left alone.
 
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
 g. It is not white but as smooth as the examples are, so it would pass for signal. Summed over all
 entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, and A lengthens no vector.
 So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subtracted for every leaf.
 
-**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. Then
-nothing is smoothed. A choice outlives its evidence, because in converged training the releases
-contain a force that pulls noisy parameters back. D then stops growing, but V does not.
+**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. After
+that, nothing is smoothed. Evidence fades when training has converged: the releases then contain a
+force that pulls noisy parameters back, so D stops growing, but V does not.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
 keeps its length and gains in direction. A learning rate that was tuned without smoothing stays
-tuned. Optimizers such as Adam cancel any factor in front of them. So the optimizer sees A y/√β,
-whose noise has the variance s² for every choice, and its updates are multiplied by ℓ·√β. Both
-factors together are ℓ for SGD. Adam divides by the noise in any case, so its steps are those of
-Adam without smoothing, times ℓ·√β, which is close to 1 if noise dominates D.
+tuned. Optimizers such as Adam cancel ℓ. They divide steps by their own estimate of their length, so
+they keep the length in any case. The noise that the optimizer sees has the variance ℓ²·β·s².
 
-**What remains true.** The choice for step t depends on the releases before t only. So the update
+**What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
-The choice is post-processing: its inputs are releases, s, q, b and C.
 
-**Cost.** D is one copy of the parameters. ⟨D, A D⟩ and ‖A D‖² need one smoothing of D per
-candidate. This happens after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps, since D changes by a
-fraction at most in between. The number of these steps grows with the logarithm of all steps.
+**Cost.** D is one copy of the parameters. Each candidate smooths D once, after 1 to 8, 10, 12, 14,
+16, 20, 24, 28, 32, … steps. The number of these steps grows with the logarithm of all steps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,14 @@ from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
-from optax_lsdp.smoothing._layout import Arrangement, Layout, Leaf, arrange_leaf, check_layout
+from optax_lsdp.smoothing._layout import (
+    Arrangement,
+    Layout,
+    Leaf,
+    arrange_leaf,
+    centre_units,
+    check_layout,
+)
 from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
 from optax_lsdp.smoothing.methods.spectral import Operator
 
@@ -90,19 +97,12 @@ _LONGEST = 4.0  # the largest ℓ
 
 
 class Choice(NamedTuple):
-    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,).
+    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,)."""
 
-    Attributes:
-        layout: 0 for no smoothing, 1 for the first of the layouts, and so on.
-        smoothing: σ.
-        beta: β, the share of the noise's variance that smoothing leaves.
-        length: ℓ, by which smoothed releases are lengthened.
-    """
-
-    layout: jax.Array
-    smoothing: jax.Array
-    beta: jax.Array
-    length: jax.Array
+    layout: jax.Array  # 0 for no smoothing, 1 for the first of the layouts, and so on
+    smoothing: jax.Array  # σ
+    beta: jax.Array  # the share of the noise's variance that smoothing leaves
+    length: jax.Array  # ℓ, by which smoothed releases are lengthened
 
 
 class AutoSmoothState(NamedTuple):
@@ -153,9 +153,7 @@ def auto_smooth(
     docstring derives the rule, with κ and what it adds for sampled batches.
 
     Args:
-        optimizer: everything that follows the noisy mean. If it changes parameters other than by
-            releases, for example by weight decay, these changes are multiplied by ℓ·√β too, where
-            ℓ = ‖D‖/‖A D‖, and β is the share of the noise's variance that smoothing leaves.
+        optimizer: everything that follows the noisy mean.
         stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
             pass `release_scale` to `update`, it multiplies both standard deviations in this step.
             Noise that is correlated between steps adds up to less, so it is smoothed less.
@@ -163,10 +161,10 @@ def auto_smooth(
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.
         layouts: the layouts to choose from; see `laplacian_smooth`.
-        boundary: see `laplacian_smooth`.
-        order: see `laplacian_smooth`.
-        method: see `laplacian_smooth`. It must not be "banded".
-        shard_specs: see `laplacian_smooth`.
+        boundary: see `laplacian_smooth`, also for `order`, `method` and `shard_specs`.
+        order: the order n.
+        method: not "banded".
+        shard_specs: how `shard_map` splits the updates.
 
     >>> tx = auto_smooth(optax.sgd(0.1), stddev=1.0)
     >>> wave = jnp.sin(jnp.arange(100) / 9)
@@ -199,8 +197,7 @@ def auto_smooth(
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
         total = jax.tree.map(lambda x: jnp.zeros_like(widen(x)), params)
-        state = AutoSmoothState(None, step, total, zero, zero, choice)
-        # Copies, because a caller can donate each array only once.
+        state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
         return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
 
     def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
@@ -216,7 +213,7 @@ def auto_smooth(
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
-        """Return A y/√β, and D with y added."""
+        """Return ℓ A y, and D with y added."""
         options, _ = candidates(updates)
         arrays, structure = jax.tree.flatten(compute_once(updates))
         smoothed, sums = [], []
@@ -225,20 +222,23 @@ def auto_smooth(
             branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
             # The branches return y, or XLA on CPUs would draw the noise again at each use.
             result, y = jax.lax.switch(now.layout, branches, array)
-            smoothed.append(result / jnp.sqrt(now.beta).astype(result.dtype))
+            smoothed.append(result * now.length.astype(result.dtype))
             sums.append(before + y.astype(before.dtype))
         return jax.tree.unflatten(structure, smoothed), jax.tree.unflatten(structure, sums)
 
     @jax.jit
     def choose(state: AutoSmoothState) -> Choice:
         options, shards = candidates(state.total)
+        names = [name for name, _ in unmarked_leaves("auto_smooth", state.total)[0]]
 
         def anew(total: optax.Updates) -> Choice:
             found = []
-            rows = zip(jax.tree.leaves(total), shards, options, _split(state.choice), strict=True)
-            for array, shard, leaves, last in rows:
+            arrays = jax.tree.leaves(total)
+            rows = zip(names, arrays, shards, options, _split(state.choice), strict=True)
+            for name, array, shard, leaves, last in rows:
                 these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
-                sums = _sums(array, shard, [leaf for leaf in leaves if leaf], smooth)
+                centred = centre_units(name, array, shard.spec)
+                sums = _sums(centred, shard, [leaf for leaf in leaves if leaf], smooth)
                 noise = state.variance, state.sampling
                 found.append(_choose_candidate(*sums, these, *noise, last))
             return Choice(*map(jnp.stack, zip(*found, strict=True)))
@@ -257,10 +257,11 @@ def auto_smooth(
         unmarked_leaves("auto_smooth", updates)
         check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
+        if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
+            whole = jnp.asarray(extra_args["noise_stddev"])
+            left = whole * state.choice.length * jnp.sqrt(state.choice.beta)
+            extra_args["noise_stddev"] = jax.tree.unflatten(jax.tree.structure(total), [*left])
         moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
-        lengths = list(state.choice.length * jnp.sqrt(state.choice.beta))
-        lengths = jax.tree.unflatten(jax.tree.structure(moves), lengths)
-        moves = jax.tree.map(lambda move, x: move * x.astype(move.dtype), moves, lengths)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
         step = optax.safe_increment(state.step)
@@ -275,9 +276,8 @@ def auto_smooth(
 def chosen_smoothing(state: PyTree) -> PyTree:
     """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
 
-    `layout` is 0 for no smoothing, 1 for the first layout, and so on. The layouts are "inputs" and
-    "images" by default. `smoothing` is σ. `beta` is the share of the noise's variance that remains.
-    `length` is the factor that lengthens smoothed releases.
+    `layout` is 0 for no smoothing, 1 for "inputs" and 2 for "images", unless you set `layouts`.
+    `beta` is the share of the noise's variance that remains. `length` lengthens smoothed releases.
 
     Args:
         state: the state of `auto_smooth`, or a tree that contains it, such as the state of
@@ -310,17 +310,16 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
     """
     traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []
-    errors = []
+    errors: list[ValueError] = []
     for leaf in leaves:
-        if leaf is None or leaf.arrangement in [one.arrangement for one in found if one]:
-            found.append(None)
-            continue
+        if leaf is not None and leaf.arrangement in [one.arrangement for one in found if one]:
+            leaf = None
         try:
-            check_leaf(leaf, traced, method)
-            found.append(leaf)
+            if leaf is not None:
+                check_leaf(leaf, traced, method)
         except ValueError as error:  # for example, if `shard_map` splits an image
-            errors.append(error)
-            found.append(None)
+            errors, leaf = [*errors, error], None
+        found.append(leaf)
     if errors and not any(found):
         raise errors[0]
     return found
@@ -332,10 +331,7 @@ def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Call
 
 
 def _is_due(step: jax.Array) -> jax.Array:
-    """Return whether to choose after this many steps: 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, ...
-
-    These are the numbers with at most three binary digits before their zeros.
-    """
+    """Return whether to choose: if `step` has at most three binary digits before its zeros."""
     return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
 
 

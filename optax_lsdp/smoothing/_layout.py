@@ -89,7 +89,7 @@ class Leaf(NamedTuple):
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
-    """Return the leaf at `path` with its arrangement, or None to leave it unchanged."""
+    """Return the leaf at `path` and its arrangement. Return None if the layout excludes it."""
     if not array.size:
         return None
     spec = shard.spec
@@ -157,6 +157,15 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     if rank < 2 or _has_outputs_first(path):
         return tuple(range(rank))
     return (rank - 1, rank - 2, *range(rank - 2))
+
+
+def centre_units(path: str, array: jax.Array, spec: jax.P) -> jax.Array:
+    """Subtract from the inputs of each output unit their mean. `spec` says how they are split."""
+    unit = None if array.ndim < 2 else 0 if _has_outputs_first(path) else array.ndim - 1
+    axes = tuple(axis for axis in range(array.ndim) if axis != unit)
+    names = tuple(x for axis in axes for x in axis_names(spec[axis] if axis < len(spec) else None))
+    mean = array.mean(axis=axes, keepdims=True)
+    return array - (jax.lax.pmean(mean, names) if names else mean)
 
 
 def _has_outputs_first(path: str) -> bool:

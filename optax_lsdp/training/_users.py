@@ -55,8 +55,8 @@ class UserData:
     Attributes:
         arrays: the arrays, in NumPy.
         owners: (n,) for each example, the index of its user.
-        width: how many examples of one user a batch has room for: `max_examples`, or less if no
-            user has as many.
+        width: how many examples of one user a batch has room for: `max_examples`, however many
+            the users have, or 1 if no user has two.
 
     >>> data = UserData(
     ...     np.array([1.0, 2.0, 3.0, 4.0]), ["ann", "bob", "ann", "ann"], max_examples=2
@@ -93,7 +93,8 @@ class UserData:
         # The examples of user u are `_order[_starts[u] : _starts[u] + _counts[u]]`.
         self._order = np.argsort(self.owners, kind="stable")
         self._starts = np.cumsum(self._counts) - self._counts
-        self.width = min(max_examples, int(self._counts.max()))
+        # Shapes must not tell how many examples a user has, beyond whether anyone has two.
+        self.width = max_examples if self._counts.max() > 1 else 1
 
     def __len__(self) -> int:
         """Return the number of users."""

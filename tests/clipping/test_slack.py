@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import optax_lsdp as lsdp
+from optax_lsdp._clipped import CurrentClipNorm
 from optax_lsdp.auditing import _clipping as hard
 from tests import oracles
 
@@ -286,7 +287,7 @@ def test_norms_are_not_estimated_before_the_noise():
             lsdp.add_gaussian_noise(5.0, key=jax.random.key(0)),
         )
         stacked = jnp.array([[3.0, 4.0], [0.0, 0.4]])
-        now = {} if clip_norm == 1.0 else {"clip_norm": 100.0}
+        now = {} if clip_norm == 1.0 else {"clip_norm": CurrentClipNorm(jnp.array(100.0))}
         with pytest.raises(ValueError, match="got slack without noise; put `estimate_norms` right"):
             jax.eval_shape(tx.update, stacked, tx.init(jnp.zeros(2)), jnp.zeros(2), **now)
 
@@ -299,3 +300,20 @@ def test_slack_of_another_size_is_refused():
     )
     with pytest.raises(ValueError, match="got 1 and 8 slack coordinates"):
         jax.eval_shape(tx.update, jnp.ones((3, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2))
+
+
+def test_sums_with_different_slack_do_not_add_up():
+    one, many = (lsdp.clipped_grad(loss, clip_norm=1.0, slack=size) for size in (1, 16))
+    params, batch = params_like(), make_examples(0, 3, 1.0, 16)
+    with pytest.raises(ValueError):  # JAX says what differs
+        jax.tree.map(jnp.add, one(params, batch), many(params, batch))
+
+
+def test_discrete_noise_refuses_slack_by_its_name():
+    params, stacked = jnp.zeros(2), jnp.ones((3, 2))
+    clip = lsdp.clip_per_example(1.0, slack=4)
+    total, _ = clip.update(stacked, clip.init(params), params)
+    noise = lsdp.discrete.add_discrete_gaussian_noise(1.0, key=jax.random.key(0))
+    for updates in (total, lsdp.clipped_grad(jnp.vdot, clip_norm=1.0, slack=4)(params, stacked)):
+        with pytest.raises(ValueError, match="`slack` must be None with discrete noise, got 4"):
+            noise.update(updates, noise.init(params), params)

@@ -85,7 +85,8 @@ def test_choices_and_updates_follow_the_rule(sampling_stddev):
             np.testing.assert_allclose(updates[step].reshape(-1), expected, atol=2e-5)
             count = step + 1
             if count in DUE:
-                total = rows[:count].astype(np.float64).sum(axis=0).reshape(-1)
+                total = rows[:count].astype(np.float64).sum(axis=0)
+                total = (total - total.mean(axis=0)).reshape(-1)  # of each unit
                 now = oracles.choose_smoothing(
                     total, count, count * sampling_stddev**2, matrices(), now
                 )
@@ -169,7 +170,7 @@ def test_updates_are_a_function_of_the_releases_alone(watch_steps, monkeypatch):
     assert chosen == same and chosen.smoothing > 0
 
 
-def test_the_optimizer_sees_the_same_noise_whatever_is_chosen():
+def test_the_choice_says_how_much_noise_the_optimizer_sees():
     sees = optax.stateless(lambda updates, params: updates)
     rows = releases(600, 5, signal=1.0)
     tx = lsdp.auto_smooth(sees, stddev=1.0)
@@ -291,7 +292,7 @@ def test_bad_input_is_refused_in_one_sentence():
         "`stddev` must be set": lambda: lsdp.laplacian_smooth("auto"),
         "`scope` must be one of": lambda: lsdp.laplacian_smooth("auto", stddev=1.0, scope="tree"),
         "`smoothing` must be one of 'auto'": lambda: lsdp.laplacian_smooth("automatic"),
-        "`smoothing` must be a number, a schedule, 'auto'": lambda: lsdp.privatize(
+        "`smoothing` must be a number, a schedule, a transform": lambda: lsdp.privatize(
             optax.sgd(0.1), smoothing="some", key=jax.random.key(0), **PRIVATE
         ),
         "`state` must be the state of an optimizer with": lambda: lsdp.chosen_smoothing(()),

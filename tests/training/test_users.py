@@ -56,6 +56,13 @@ def choose(users, counts, room, step=0, key=KEY):
     return choose_within(key, step, np.asarray(users), np.asarray(counts), room)
 
 
+def test_the_shape_of_a_batch_does_not_tell_how_many_examples_users_have():
+    for owners in (OWNERS, np.minimum(OWNERS, 3), np.arange(400) // 2):
+        data = UserData(DATA, owners, max_examples=7)
+        few = Batch(np.arange(3), np.ones(3, bool))
+        assert data.batch(few, 0, key=KEY).mask.shape == (3, 7)
+
+
 # Choosing examples.
 
 

@@ -96,7 +96,7 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
         ids, added = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in pair)
         return scatter(ids, added, inputs)
     (n, blocks, rows, _), outputs = term.a.shape, term.g.shape[-1]
-    few = examples_in_cache(blocks * rows * (inputs + outputs))
+    few = examples_in_cache(2 * blocks * rows * (inputs + outputs))  # half, beside the originals
     is_large = blocks * inputs * outputs > _CACHE_FLOATS // 4
     if platform is not CPU or is_large or few >= n or is_multi_device_mesh():
         return _weighted_product(term, factors, platform)
