@@ -135,11 +135,7 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step, for variance 1 of Z.
-
-        >>> independent(3).squared_errors()
-        array([1., 2., 3.])
-        """
+        """Return the variance of the noise in each parameter after each step, if that of Z is 1."""
         checks.check_kind("workload", workload, Workload)
         summed = workload.with_momentum(self.noise_column())
         if (rates := workload.rates(self.steps)) is None:
@@ -187,7 +183,11 @@ class Correlation:
 
 
 def independent(steps: int) -> Correlation:
-    """Return the identity, for independent noise in every step, as in DP-SGD."""
+    """Return the identity, for independent noise in every step, as in DP-SGD.
+
+    >>> independent(3).squared_errors()
+    array([1., 2., 3.])
+    """
     return Correlation(steps, (1.0,))
 
 
