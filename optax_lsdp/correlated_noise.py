@@ -58,6 +58,11 @@ class AddCorrelatedNoiseState(NamedTuple):
     past: PyTree
     stddev: jax.Array
 
+    @property
+    def adds_noise(self) -> bool:
+        """Tell `watch` that what precedes this transform is private."""
+        return True
+
     def __repr__(self) -> str:
         return f"AddCorrelatedNoiseState(key=<secret>, step={self.step!r}, past=<secret>)"
 

@@ -20,6 +20,7 @@ from optax_lsdp.correlation import Correlation
 
 _VERSION = 1
 _LONGEST = 10**8  # most steps for which `epsilons` returns an array
+_PARTS = 4  # of the steps of groups with the generic bound; ε is computed after each part
 _RATIO = 5e-4  # relative distance of the numbers of steps at which `epsilons` computes ε
 
 _KINDS: tuple[type[Phase], ...] = (SampledGaussian, CorrelatedGaussian)
@@ -90,7 +91,11 @@ class Ledger(Mechanism):
         return sum(self._steps)
 
     def epsilons(self, delta: float) -> np.ndarray:
-        """Return an upper bound on ε after each step: the ε of this or a slightly later step."""
+        """Return an upper bound on ε after each step: the ε of this or a slightly later step.
+
+        Groups that have only the generic bound get the ε of a much later step: that at the end of
+        the same quarter of the steps.
+        """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
             message = f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}"
@@ -180,8 +185,7 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
     kind_of_phase = simplify([_one_use(phase) for phase in phases])
     kinds = list(dict.fromkeys(kind_of_phase))
     if kinds[0].group_size > 1 and not all(map(has_group_analysis, kinds)):
-        demand = "1 to compute ε after every step with this sampling scheme and relation"
-        raise refusal("group_size", demand, kinds[0].group_size, "call `epsilon` instead")
+        return _coarse_curve(phases, total, delta)
     knots = _knots(total)
     counts = _counts(phases, [kinds.index(kind) for kind in kind_of_phase], knots)
     analyses = [analyse(kind) for kind in kinds]
@@ -203,6 +207,23 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
                 at_knots[rows] = np.maximum(at_knots[rows], found)
             start = rows.stop
     return np.maximum.accumulate(at_knots)[np.searchsorted(knots, np.arange(1, total + 1))]
+
+
+def _coarse_curve(phases: Sequence[Phase], total: int, delta: float) -> np.ndarray:
+    """Return upper bounds on ε for groups that have only the generic bound, which is slow.
+
+    A step gets the ε at the end of its part of the steps. There are `_PARTS` parts.
+    """
+    curve, start = np.zeros(total), 0
+    for end in sorted({-(-total * part // _PARTS) for part in range(1, _PARTS + 1)}):
+        begun, left = list[Phase](), end
+        for phase in phases:
+            if left > 0:
+                begun.append(replace(phase, steps=min(left, phase.steps)))
+            left -= phase.steps
+        curve[start:end] = Composition(tuple(begun)).epsilon(delta)
+        start = end
+    return np.maximum.accumulate(curve)
 
 
 def _knots(total: int) -> np.ndarray:

@@ -53,6 +53,7 @@ class AdaptiveClip:
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
     s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
+    Examples whose gradient is zero count as clipped. If they may be most examples, lower `most`.
     The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
     first searches for the scale of the gradients, which is the C with s = `target`:
 
@@ -112,7 +113,8 @@ class AdaptiveClip:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            object.__setattr__(self, name, checks.plain_number(value))
+            is_array = isinstance(value, jax.Array) and value.shape == ()
+            object.__setattr__(self, name, value.item() if is_array else checks.plain_number(value))
         checks.check_positive("initial", self.initial)
         checks.check_delta("target", self.target)
         checks.check_choice("method", self.method, ("slack", "quantile", "fixed"))

@@ -208,6 +208,7 @@ class PrivacyPlan:
         if "clip_norm" in options:
             got = f"{options['clip_norm']!r}; pass it to PrivacyPlan instead"
             raise TypeError(f"`clip_norm` must be a setting of the plan only, got {got}.")
+        settings.check_slack(self.correlation, options.get("slack"))
         self._check_unchanged()
         grad = value_and_clipped_grad(loss_fn, clip_norm=self.clip_norm, **options)
         return require_mask(grad, self.sampling, self.room)

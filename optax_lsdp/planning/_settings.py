@@ -188,6 +188,13 @@ def _check_constant(plan: "PrivacyPlan") -> None:
         raise checks.refusal("clip_norm", demand, plan.clip_norm, "pass a number")
 
 
+def check_slack(correlation: object, slack: int | None) -> None:
+    """Raise if a gradient has slack, whose estimates assume independent noise, with correlation."""
+    if correlation is not None and slack is not None:
+        demand = "None with a correlation, because estimates of norms assume independent noise"
+        raise checks.refusal("slack", demand, slack, "leave it out")
+
+
 def check_watchable(sampling: Sampling) -> None:
     """Raise unless batches and noise are drawn independently of earlier steps."""
     if SCHEMES[sampling].correlated:

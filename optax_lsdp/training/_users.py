@@ -167,18 +167,20 @@ def _as_ids(users: ArrayLike) -> np.ndarray:
     if not ids.size:
         return ids  # of any type
     # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
-    is_list = not hasattr(users, "__array__")
+    is_list = not hasattr(users, "__array__") or ids.dtype == object
     types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
     kinds = set(map(_kind_of_id, types))
+    if ids.dtype == object and len(kinds) == 1:
+        ids = np.array(ids.tolist())
     if kinds == {int} and ids.dtype.kind not in "iu":
         raise ValueError(
             "`users` must hold integers from −2⁶³ to 2⁶³ − 1, or strings, got integers outside of "
             "this range; convert all ids to strings."
         )
-    if ids.dtype.kind not in "iuSU":
-        raise _refused_ids(f"{ids.dtype}")
     if len(kinds) > 1 or None in kinds:
         raise _refused_ids(" and ".join(sorted(one.__name__ for one in types)))
+    if ids.dtype.kind not in "iuSU":
+        raise _refused_ids(f"{ids.dtype}")
     return ids
 
 
