@@ -230,7 +230,7 @@ def watch(
         first = inner.init(params)
         if has_noise(first):
             raise ValueError(
-                "`optimizer` must be what follows the noise, got one with `add_gaussian_noise`; "
+                "`optimizer` must be what follows the noise, got one that adds noise; "
                 "write optax.chain(clip, noise, scale, watch(optimizer))."
             )
         return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated

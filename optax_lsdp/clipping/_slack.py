@@ -3,9 +3,9 @@
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
 there is a gap below the sensitivity. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
-together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, and its
-noise and ε are those without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the
-number of examples with r ≤ C·√(1 − j/K). A blank, whose gradient is zero, has no slack.
+together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, with the ε
+of the sum alone. Coordinate j = 1, …, K of the sum, divided by C/√K, counts the examples with
+r ≤ C·√(1 − j/K). A blank, whose gradient is zero, has no slack.
 
 Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
@@ -168,8 +168,7 @@ def estimate_norms(
 
     Put this transform right after `add_gaussian_noise`, in a chain that starts with
     `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
-    estimates with `norm_estimates(state)`. They are computed from noisy numbers alone, so they cost
-    no privacy.
+    estimates with `norm_estimates(state)`. They come from noisy numbers, so they cost no privacy.
 
     The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
     the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
@@ -364,8 +363,7 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
 def current_clip_norm(state: optax.OptState) -> PyTree:
     """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
 
-    With groups, return a tree of clip norms. They are computed from noisy numbers, so they may be
-    released. `float` and `jnp.asarray` turn them into numbers.
+    With groups, return a tree. Clip norms may be released. `float` turns each into a number.
 
     >>> import optax_lsdp as lsdp
     >>> clip = lsdp.AdaptiveClip(2.0)

@@ -177,10 +177,10 @@ def _as_ids(users: ArrayLike) -> np.ndarray:
             "`users` must hold integers from −2⁶³ to 2⁶³ − 1, or strings, got integers outside of "
             "this range; convert all ids to strings."
         )
-    if len(kinds) > 1 or None in kinds:
-        raise _refused_ids(" and ".join(sorted(one.__name__ for one in types)))
     if ids.dtype.kind not in "iuSU":
         raise _refused_ids(f"{ids.dtype}")
+    if len(kinds) > 1 or None in kinds:
+        raise _refused_ids(" and ".join(sorted(one.__name__ for one in types)))
     return ids
 
 

@@ -353,3 +353,11 @@ def test_the_optimizer_takes_its_clip_norm_from_its_state_alone():
     tx = lsdp.privatize(optax.sgd(1.0), clip_norm=lsdp.AdaptiveClip(1.0), **private)
     with pytest.raises(ValueError, match="must be passed to the gradient function"):
         tx.update(jnp.ones((4, 2)), tx.init(jnp.zeros(2)), jnp.zeros(2), clip_norm=2.0)
+
+
+def test_a_jax_number_becomes_a_number_of_python():
+    made = lsdp.AdaptiveClip(jnp.float32(2.0), target=jnp.array(0.5), slack=np.int64(8))
+    assert made == lsdp.AdaptiveClip(2.0, target=0.5, slack=8)
+    assert [type(x) for x in (made.initial, made.target, made.most)] == [float] * 3
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(lambda x: lsdp.AdaptiveClip(x).initial)(1.0)

@@ -219,6 +219,30 @@ def test_bad_input_is_answered_in_one_sentence(settings, sentence):
         make_plan(**settings)
 
 
+@pytest.mark.parametrize("kind", [{"correlation": 2}, {"neighbouring": "replace_one"}])
+def test_groups_with_the_generic_bound_have_an_epsilon_after_every_step(kind):
+    plan = make_plan(**kind, group_size=2, steps=3, noise_multiplier=4.0)
+    ledger = Ledger()
+    assert plan.remaining_steps(ledger) == 3
+    ledger.append(plan.event(0), continues=True)
+    assert ledger.epsilon(plan.delta_of_noise) <= plan.spent(ledger) <= plan.epsilon
+    assert plan.remaining_steps(ledger) == 2
+    assert plan.epsilon_after(3) == plan.epsilon
+
+
+def test_a_gradient_with_slack_is_refused_by_name():
+    for make in (BANDED.clipped_grad, BANDED.value_and_clipped_grad):
+        with pytest.raises(ValueError, match=r"`slack` must be None with a .* got 4"):
+            make(jnp.vdot, slack=4)
+
+
+def test_watch_refuses_private_sums_before_correlated_noise():
+    noise = lsdp.add_correlated_noise(1.0, BANDED.correlation, key=jax.random.key(0))
+    watched = lsdp.watch(optax.chain(noise, optax.sgd(0.1)), steps=3, stddev=1.0)
+    with pytest.raises(ValueError, match="`optimizer` must be what follows the noise"):
+        watched.init(jnp.zeros(2))
+
+
 def test_estimates_that_assume_independent_noise_are_refused():
     private = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 2}
     private |= {"correlation": BANDED.correlation, "key": jax.random.key(0)}

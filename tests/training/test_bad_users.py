@@ -60,6 +60,10 @@ CASES = {
         lambda: UserData(ROWS, deque(["a", np.float32("nan"), "b", "c"]), max_examples=1),
         "`users` must hold integers or strings, got float32 and str; leave out",
     ),
+    "NaN among strings of an array": (
+        lambda: UserData(ROWS, np.array(["a", np.nan, "b", "c"], object), max_examples=1),
+        "`users` must hold integers or strings, got object; leave out",
+    ),
     "integers among strings": (
         lambda: UserData(ROWS, ["1", 1, "2", 2], max_examples=1),
         "`users` must hold integers or strings, got int and str",
@@ -199,3 +203,9 @@ def test_data_that_are_not_finite_name_the_example():
     x[17] = np.nan
     with pytest.raises(DataError, match=r"finite as float32, .* in example 17 at 'x'"):
         UserData({**DATA, "x": x}, OWNERS, max_examples=99).batch(EVERYONE, 0, key=KEY)
+
+
+@pytest.mark.parametrize("ids", [["b", "a", "b", "c"], [7, 5, 7, 2**40]])
+def test_an_array_of_objects_counts_as_the_list(ids):
+    found = UserData(ROWS, np.array(ids, object), max_examples=2)
+    np.testing.assert_array_equal(found.owners, UserData(ROWS, ids, max_examples=2).owners)
