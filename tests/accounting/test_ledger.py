@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,17 +156,25 @@ def altered(**changes):
             "`neighbouring` must be the same",
         ),
         (lambda: Ledger([STEP.group(2)]).append(STEP), "`group_size` must be the same"),
-        (
-            lambda: Ledger(
-                [SampledGaussian(1.0, 0.1, 1, neighbouring="replace_one").group(2)]
-            ).epsilons(1e-5),
-            "`group_size` must be 1 to compute ε after every step",
-        ),
     ],
 )
 def test_a_message_names_the_wrong_argument(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_group_with_the_generic_bound_gets_the_epsilon_of_a_later_step():
+    replaced = SampledGaussian(4.0, 0.1, 1, neighbouring="replace_one").group(2)
+    phases = [replace(replaced, steps=3), replace(replaced, steps=2, noise_multiplier=8.0)]
+    curve = Ledger(phases).epsilons(1e-5)
+    assert (np.diff(curve) >= 0).all() and len(set(curve)) == 4
+    for steps in range(1, 6):
+        taken = [
+            replace(phases[0], steps=min(3, steps)),
+            replace(phases[1], steps=max(0, steps - 3)),
+        ]
+        assert curve[steps - 1] >= Ledger(taken).epsilon(1e-5)
+    assert curve[-1] == Ledger(phases).epsilon(1e-5)
 
 
 def test_a_ledger_records_only_sampled_gaussians():
