@@ -276,6 +276,7 @@ MEASURED: Tables = {
     "longer texts": _trust.longer_texts,
     "watching": _trust.watching,
     "estimates": _advice.estimates,
+    "auto smoothing": _advice.auto_smoothing_costs,
     "scaling": scaling,
     **_priced.TABLES,
     "audits": _trust.audits,

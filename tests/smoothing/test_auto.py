@@ -75,9 +75,9 @@ momentum_step = jax.jit(MOMENTUM.update)
 
 
 def momentum_state(seed):
-    """Return the state after eight steps of SGD with momentum and a smooth signal."""
+    """Return the state after nine steps of SGD with momentum; the next step chooses again."""
     state = MOMENTUM.init(jnp.zeros(SHAPE))
-    for y in releases(seed, signal=1.0, steps=8):
+    for y in releases(seed, signal=1.0, steps=9):
         _, state = momentum_step(y, state)
     assert lsdp.chosen_smoothing(state).smoothing > 0
     return state
@@ -155,14 +155,14 @@ def test_images_are_smoothed_and_permuted_pixels_and_means_of_units_do_not_count
 
 def test_an_update_is_linear_in_the_release_given_the_past():
     state = momentum_state(0)
-    a, b = releases(1, steps=2)
+    a, b = 100 * releases(1, steps=2)  # a rule that looks at the release would follow it
     zero, of_a, of_b, both = (momentum_step(y, state)[0] for y in (0 * a, a, b, 3 * a - 2 * b))
-    np.testing.assert_allclose(both - zero, 3 * (of_a - zero) - 2 * (of_b - zero), atol=5e-5)
+    np.testing.assert_allclose(both - zero, 3 * (of_a - zero) - 2 * (of_b - zero), atol=5e-3)
     assert momentum_step._cache_size() == 1
     chosen = lsdp.chosen_smoothing(state)
     place = 1 + 6 * (chosen.layout - 1) + np.searchsorted(SMOOTHINGS, chosen.smoothing - 1e-3)
     expected = chosen.length * matrices()[place] @ a.reshape(-1)
-    np.testing.assert_allclose((zero - of_a).reshape(-1), expected, atol=5e-5)
+    np.testing.assert_allclose((zero - of_a).reshape(-1), expected, atol=5e-3)
 
 
 @pytest.mark.parametrize("watch_steps", [None, *slow(12)])
