@@ -42,6 +42,7 @@ def claim() -> str:
     ]
     least = EPSILONS.index(min(EPSILONS))
     smoothed, plain = (accuracies(kind)[least].mean() for kind in ("best", "unsmoothed"))
+    cifar = load("paper/records")["final, CIFAR-10, scattering"]["ε = 3"]["found"]
     text = (
         f"On a {device}, a private gradient takes **{geometric_mean(ours.values()):.2f} times** as "
         f"long as an ordinary one (geometric mean of {len(ours)} models, from "
@@ -53,7 +54,8 @@ def claim() -> str:
         f"{min(whole):.2f} to {max(whole):.2f}). Softmax regression on MNIST reaches "
         f"**{smoothed:.1f} %** at ε = {EPSILONS[least]:g}, δ = 1e-5 ({plain:.1f} % without "
         f"smoothing, mean of five seeds); the DP-LSSGD paper reports {printed()[least]:.1f} %, "
-        "from code that is not private."
+        "from code that is not private. On fixed wavelets of CIFAR-10 it reaches "
+        f"**{np.mean(cifar['test_accuracies']):.1f} %** at ε = 3 (three seeds)."
     )
     return _wrapped(text)
 

@@ -25,7 +25,7 @@ from benchmarks._results import (
     smoothed_vectors,
     times,
 )
-from benchmarks.paper import _report
+from benchmarks.paper import _report, _stacked_tables
 
 Tables = dict[str, Callable[[], str]]
 
@@ -278,6 +278,7 @@ MEASURED: Tables = {
     "estimates": _advice.estimates,
     "auto smoothing": _advice.auto_smoothing_costs,
     "scaling": scaling,
+    **_stacked_tables.CORRELATED,
     **_priced.TABLES,
     "audits": _trust.audits,
     "fuzz": _trust.fuzz,

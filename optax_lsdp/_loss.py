@@ -315,7 +315,7 @@ def explain_failure(
 def _likely_calls(
     loss_fn: LossFn, one: PyTree, rows: PyTree
 ) -> Iterator[tuple[_Call, PyTree, str]]:
-    """Yield calls that the user may have intended: the call, its example, and the advice.
+    """Yield triples (call, example, advice) for calls that the user may have intended.
 
     If such a call works, its advice ends the error message. `one` has the shapes of one example,
     and `rows` the shapes of a batch.

@@ -137,7 +137,7 @@ def check_mask(mask: object, size: int) -> None:
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if an extra argument of `update` looks like a mask or weights of `height` examples."""
+    """Raise if an extra argument of `update` has one entry for each of `height` examples."""
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):

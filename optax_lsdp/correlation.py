@@ -167,7 +167,7 @@ class Correlation:
         return float(np.r_[0.0, self.sensitivities(min_separation, steps)][-1])
 
     def sensitivities(self, min_separation: int, steps: int | None = None) -> np.ndarray:
-        """Return the sensitivity after each step; see `sensitivity`. Upper bounds are coarser."""
+        """Return the sensitivity after each step; its upper bounds exceed `sensitivity`."""
         checks.check_whole("min_separation", min_separation)
         taken = self.steps if steps is None else steps
         checks.check_whole("steps", taken, least=0)
@@ -276,7 +276,7 @@ def optimize_banded(
     error_of = _error_function(steps, workload, error)
 
     def objective(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return log(error·norm²) and its gradient, for c₀ = 1. Scaling C would not change them."""
+        """Return log(error·norm²) and its gradient. It ignores the scale of C, so c₀ is 1."""
         column = np.r_[1.0, rest]
         with np.errstate(over="ignore", invalid="ignore"):
             noise = _inverse(column, steps)

@@ -352,7 +352,7 @@ def find_watch_state(state: PyTree) -> WatchState | None:
 
 
 def describe_work(work: float, stderr: float) -> str:
-    """Return the work and its standard error as a text.
+    """Return a text with the work, which is the change of the clipped loss, and its error.
 
     >>> describe_work(-0.2134, 0.0312)
     'clipped loss −0.213 ± 0.031'

@@ -27,6 +27,7 @@ from tests.cases import slow
 
 CONVEX = ("denoising", "table1")
 SLOW = ("best", "degradation", "errors", "step_sizes", "theory", "when")
+STACKED = ("correlated", "records", "tournament")
 NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
 
 
@@ -363,7 +364,7 @@ def test_a_network_that_is_interrupted_has_the_same_curve(tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(
     "script",
-    [*CONVEX, *slow(*SLOW, *NETWORKS)],
+    [*CONVEX, *slow(*SLOW, *STACKED, *NETWORKS)],
 )
 @jax.numpy_dtype_promotion("standard")  # which Optax needs
 def test_a_smoke_run_of_the_paper_goes_on_where_it_stopped(script, tmp_path, monkeypatch):

@@ -8,10 +8,12 @@ from benchmarks._timing import load_record
 from benchmarks.paper._cnn_figures import CNN_FIGURES
 from benchmarks.paper._cnn_tables import CNN_TABLES
 from benchmarks.paper._figures import FIGURES
+from benchmarks.paper._stacked_tables import STACKED_TABLES, draw_tournament, exists
 from benchmarks.paper._summary import summary
 from benchmarks.paper._tables import TABLES
 
 NOT_RUN = "*Not run yet.*"
+TOURNAMENT = "What each denoiser gains over none, by problem and ε"
 
 
 def are_run(records: Iterable[str]) -> bool:
@@ -50,6 +52,9 @@ def parts() -> dict[str, Callable[[], str]]:
     found: dict[str, Callable[[], str]] = {"times": times}
     for name, (record, table) in (TABLES | CNN_TABLES).items():
         found[name] = table if are_run([record]) else lambda: NOT_RUN
+    for name, (record, table) in STACKED_TABLES.items():  # these show the problems that are done
+        found[name] = table if exists(record) else lambda: NOT_RUN
+    found["figure tournament"] = lambda: f"![{TOURNAMENT}](../results/paper/tournament.png)"
     for name, (records, _, alt) in (FIGURES | CNN_FIGURES).items():
         picture = f"![{alt}](../results/paper/{name}.png)" if are_run(records) else NOT_RUN
         found[f"figure {name}"] = partial(str, picture)
@@ -61,3 +66,4 @@ def draw() -> None:
     for records, function, _ in (FIGURES | CNN_FIGURES).values():
         if are_run(records):
             function()
+    draw_tournament()

@@ -48,9 +48,9 @@ def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
 
 
 def gaussian_epsilon(delta: float, mu: float) -> float:
-    """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded up.
+    """Return the smallest ε ≥ 0 for which a μ-Gaussian mechanism is (ε, δ)-private, rounded up.
 
-    The privacy loss has the distribution N(μ²/2, μ²), so ε = μ²/2 + μ√(−2 log δ) is large enough.
+    The privacy loss has the distribution N(μ²/2, μ²), so ε is at most μ²/2 + μ√(−2 log δ).
     """
     if mu > 1e100:
         return math.inf

@@ -263,7 +263,7 @@ def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
 
 
 def _check_budget() -> str:
-    """Check that repeated steps count, so that fewer steps remain."""
+    """Check that a repeated step spends budget, so that fewer steps remain."""
     plan = poisson_plan(epsilon=1.1 * poisson_plan().epsilon)
     event = plan.event(0)
     if plan.remaining_steps(Ledger()) != plan.steps:

@@ -1,4 +1,4 @@
-"""Audit the library's clipping by search, and by comparison with an oracle.
+"""Audit the library's clipping: search for contributions above C, and compare with an oracle.
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
 comparison measures the contribution of an example to a clipped sum in two ways: as the sum of a
@@ -91,8 +91,8 @@ def audit_hard_models(
     """Compare clipped sums of hard models with sums computed in float64.
 
     A hard model uses its parameters in ways that are hard to clip; see `_hard_models.py`. Each has
-    its own clip norm. With a `platform`, the engine rounds as on this platform; see
-    `emulate_platform`.
+    its own clip norm. If `platform` is set, the clipping engine rounds as that
+    platform does; see `emulate_platform`.
     """
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     groups, clip_norms = one_group_per_model(models)

@@ -288,7 +288,7 @@ def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, r
 
 
 def one_run_epsilon(delta: float, canaries: int, guesses: int, right: int, failure: float) -> float:
-    """Return the largest ε that `right` right guesses refute at significance `failure`."""
+    """Return the largest ε that is rejected at level `failure`, given `right` correct guesses."""
 
     def is_refuted(epsilon: float) -> bool:
         return one_run_p_value(epsilon, delta, canaries, guesses, right) <= failure

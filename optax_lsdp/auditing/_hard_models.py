@@ -90,7 +90,7 @@ def _window(
     params: optax.Params,
     example: Example,
 ) -> jax.Array:
-    """Apply one convolution. On accelerators, its shape decides how the engine clips it."""
+    """Apply one convolution. On accelerators, its shape decides the clipping strategy."""
     kernel = params["kernel"]
     pixels = example[image][None, ..., : kernel.shape[2]]
     return jnp.sum(jnp.sin(_convolve(pixels, kernel, strides, padding)))

@@ -44,8 +44,9 @@ def audit_noise(
     """Test whether steps add independent Gaussian noise of a given scale.
 
     To detect a relative error s of the scale, the audit needs about 40/s² numbers: 4,000 for 10 %,
-    and 400,000 for 1 %. The audit rejects noise whose floats repeat. So return quantized noise,
-    such as that of `discrete`, as integers: the numbers of quanta.
+    and 400,000 for 1 %. The audit rejects noise whose floats repeat. So if the noise
+    is quantized, as that of `discrete`, `release` must return integers: entries divided by the
+    quantum.
 
     The audit detects noise that repeats with period p if two audited steps are a multiple of p
     apart. The first 32 steps reveal periods up to 31. To detect every period up to 4,096, pass
@@ -53,7 +54,8 @@ def audit_noise(
 
     Args:
         release: `release(step)` returns what a step releases for a batch without examples: only
-            noise, before smoothing. Later steps may be those of a resumed run.
+            noise, before smoothing. To audit resuming, take later steps
+            from a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.

@@ -242,7 +242,7 @@ def draw(results: list[Result], title: str, path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the statement and the table. Write the figure and, with `--record`, the numbers."""
+    """Print the privacy statement and the results. Write the figure, and the `--record`."""
     epsilon, delta, steps, seeds = args.epsilon, args.delta, args.steps, args.seeds
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=epsilon, delta=delta, sampling_rate=1, steps=steps, sampling="full"

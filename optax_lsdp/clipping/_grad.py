@@ -180,7 +180,8 @@ def value_and_clipped_grad(
     The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux,
     which are private: never release them, or anything that depends on them, without noise. All
     arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a pair
-    `(value, aux)`. With `keep_batch_axis`, aux keeps the axis of length 1.
+    `(value, aux)`. With `keep_batch_axis`, each aux keeps the batch axis of
+    length 1 that `loss_fn` sees.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)

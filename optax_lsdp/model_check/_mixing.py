@@ -1,4 +1,4 @@
-"""Find the layer in which a loss of whole batches mixes examples.
+"""Find the layer that mixes examples, in a loss that takes a whole batch.
 
 Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
 that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference f(x, y)

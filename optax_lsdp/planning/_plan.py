@@ -119,8 +119,8 @@ class PrivacyPlan:
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy
         if self.delta * self.dataset_size >= 1:
             warnings.warn(
-                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, the δ of a "
-                f"mechanism that publishes one {self.unit} outright, got {self.delta:g}.",
+                f"`delta` should be far below 1/n = {1 / self.dataset_size:.2g}, got "
+                f"{self.delta:g}; a mechanism that publishes one {self.unit} outright has δ = 1/n.",
                 stacklevel=3,
             )
         self._set("steps", settings.number_of_steps(self.steps, self.epochs, self.sampling, *sizes))

@@ -89,7 +89,7 @@ class Leaf(NamedTuple):
 
 
 def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> Leaf | None:
-    """Return the leaf at `path` with its arrangement, or None to leave it unchanged."""
+    """Return the leaf at `path` and its arrangement. Return None if the layout excludes it."""
     if not array.size:
         return None
     spec = shard.spec

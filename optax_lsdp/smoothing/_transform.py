@@ -161,7 +161,7 @@ def laplacian_smooth(
         if shard_specs is None and any(shard.varying is None for shard in shards):
             raise ValueError(
                 "`shard_specs` must be set where JAX does not track which axes an array varies "
-                "over (check_vma=False, pmap), got None; for whole updates, pass PartitionSpec()."
+                "over (check_vma=False, pmap), got None; if nothing is split, pass PartitionSpec()."
             )
         return {
             index: leaf

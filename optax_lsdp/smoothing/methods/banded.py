@@ -136,9 +136,9 @@ def smooth_in_blocks(array: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] | None:
-    """Return the sizes of space, inputs and outputs, and whether the leaf is stored transposed.
+    """Return how many spatial entries, inputs and outputs a leaf has, and if it is transposed.
 
-    Return None if the entries of the leaf do not form one row.
+    Return None if the whole leaf is not one ring.
     """
     shape, order, rank = arrangement.shape, arrangement.order, len(arrangement.shape)
     if arrangement.trailing != rank or len(arrangement.grid) > 1 or arrangement.reshapes:
@@ -153,7 +153,7 @@ def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] |
 
 
 def _band(blocking: Blocking, results: np.ndarray, operands: np.ndarray) -> jax.Array:
-    """Return the rows `results` and the columns `operands` of A⁻¹."""
+    """Return the submatrix of A⁻¹ with the row indices `results` and columns `operands`."""
     distance = np.abs(results[:, None] - operands)
     weights = np.asarray(blocking.half)[np.minimum(distance, blocking.reach)]
     return jnp.asarray(np.where(distance <= blocking.reach, weights, 0), jnp.float32)
@@ -275,9 +275,10 @@ def _in_steps(
 ) -> jax.Array:
     """Smooth `size` entries of an axis at a time.
 
-    `beyond` holds the entries before and after the line. `filtered` smooths a slab: `size` entries,
-    and as many more on each side as an array of `beyond` holds. Slabs overlap if `size` does not
-    divide the line, so nothing is padded.
+    `beyond` is a pair of arrays of equal length: the entries before and after the line. A slab has
+    `size` entries, and on each side as many entries as one of these arrays. `filtered` smooths one
+    slab. If `size` does not divide the length of the line, the last slab starts earlier and smooths
+    some entries again, so nothing is padded.
     """
     before, after = beyond
     beside, length = before.shape[axis], line.shape[axis]

@@ -64,11 +64,11 @@ class Segments(NamedTuple):
     order: tuple[int, ...]  # the order of the axes of `columns` that sorts segments by neighbours
 
     def gather(self, values: jax.Array) -> jax.Array:
-        """Collect one number per segment from all devices, in the order of neighbours.
+        """Collect one number per segment from all devices, with neighbours side by side.
 
         `values` has shape (segments on this device,), in the order of storage. The result has shape
-        (rows, total). `psum` does the gathering, because JAX knows that its result is equal on all
-        devices.
+        (rows, segments of a row on all devices). `psum` does the gathering, because JAX knows that
+        its result is equal on all devices.
         """
         if self.columns is not None:
             values = values.reshape(self.columns).transpose(self.order)

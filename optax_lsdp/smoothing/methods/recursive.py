@@ -215,11 +215,11 @@ def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends
 
 
 def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kernel) -> Ends:
-    """Return the carries of the segments of rows, including what comes from beyond the rows.
+    """Return the carry into each segment of a row, from inside and outside of the row.
 
-    `outer` has the carries of the rows, in arrays of shape (…,). `carries` has what each segment
-    gets from the other segments of its row, in arrays of shape (…, segments). `places` has the
-    index in the row at which each segment starts and, last, the row's length.
+    `outer` holds the carry into each row from outside, in arrays of shape (…,). `carries` holds the
+    carry into each segment from the other segments of its row, in arrays of shape (…, segments).
+    `places` lists the index at which each segment starts. Its last entry is the row's length.
     """
     return Ends(
         carries.left + outer.left[..., None] * kernel.powers(places[:-1]),
