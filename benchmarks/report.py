@@ -277,6 +277,7 @@ MEASURED: Tables = {
     "longer texts": _trust.longer_texts,
     "watching": _trust.watching,
     "estimates": _advice.estimates,
+    "auto smoothing": _advice.auto_smoothing_costs,
     "scaling": scaling,
     **_stacked_tables.CORRELATED,
     **_priced.TABLES,
