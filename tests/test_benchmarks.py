@@ -25,6 +25,7 @@ from benchmarks import (
     _timing,
     auto_smoothing,
     clip_norms,
+    clipping,
     correlated_noise,
     effective_clip_norm,
     users,
@@ -67,6 +68,36 @@ def test_a_smoke_run_writes_a_record(tmp_path):
     subprocess.run(command, check=True, capture_output=True)
     ways = json.loads(output.read_text())["models"]["softmax regression"]["ways"]
     assert ways["bookkeeping"]["milliseconds"] > 0
+
+
+def test_large_models_are_recorded_apart_from_the_zoo_and_shapes_are_not_run(tmp_path, monkeypatch):
+    output, small = tmp_path / "clipping.json", zoo.mlp((10,), 4)
+    shapes = small._replace(
+        params=jax.eval_shape(lambda: small.params), batch=jax.eval_shape(lambda: small.batch)
+    )
+    monkeypatch.setattr(clipping, "LARGE", {"arrays": lambda: small, "shapes": lambda: shapes})
+    output.write_text('{"growth": [0], "microbatches": [0]}')  # these are measured already
+
+    def measure(*words):
+        command = ["clipping", "--smoke", "--output", str(output), "--models", *words]
+        monkeypatch.setattr(sys, "argv", command)
+        clipping.main()
+        record = json.loads(output.read_text())
+        assert not record["models"] and record["growth"] == [0]
+        return {name: row["ways"] for name, row in record["large"].items()}
+
+    for way in measure("arrays", "shapes", "--compile-only").values():
+        assert way["bookkeeping"].keys() == way["non-private"].keys() == {"temp_megabytes"}
+    found = measure("arrays", "shapes")
+    assert found["arrays"]["bookkeeping"]["milliseconds"] > 0
+    assert found["shapes"]["bookkeeping"].keys() == {"temp_megabytes"}
+
+
+def test_large_models_take_little_memory_on_record():
+    rows = _timing.load_record(RESULTS / "clipping.json")["large"]
+    for name, most in {"softmax regression, full batch": 1.5, "GPT-2 small": 2.0}.items():
+        ours, ordinary = (rows[name]["ways"][way] for way in ("bookkeeping", "non-private"))
+        assert ours["temp_megabytes"] <= most * ordinary["temp_megabytes"], name
 
 
 @pytest.mark.full
