@@ -18,7 +18,6 @@ from benchmarks import (
     clip_norms,
     correlated_noise,
     users,
-    zoo,
 )
 from benchmarks._results import RESULTS
 from optax_lsdp.smoothing._auto import _is_due
