@@ -70,6 +70,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.clipping
 	$(BIN)/python -m benchmarks.effective_clip_norm
 	$(BIN)/python -m benchmarks.smoothing
+	$(BIN)/python -m benchmarks.correlated_noise
 	$(BIN)/python -m benchmarks.accounting
 	$(BIN)/python -m benchmarks.choosing
 	$(BIN)/python -m benchmarks.scaling

@@ -135,11 +135,7 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step, for variance 1 of Z.
-
-        >>> independent(3).squared_errors()
-        array([1., 2., 3.])
-        """
+        """Return the variance of the noise in each parameter after each step, if that of Z is 1."""
         checks.check_kind("workload", workload, Workload)
         summed = workload.with_momentum(self.noise_column())
         if (rates := workload.rates(self.steps)) is None:
@@ -155,7 +151,7 @@ class Correlation:
         Two uses of the example are at least `min_separation` steps apart. The result is exact, up
         to 1e-9, if C has at most `min_separation` bands, since columns of C are then orthogonal; or
         if the first column is non-negative and does not increase (arXiv 2405.13763, Theorem 2).
-        Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 4).
+        Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 3 for each row).
 
         Args:
             min_separation: the steps of an epoch, if every epoch has the same order.
@@ -187,7 +183,11 @@ class Correlation:
 
 
 def independent(steps: int) -> Correlation:
-    """Return the identity, for independent noise in every step, as in DP-SGD."""
+    """Return the identity, for independent noise in every step, as in DP-SGD.
+
+    >>> independent(3).squared_errors()
+    array([1., 2., 3.])
+    """
     return Correlation(steps, (1.0,))
 
 
@@ -195,7 +195,8 @@ def square_root(steps: int, bands: int, *, momentum: float = 0.0) -> Correlation
     """Return the square root of the workload's matrix, cut off after `bands` diagonals.
 
     C holds the first coefficients of the root of 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ
-    (arXiv 2405.13763). With T bands, no Toeplitz matrix has a smaller maximum error.
+    (arXiv 2405.13763). With T bands and without momentum, no Toeplitz matrix has a smaller maximum
+    error (arXiv 2404.16706).
 
     >>> np.array(square_root(4, 3).coefficients).round(3)  # proportional to 1, 1/2, 3/8
     array([0.848, 0.424, 0.318])
@@ -217,7 +218,7 @@ def banded_inverse(
     With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
     factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
     γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
-    Such noise suits several epochs in one fixed order. Sampling does not amplify its privacy.
+    It suits several epochs in one fixed order. `accounting` knows no amplification for it.
 
     The noise of a step combines `bands` draws. `power` is γ in [0, 1]. If it is None, it becomes
     the γ with the smallest mean squared error, for uses of an example that are `min_separation`
@@ -263,8 +264,8 @@ def optimize_banded(
     """Return the banded matrix C with the smallest squared error, found by L-BFGS.
 
     More bands cancel more noise, but need memory for b − 1 copies of the parameters, and with
-    cyclic Poisson sampling, ε grows with b. `error` is the "mean" over all steps or, with a
-    constant learning rate, the "max".
+    cyclic Poisson sampling, ε grows with b (BandMF, arXiv 2306.08153 and 2405.15913). `error` is
+    the "mean" over all steps or, with a constant learning rate, the "max".
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())

@@ -365,7 +365,8 @@ def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) ->
         raise ValueError(
             "`noise_stddev` must be set where the noise is not known, got None; put "
             "`scale_by_debiased_adam` into `privatize`, with `laplacian_smooth` and `low_pass` as "
-            "the only `smoothing` and at most one AdaptiveClip, or pass the standard deviation."
+            "the only `smoothing`, at most one AdaptiveClip and no `correlation`, or pass the "
+            "standard deviation."
         )
     if noise_variance.shape != state.noise.shape:
         raise ValueError(

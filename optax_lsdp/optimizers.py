@@ -80,7 +80,7 @@ def privatize(
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
         correlation: how noise is correlated between steps; see `add_correlated_noise`. Schedules of
-            noise or clip norm, `AdaptiveClip`, `slack` and `watch_steps` are refused with it.
+            noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto" are refused.
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -128,7 +128,7 @@ def privatize(
     noise = add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)
     if correlation is not None:
         constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
-        auto = read_stages(smoothing, shard_specs)[0] or None  # smoothing="auto"
+        auto = smoothing if read_stages(smoothing, shard_specs)[0] else None
         _check_constant(constant, dict(slack=slack, watch_steps=watch_steps, smoothing=auto))
         noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
     release = [clip, noise]

@@ -141,9 +141,10 @@ class PoissonSampler:
 class CyclicPoissonSampler:
     """Assign each example at random to one of `cycle` parts; step t draws from part t mod cycle.
 
-    No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires. The
-    part of an example depends only on the key and its index. Drawing a batch takes `cycle` times as
-    long as a Poisson batch. For the other arguments, see `PoissonSampler`.
+    No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires (the
+    sampling of BandMF, arXiv 2306.08153). The part of an example depends only on the key and its
+    index. Drawing a batch takes `cycle` times as long as a Poisson batch. For the other arguments,
+    see `PoissonSampler`.
 
     Args:
         sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of

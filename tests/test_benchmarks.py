@@ -19,7 +19,18 @@ import pytest
 from PIL import Image
 
 import optax_lsdp as lsdp
-from benchmarks import _data, _timing, auto_smoothing, clip_norms, effective_clip_norm, users, zoo
+from benchmarks import (
+    _correlated,
+    _data,
+    _timing,
+    auto_smoothing,
+    clip_norms,
+    clipping,
+    correlated_noise,
+    effective_clip_norm,
+    users,
+    zoo,
+)
 from benchmarks._results import RESULTS
 from benchmarks.paper import _networks, _record, _regression, _search, _tasks, _wavelets, when
 from optax_lsdp.smoothing._auto import _is_due
@@ -59,6 +70,36 @@ def test_a_smoke_run_writes_a_record(tmp_path):
     assert ways["bookkeeping"]["milliseconds"] > 0
 
 
+def test_large_models_are_recorded_apart_from_the_zoo_and_shapes_are_not_run(tmp_path, monkeypatch):
+    output, small = tmp_path / "clipping.json", zoo.mlp((10,), 4)
+    shapes = small._replace(
+        params=jax.eval_shape(lambda: small.params), batch=jax.eval_shape(lambda: small.batch)
+    )
+    monkeypatch.setattr(clipping, "LARGE", {"arrays": lambda: small, "shapes": lambda: shapes})
+    output.write_text('{"growth": [0], "microbatches": [0]}')  # these are measured already
+
+    def measure(*words):
+        command = ["clipping", "--smoke", "--output", str(output), "--models", *words]
+        monkeypatch.setattr(sys, "argv", command)
+        clipping.main()
+        record = json.loads(output.read_text())
+        assert not record["models"] and record["growth"] == [0]
+        return {name: row["ways"] for name, row in record["large"].items()}
+
+    for way in measure("arrays", "shapes", "--compile-only").values():
+        assert way["bookkeeping"].keys() == way["non-private"].keys() == {"temp_megabytes"}
+    found = measure("arrays", "shapes")
+    assert found["arrays"]["bookkeeping"]["milliseconds"] > 0
+    assert found["shapes"]["bookkeeping"].keys() == {"temp_megabytes"}
+
+
+def test_large_models_take_little_memory_on_record():
+    rows = _timing.load_record(RESULTS / "clipping.json")["large"]
+    for name, most in {"softmax regression, full batch": 1.5, "GPT-2 small": 2.0}.items():
+        ours, ordinary = (rows[name]["ways"][way] for way in ("bookkeeping", "non-private"))
+        assert ours["temp_megabytes"] <= most * ordinary["temp_megabytes"], name
+
+
 @pytest.mark.full
 def test_a_smoke_run_of_smoothing_goes_on_where_it_stopped(tmp_path):
     output = tmp_path / "smoothing.json"
@@ -79,6 +120,33 @@ def test_a_smoke_run_of_scaling_writes_a_record(tmp_path):
     command = [sys.executable, "-m", "benchmarks.scaling", "--smoke", "--output", str(output)]
     subprocess.run(command, check=True, capture_output=True)
     assert json.loads(output.read_text())["overhead"]["MNIST CNN"]["fit"] > 0
+
+
+@jax.numpy_dtype_promotion("standard")  # which JAX Privacy needs
+def test_a_smoke_run_of_correlated_noise_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    pytest.importorskip("jax_privacy")
+    output = tmp_path / "correlated_noise.json"
+    monkeypatch.setattr(sys, "argv", ["correlated_noise", "--smoke", "--output", str(output)])
+    correlated_noise.main()
+    whole = json.loads(output.read_text())
+    ((size, ways),) = whole["steps"].items()
+    copies = {name: row["past_bytes"] / (4 * int(size)) for name, row in ways.items()}
+    assert {name: count for name, count in copies.items() if count} == {
+        "3 bands": 2,
+        "3 bands, JAX Privacy": 2,
+    }
+    ((setting, found),) = whole["errors"].items()
+    means = {name: row["mean"] for name, row in found["ways"].items()}
+    assert found["least"] < min(means.values()) and max(means.values()) == means["independent"]
+    del whole["errors"][setting]
+    output.write_text(json.dumps({**whole, "is_whole": False}))
+    correlated_noise.main()
+    again = json.loads(output.read_text())
+    assert again["is_whole"] and again["steps"] == whole["steps"]
+    assert again["errors"][setting]["ways"]["square_root"]["mean"] == means["square_root"]
+    monkeypatch.setattr("benchmarks._results.RESULTS", tmp_path)
+    monkeypatch.setattr("benchmarks._trust.RESULTS", tmp_path)
+    assert "| 3 bands |" in _correlated.costs() and "| 30 | 3 |" in _correlated.errors()
 
 
 def test_a_smoke_run_of_effective_clip_norms_goes_on_where_it_stopped(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Correlations have the errors, norms and sensitivities of their dense matrices."""
 
+import math
 import subprocess
 import sys
 
@@ -94,6 +95,18 @@ def test_an_optimized_correlation_is_as_good_as_the_best_known(steps, bands, err
     assert found <= expected * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("steps", [16, 256])
+def test_with_all_bands_the_largest_error_is_the_published_optimum(steps):
+    """(Σₖ fₖ²)² with fₖ = C(2k, k)/4ᵏ: arXiv 2202.11205, optimal by arXiv 2404.16706."""
+    roots = np.array([math.comb(2 * k, k) / 4**k for k in range(steps)])
+    published = (roots @ roots) ** 2
+    for found in (square_root(steps, steps), optimize_banded(steps, steps, error="max")):
+        assert found.squared_errors().max() == pytest.approx(published, rel=1e-9)
+    for bands in (1, 4, steps - 1):
+        fewer = optimize_banded(steps, bands, error="max").squared_errors().max()
+        assert fewer >= published * (1 - 1e-9)
+
+
 def test_jax_privacy_finds_the_same_correlation():
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
     with jax.numpy_dtype_promotion("standard"):
@@ -119,6 +132,16 @@ def test_the_whole_square_root_is_the_square_root_of_the_workload():
         inverse = banded_inverse(STEPS, STEPS, power=0.5, workload=Workload(momentum))
         # The ratios of the inverse's coefficients are rounded to float32, by 6e-8.
         np.testing.assert_allclose(toeplitz_dense(inverse.column()), whole, atol=1e-6)
+
+
+def test_the_search_for_a_power_does_not_overflow():
+    workload = Workload(0.9)
+    with pytest.raises(ValueError, match="`power` must be small enough"):
+        banded_inverse(10**4, 3, power=0.8, workload=workload)
+    with np.errstate(all="raise", under="ignore"):
+        found = banded_inverse(10**4, 3, workload=workload)
+    least, most = (x.squared_errors(workload).mean() for x in (found, independent(10**4)))
+    assert least_error(100, workload) < least < most / 100
 
 
 def test_an_inverse_of_two_bands_subtracts_a_part_of_the_last_draw():

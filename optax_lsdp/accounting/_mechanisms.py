@@ -152,10 +152,10 @@ class CorrelatedGaussian(Mechanism):
     multiple of `cycle` steps apart. If C has at most `cycle` bands, the columns of C for these
     steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉ steps of a
     Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified) Banded
-    Matrix Factorization, Theorem 4). This requires that the part of each example is chosen
-    beforehand: for "add_remove" independently of all other examples, as that sampler does. An equal
-    split of the data supports "zero_out" and "replace_one" only. A matrix with a banded inverse
-    has T bands, so this analysis does not help it.
+    Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that the part of each example
+    is chosen beforehand: for "add_remove" independently of all other examples, as that sampler
+    does. An equal split of the data supports "zero_out" and "replace_one" only. A matrix with a
+    banded inverse has T bands, so this analysis does not help it.
 
     With `min_separation`, two uses of an example are at least that many steps apart, such as ⌊n/b⌋
     with `ShuffledSampler(…, reshuffle=False)`. A new order in every epoch can bring two uses next

@@ -130,7 +130,7 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
 def default_sampling(correlation: object) -> Sampling:
     """Return the sampling scheme of a plan that names none."""
     if isinstance(correlation, Correlation) and correlation.bands > len(correlation.coefficients):
-        return "fixed_order"  # its inverse is banded, and sampling does not amplify its privacy
+        return "fixed_order"  # C has T bands, so there is no analysis of amplification
     return "poisson" if correlation is None else "cyclic_poisson"
 
 
@@ -174,8 +174,11 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
 
 
 def _check_constant(plan: "PrivacyPlan") -> None:
-    """Raise if noise, clip norm or the size of batches vary in ways that ε would not cover."""
+    """Raise if ε would not cover changes of noise, clip norm or batches, or σ assumes others."""
     remedy = "leave it out, or train with independent noise"
+    if plan.smoothing == "auto":
+        demand = "a number with a correlation, because 'auto' assumes independent noise"
+        raise checks.refusal("smoothing", demand, plan.smoothing)
     for name in ("noise_schedule", "max_batch_size"):
         if (value := getattr(plan, name)) is not None:
             demand = "None with a correlation, for which it has no analysis"

@@ -33,6 +33,23 @@ def test_epsilon_is_never_below_the_reduced_mechanism_and_close_to_it():
     assert lower <= upper <= run.epsilon(DELTA) <= lower * 1.001
 
 
+def test_epsilon_of_bandmf_is_that_of_another_accountant():
+    """The reference is discretised in float64, for T = 2,000, b = 8, q = 0.01 and z = 1."""
+    reference = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
+
+    def bound(interval, **options):
+        step = reference.from_gaussian_mechanism(
+            1.0, value_discretization_interval=interval, sampling_prob=0.08, **options
+        )
+        return step.self_compose(250).get_epsilon_for_delta(DELTA)
+
+    most = bound(1e-3)
+    least = bound(4e-5, pessimistic_estimate=False, use_connect_dots=False)
+    run = CorrelatedGaussian(1.0, square_root(2000, 8), sampling_rate=0.01)
+    assert least <= run.epsilon(DELTA) <= 1.001 * least
+    assert run.epsilon(DELTA) == pytest.approx(most, rel=1e-3)
+
+
 def test_independent_noise_is_that_of_poisson_batches():
     run = CorrelatedGaussian(1.1, independent(1000), sampling_rate=0.01)
     assert run.epsilon(DELTA) == pytest.approx(SampledGaussian(1.1, 0.01, 1000).epsilon(DELTA))

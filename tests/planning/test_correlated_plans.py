@@ -1,5 +1,6 @@
 """A plan with correlated noise has the matching batches, noise, ε and ledger, and says so."""
 
+import contextlib
 import math
 from dataclasses import replace
 
@@ -195,6 +196,10 @@ BAD = {
     ),
     "adaptive": ({"correlation": 4, "clip_norm": WATCH[0]}, "`clip_norm` must be constant with"),
     "scheduled": ({"correlation": 4, "clip_norm": WATCH[1]}, "`clip_norm` must be constant with"),
+    "auto": (
+        {"correlation": 4, "smoothing": "auto"},
+        "`smoothing` must be a number with a correlation, because .* got 'auto'",
+    ),
     "truncated": ({"correlation": 4, "max_batch_size": 40}, "`max_batch_size` must be None with"),
     "inverse": (
         {"correlation": INVERSE, "sampling": "cyclic_poisson"},
@@ -222,6 +227,8 @@ def test_estimates_that_assume_independent_noise_are_refused():
         ("watch_steps", 9),
         ("clip_norm", WATCH[0]),
         ("noise_multiplier", WATCH[1]),
+        ("smoothing", "auto"),
+        ("smoothing", ["auto", lsdp.low_pass([0.2], [1, -0.8])]),
     ):
         with pytest.raises(ValueError, match=f"`{name}` must be .* with a `correlation`"):
             lsdp.privatize(optax.sgd(1.0), **{**private, name: value})
@@ -233,3 +240,14 @@ def test_estimates_that_assume_independent_noise_are_refused():
     )
     with pytest.raises(ValueError, match="`state` must have independent noise, got correlated"):
         lsdp.training_curve(chain.init(jnp.zeros(3)))
+    for known, outcome in (
+        ({}, pytest.raises(ValueError, match=r"`noise_stddev` must be set .* no `correlation`")),
+        ({"noise_stddev": 0.7}, contextlib.nullcontext()),
+    ):
+        debiased = lsdp.privatize(lsdp.scale_by_debiased_adam(**known), smoothing=0.5, **private)
+        with outcome:
+            jax.eval_shape(
+                lambda grads, params, tx=debiased: tx.update(grads, tx.init(params), params),
+                jnp.ones((2, 3)),
+                jnp.zeros(3),
+            )
