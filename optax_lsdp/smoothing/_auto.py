@@ -388,7 +388,7 @@ def _choose_candidate(
     smoothings = jnp.asarray(candidates.smoothing, last.smoothing.dtype)
     is_last = (candidates.layout == last.layout) & (smoothings == last.smoothing)
     stays = jnp.any(is_last & (signal > 0))
-    length = jnp.clip(jnp.sqrt(squares[0] / squares[best]), 1, _LONGEST)
+    length = jnp.minimum(jnp.sqrt(squares[0] / squares[best]), _LONGEST)
     new = Choice(
         layout=jnp.asarray(candidates.layout)[best],
         smoothing=smoothings[best],

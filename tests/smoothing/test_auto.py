@@ -122,10 +122,10 @@ def first_choice(releases):
 def test_pure_noise_is_rarely_smoothed_and_steps_are_lengthened_by_four_at_most():
     rng = np.random.default_rng(1)
     shapes = {"image": (16, 3), "ring": (200,), "tiny": (3,)}
-    noise = {name: rng.normal(size=(1000, *shape)) for name, shape in shapes.items()}
+    noise = {name: rng.normal(size=(500, *shape)) for name, shape in shapes.items()}
     noise = {name: array.astype(np.float32) for name, array in noise.items()}
     share = (first_choice(noise).layout > 0).mean(axis=0)
-    assert (share < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 1000)).all()
+    assert (share < 0.05 + 3 * np.sqrt(0.05 * 0.95 / 500)).all()
     noise["ring"] += 0.4 * np.sin(np.arange(200) * np.pi / 100).astype(np.float32)
     smoothing, length = (x[:, 1] for x in first_choice(noise)[1::2])
     assert (smoothing == 100).mean() > 0.1
@@ -262,19 +262,16 @@ def test_half_precision_adds_up_in_float32_and_keeps_its_dtype():
 
 
 def test_a_noise_scale_of_an_adaptive_clip_norm_is_counted():
-    tx = lsdp.auto_smooth(optax.identity(), stddev=2.0, sampling_stddev=3.0)
-    state, update = tx.init(jnp.zeros(5)), jax.jit(tx.update)
-    for scale in (1.0, 0.5, 0.0):
-        _, state = update(jnp.ones(5) * scale, state, release_scale=scale)
-    assert state.variance == 4 * 1.25 and state.sampling == 9 * 1.25
     adaptive = PRIVATE | {"clip_norm": lsdp.AdaptiveClip(8.0, method="fixed")}
     adaptive["key"] = jax.random.key(0)
     tx = lsdp.privatize(optax.sgd(0.1), smoothing="auto", **adaptive)
-    _, state = jax.jit(tx.update)(jnp.ones((4, 5)), tx.init(jnp.zeros(5)), jnp.zeros(5))
+    state, update = tx.init(jnp.zeros(5)), jax.jit(tx.update)
+    for _ in range(2):
+        _, state = update(jnp.ones((4, 5)), state, jnp.zeros(5))
     nodes = jax.tree.leaves(state, is_leaf=lambda node: hasattr(node, "sampling"))
     [auto] = [node for node in nodes if hasattr(node, "sampling")]
-    np.testing.assert_allclose(auto.variance, (2 * 8 / 4) ** 2)  # (z·C/b)²
-    np.testing.assert_allclose(auto.sampling, 8**2 / 4, rtol=1e-6)  # C²/b
+    np.testing.assert_allclose(auto.variance, 2 * (2 * 8 / 4) ** 2)  # 2·(z·C/b)²
+    np.testing.assert_allclose(auto.sampling, 2 * 8**2 / 4, rtol=1e-6)  # 2·C²/b
     groups = {"clip_norm": {"a": lsdp.AdaptiveClip(1.0), "b": lsdp.AdaptiveClip(1.0)}}
     with pytest.raises(ValueError, match="`smoothing` must not be 'auto' with an AdaptiveClip"):
         lsdp.privatize(optax.sgd(0.1), smoothing="auto", **adaptive | groups)
