@@ -349,8 +349,7 @@ def test_the_plan_bounds_the_sampling_error_of_every_scheme(sampling):
     np.testing.assert_allclose(chances @ centred, 0, atol=1e-12)
     spread = chances @ (centred**2).sum(1)
     bound = (1 - watched_rate(plan)) / batch  # C = 1
-    centred_moment = ((rows - rows.mean(0)) ** 2).sum(1).mean()
-    share = 1.0 if sampling == "poisson" else centred_moment
+    share = 1.0 if sampling == "poisson" else ((rows - rows.mean(0)) ** 2).sum(1).mean()
     np.testing.assert_allclose(spread, share * bound, atol=1e-12)  # equal if all norms are C
 
 
