@@ -77,6 +77,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.auditing
 	$(BIN)/python -m benchmarks.users --speed $(if $(DATA),--data-dir $(DATA))
 	$(BIN)/python -m benchmarks.estimates
+	$(BIN)/python -m benchmarks.auto_smoothing
 	$(BIN)/python -m benchmarks.watching $(if $(DATA),--data-dir $(DATA))
 	$(BIN)/optax-lsdp demo --output benchmarks/results/demo.png --record benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.report

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import t
 
-from benchmarks import choosing
+from benchmarks import auto_smoothing, choosing
 from benchmarks._results import RESULTS, geometric_mean, load, markdown
 from benchmarks._trust import NOT_RUN, is_run
 from benchmarks.clip_norms import STARTS
@@ -137,6 +137,19 @@ def estimates() -> str:
     means = [geometric_mean(ratio.values()) for ratio in ratios.values()]
     rows.append(["geometric mean", "", *(f"**{mean:.2f}**" for mean in means)])
     return markdown(["model", "private step", "with norms", "with a curve"], rows)
+
+
+def auto_smoothing_costs() -> str:
+    """Return what smoothing="auto" adds to a private step with a fixed σ."""
+    if not is_run("auto_smoothing"):
+        return NOT_RUN
+    rows = []
+    for name, row in load("auto_smoothing")["milliseconds"].items():
+        times = row["choosing"], row["between"], auto_smoothing.mean_milliseconds(row)
+        ratios = [f"{time / row['fixed']:.2f}" for time in times]
+        rows.append([name, f"{row['fixed']:.3g} ms", *ratios[:2], f"**{ratios[2]}**"])
+    columns = ["model", "σ = 1", "auto, choosing", "auto, between", "auto, mean of 1,000 steps"]
+    return markdown(columns, rows)
 
 
 def _rates() -> dict[tuple[float, int], dict[float, float]]:

@@ -48,14 +48,13 @@ def claim() -> str:
         f"long as an ordinary one (geometric mean of {len(ours)} models, from "
         f"{min(ours.values()):.2f} to {max(ours.values()):.2f}). JAX Privacy 2.0 takes "
         f"{theirs:.1f} times and `optax.contrib` {optax:.1f} times as long ({rest:.1f} and "
-        f"{optax_rest:.1f} without their worst model). {_priced.claim()} A whole step with noise, "
-        f"smoothing and update takes {geometric_mean(whole):.2f} times as long on a {device} as "
-        "one without privacy (from "
+        f"{optax_rest:.1f} without their worst model). {_priced.claim()} A whole private step "
+        f"takes {geometric_mean(whole):.2f} times as long on a {device} (from "
         f"{min(whole):.2f} to {max(whole):.2f}). Softmax regression on MNIST reaches "
         f"**{smoothed:.1f} %** at ε = {EPSILONS[least]:g}, δ = 1e-5 ({plain:.1f} % without "
-        f"smoothing, mean of five seeds); the DP-LSSGD paper reports {printed()[least]:.1f} %, "
+        f"smoothing, five seeds); the DP-LSSGD paper reports {printed()[least]:.1f} %, "
         "from code that is not private. On fixed wavelets of CIFAR-10 it reaches "
-        f"**{np.mean(cifar['test_accuracies']):.1f} %** at ε = 3 (three seeds)."
+        f"**{np.mean(cifar['test_accuracies']):.1f} %** at ε = 3."
     )
     return _wrapped(text)
 

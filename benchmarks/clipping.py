@@ -3,6 +3,9 @@
 Every model's result is written as soon as it is there; a run that was interrupted goes on.
 `--models` names those to measure anew. Peers are used where they are installed (`pip install
 jax-privacy opacus`); what fails is recorded with its message.
+
+Large models are compared with ordinary training only. Those that consist of shapes are compiled for
+their memory, and not run. `--compile-only` does the same to all large models.
 """
 
 import argparse
@@ -21,9 +24,15 @@ from tqdm import tqdm
 import optax_lsdp as lsdp
 from benchmarks import _peers, _timing
 from benchmarks._results import RESULTS
+from benchmarks.larger import gpt2_small
 from benchmarks.zoo import WIDTHS, ZOO, Model, mlp
 
 SLOW = 2.0  # seconds per call above which a peer is timed only once
+OURS = ("non-private", "bookkeeping")
+LARGE: dict[str, Callable[[], Model]] = {
+    "softmax regression, full batch": lambda: mlp((10,), 50_000),
+    "GPT-2 small": gpt2_small,
+}
 
 
 def compiled(function: Callable[..., Any], model: Model) -> tuple[Any, dict[str, float]]:
@@ -58,8 +67,7 @@ def measure(model: Model, chosen: dict[str, Any], seconds: float) -> dict[str, A
 
 def time_in_turn(runs: dict[str, Any], rows: dict[str, Any], seconds: float) -> dict[str, float]:
     """Return medians; for slow peers, the time of the first call."""
-    ours = ("non-private", "bookkeeping")
-    slow = {n for n in runs if n not in ours and rows[n]["first_seconds"] > SLOW}
+    slow = {n for n in runs if n not in OURS and rows[n]["first_seconds"] > SLOW}
     quick = {name: run for name, run in runs.items() if name not in slow}
     total = sum(rows[name]["first_seconds"] for name in quick)
     rounds = int(min(100, max(9, seconds / max(total, 1e-3))))
@@ -103,7 +111,7 @@ def growth(sizes: list[int], widths: list[int], seconds: float) -> list[dict[str
     for width, size in [(1024, n) for n in sizes] + [(w, 64) for w in widths]:
         model = mlp((width, width, 10), size)
         floats = size * sum(leaf.size for leaf in jax.tree.leaves(model.params))
-        names = ["non-private", "bookkeeping"] + (["vmap"] if floats < 3e8 else [])
+        names = [*OURS, *(["vmap"] if floats < 3e8 else [])]
         chosen = {name: way for name, way in _peers.ways(model).items() if name in names}
         rows.append({"batch": size, "width": width, "ways": measure(model, chosen, seconds)})
     return rows
@@ -118,30 +126,47 @@ def microbatches(name: str, sizes: list[int], seconds: float) -> dict[str, Any]:
         )
         for size in sizes
     }
-    names = ("non-private", "bookkeeping")
-    whole = {way: make for way, make in _peers.ways(model).items() if way in names}
+    whole = {way: make for way, make in _peers.ways(model).items() if way in OURS}
     return {"model": name, "ways": measure(model, whole | chosen, seconds)}
+
+
+def large(model: Model, seconds: float, compile_only: bool) -> dict[str, Any]:
+    """Return the memory of the ordinary gradient and of ours, and the time if they run."""
+    chosen = {name: way for name, way in _peers.ways(model).items() if name in OURS}
+    leaves = jax.tree.leaves((model.params, model.batch))
+    if not compile_only and all(isinstance(leaf, jax.Array) for leaf in leaves):
+        return measure(model, chosen, seconds)
+    built = {name: compiled(make(), model)[1] for name, make in chosen.items()}
+    return {name: {"temp_megabytes": row["temp_megabytes"]} for name, row in built.items()}
 
 
 def main() -> None:
     """Measure everything that has no record yet."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=RESULTS / "clipping.json")
-    parser.add_argument("--models", nargs="*", choices=list(ZOO), help="to be measured anew")
+    every = [*ZOO, *LARGE]
+    parser.add_argument("--models", nargs="*", choices=every, help="to be measured anew")
+    parser.add_argument("--compile-only", action="store_true", help="do not time large models")
     parser.add_argument("--smoke", action="store_true", help="a model or two, in seconds")
     args = parser.parse_args()
     seconds = 0.2 if args.smoke else 5.0
     known = json.loads(args.output.read_text()) if args.output.exists() else {}
-    record = {key: known.get(key, {}) for key in ("models", "steps", "growth", "microbatches")}
-    names = list(ZOO)[:1] if args.smoke else list(ZOO)
-    again = (
-        args.models if args.models is not None else [n for n in names if n not in record["models"]]
-    )
-    for name in tqdm(again, desc="models"):
+    parts = ("models", "large", "steps", "growth", "microbatches")
+    record = {key: known.get(key, {}) for key in parts}
+    names = every[:1] if args.smoke else every
+    done = {*record["models"], *record["large"]}
+    again = args.models if args.models is not None else [n for n in names if n not in done]
+    for name in tqdm([n for n in again if n in ZOO], desc="models"):
         model = ZOO[name](None)
         size = len(jax.tree.leaves(model.batch)[0])
         rows = measure(model, _peers.ways(model), seconds)
         record["models"][name] = {"batch": size, "ways": rows}
+        _timing.write(args.output, record)
+    for name in tqdm([n for n in again if n in LARGE], desc="large models"):
+        model = LARGE[name]()
+        size = len(jax.tree.leaves(model.batch)[0])
+        rows = large(model, seconds, args.compile_only)
+        record["large"][name] = {"batch": size, "ways": rows}
         _timing.write(args.output, record)
     whole = (
         []

@@ -180,13 +180,14 @@ class GPT2(nn.Module):
 
     dtype: DTypeLike
     lora_rank: int = 0
+    layers: int = LAYERS
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the logits of every next token."""
         table = nn.Embed(GPT_VOCABULARY, WIDTH, dtype=self.dtype)
         x = table(tokens) + _positions(self, len(tokens), self.dtype)
-        for _ in range(LAYERS):
+        for _ in range(self.layers):
             x = Block(self.dtype, causal=True, lora_rank=self.lora_rank)(x)
         return table.attend(nn.LayerNorm(dtype=self.dtype)(x))
 
@@ -271,6 +272,12 @@ def _lora(dtype: DTypeLike, size: int | None) -> LargerModel:
 def _lstm(dtype: DTypeLike, size: int | None) -> LargerModel:
     n = size or 64
     return _of_module(LSTMLanguageModel(dtype), _integers(n, 64), _integers(n, 64))
+
+
+def gpt2_small(layers: int = 12) -> Model:
+    """Return GPT-2 small with all its layers, 124 million parameters, for 4 texts of 64 tokens."""
+    text = _integers(4, 64)
+    return _of_module(GPT2(jnp.float32, layers=layers), text, text).with_frozen({})
 
 
 _FAMILIES: dict[str, Callable[[DTypeLike, int | None], LargerModel]] = {

@@ -178,6 +178,20 @@ def clipping() -> str:
     )
 
 
+def large() -> str:
+    """Return what clipping costs on large models, in time if it was measured, and in memory."""
+    rows = []
+    for name, row in load("clipping")["large"].items():
+        base, ours = (row["ways"][way] for way in ("non-private", "bookkeeping"))
+        pair = [x["milliseconds"] for x in (base, ours) if "milliseconds" in x]
+        shown = [duration(pair[0]), f"{pair[1] / pair[0]:.2f}"] if pair else ["not timed"] * 2
+        memory = base["temp_megabytes"], ours["temp_megabytes"]
+        shown += [f"{memory[0]:,.0f} MB", f"{memory[1] / memory[0]:.2f}"]
+        rows.append([name, f"{row['batch']:,}", *shown])
+    head = ["large model", "batch", "non-private", "bookkeeping", "memory", "memory, bookkeeping"]
+    return markdown(head, rows)
+
+
 def whole_steps() -> str:
     """Return the time of whole steps, beside PyTorch and Opacus."""
     steps = load("clipping")["steps"]
@@ -271,12 +285,14 @@ MEASURED: Tables = {
     **_correlated.TABLES,
     "accounting": accounting,
     "clipping": clipping,
+    "large models": large,
     "whole steps": whole_steps,
     "microbatches": microbatches,
     "effective clip norms": _trust.effective_clip_norms,
     "longer texts": _trust.longer_texts,
     "watching": _trust.watching,
     "estimates": _advice.estimates,
+    "auto smoothing": _advice.auto_smoothing_costs,
     "scaling": scaling,
     **_stacked_tables.CORRELATED,
     **_priced.TABLES,

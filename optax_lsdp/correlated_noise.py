@@ -121,6 +121,8 @@ def add_correlated_noise(
     check_shard_specs(shard_specs)
     coefficients = np.array(correlation.coefficients)
     rows = 0 if correlation.is_inverse else len(coefficients) - 1
+    # Without a second band, C⁻¹ is 1/c₀, rounded up.
+    draws = coefficients if correlation.is_inverse else (1 + 2e-7) / coefficients[:1]
     digest = hashlib.blake2b(repr(correlation).encode(), digest_size=8).digest()
     fingerprint = np.frombuffer(digest, "<u4").astype(np.uint32)
 
@@ -157,7 +159,7 @@ def add_correlated_noise(
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
             past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
         else:
-            noises = _combine_draws(coefficients, independent, state.start, total)
+            noises = _combine_draws(draws, independent, state.start, total)
         is_planned = state.step - state.start < correlation.steps
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)

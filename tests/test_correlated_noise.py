@@ -17,6 +17,7 @@ STEPS = 12
 KEY = jax.random.key(3)
 CORRELATIONS = {
     "independent": independent(STEPS),
+    "one band, shorter than 1": Correlation(STEPS, (0.5,)),
     "two bands": square_root(STEPS, 2),
     "five bands": square_root(STEPS, 5),
     "signs": Correlation(STEPS, (0.6, -0.5, 0.3)),

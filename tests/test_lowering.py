@@ -42,6 +42,7 @@ TRANSFORMS = {
     "dp_adam": (lsdp.dp_adam(0.1, **PRIVATE), STACK),
     "dp_lsadam": (lsdp.dp_lsadam(0.1, **PRIVATE), STACK),
     "privatize": (lsdp.privatize(optax.sgd(0.1), smoothing=lambda step: 1.0, **PRIVATE), STACK),
+    "privatize, auto": (lsdp.privatize(optax.sgd(0.1), smoothing="auto", **PRIVATE), STACK),
 }
 
 
@@ -60,6 +61,18 @@ def _strict_promotion():
 @pytest.mark.parametrize(("tx", "updates"), TRANSFORMS.values(), ids=list(TRANSFORMS))
 def test_every_transform_lowers(tx, updates):
     assert lowers(lambda u: tx.update(u, tx.init(PARAMS), PARAMS)[0], updates)
+
+
+def test_auto_needs_no_fourier_transform_on_a_tpu():
+    tx, updates = TRANSFORMS["privatize, auto"]
+
+    def text(tx):
+        step = jax.jit(lambda u: tx.update(u, tx.init(PARAMS), PARAMS))
+        return jax.export.export(step, platforms=["tpu"])(updates).mlir_module()
+
+    assert "stablehlo.fft" not in text(tx)
+    fourier = lsdp.laplacian_smooth("auto", stddev=1.0, method="fft")
+    assert "stablehlo.fft" in text(optax.chain(TRANSFORMS["clip_per_example"][0], fourier))
 
 
 @pytest.mark.parametrize("microbatch_size", [None, 2])

@@ -11,6 +11,7 @@ import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.clipping import last_factor
+from optax_lsdp.planning._budget import watched_rate
 from tests import oracles
 
 N, STEPS, SEEDS = 100, 30, 60
@@ -347,9 +348,8 @@ def test_the_plan_bounds_the_sampling_error_of_every_scheme(sampling):
     centred = means - rows.mean(0)
     np.testing.assert_allclose(chances @ centred, 0, atol=1e-12)
     spread = chances @ (centred**2).sum(1)
-    bound = (1 - plan._watched_rate) / batch  # C = 1
-    centred_moment = ((rows - rows.mean(0)) ** 2).sum(1).mean()
-    share = 1.0 if sampling == "poisson" else centred_moment
+    bound = (1 - watched_rate(plan)) / batch  # C = 1
+    share = 1.0 if sampling == "poisson" else ((rows - rows.mean(0)) ** 2).sum(1).mean()
     np.testing.assert_allclose(spread, share * bound, atol=1e-12)  # equal if all norms are C
 
 
@@ -367,7 +367,7 @@ def test_bad_input_is_refused_in_one_sentence():
     with pytest.raises(ValueError, match="`sampling_rate` must be from 0 to 1, got 2"):
         lsdp.privatize(optax.sgd(0.1), watch_steps=1, sampling_rate=2, **private)
     private["clip_norm"] = {"a": lsdp.AdaptiveClip(1.0), "b": lsdp.AdaptiveClip(2.0)}
-    with pytest.raises(ValueError, match="`watch_steps` must be None with an AdaptiveClip for"):
+    with pytest.raises(ValueError, match="`watch_steps` must not be 1 with an AdaptiveClip for"):
         lsdp.privatize(optax.sgd(0.1), watch_steps=1, **private)
     plan = lsdp.PrivacyPlan(
         dataset_size=10,

@@ -68,9 +68,10 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
     if is_gaussian(phase) or _ignores_sampling(phase):
         mu = unamplified_mu(phase)
         pair = dominating.removal_pair(1.0, mu)
-        is_attained = is_gaussian(phase) and phase.sampling != "shuffled"
+        is_attained = phase.is_exact and is_gaussian(phase) and phase.sampling != "shuffled"
         return PhaseAnalysis(mu, (((1.0, pair),),), (pair,) if is_attained else (), 1)
-    return _AMPLIFIED[phase.sampling](phase)
+    found = _AMPLIFIED[phase.sampling](phase)
+    return found if phase.is_exact else found._replace(lower=())
 
 
 def is_gaussian(phase: "SampledGaussian") -> bool:

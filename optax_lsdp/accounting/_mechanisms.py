@@ -80,6 +80,7 @@ class SampledGaussian(Mechanism):
     dataset_size: int | None = None
     group_size: int = 1
     has_group_analysis: ClassVar[bool] = True  # whether Poisson batches of groups have one
+    is_exact: ClassVar[bool] = True  # or the phase only dominates another, and ε may be smaller
 
     def __post_init__(self) -> None:
         is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
@@ -135,7 +136,14 @@ class SampledGaussian(Mechanism):
 
 
 @dataclass(frozen=True)
-class _Cycles(SampledGaussian):
+class _Dominating(SampledGaussian):
+    """A phase that dominates correlated noise, so it says nothing about lower bounds on ε."""
+
+    is_exact: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class _Cycles(_Dominating):
     """The dominating phase of cyclic Poisson batches, one step for each cycle.
 
     Members of a group may be in different parts of the data, so the tight analysis of groups does
@@ -269,7 +277,7 @@ class CorrelatedGaussian(Mechanism):
         noise, relation, size = self.noise_multiplier, self.neighbouring, self.group_size
         noise *= 1 - _ROUNDING
         if self.sampling_rate is None or self.cycle is None:
-            full = SampledGaussian(noise, 1.0, 1, sampling="full", neighbouring=relation)
+            full = _Dominating(noise, 1.0, 1, sampling="full", neighbouring=relation)
             return full.group(size)
         rate = min(1.0, self.sampling_rate * self.cycle * (1 + 1e-15))
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)

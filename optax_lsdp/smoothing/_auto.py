@@ -7,8 +7,7 @@ matrix A = (I − σL)⁻¹ of its layout. One of the candidates is A = I, no sm
 **One release says too little.** In one step, noise is far larger than signal. Let D be the sum of
 all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n. An entry of N has
 variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
-but V grows only in proportion. The releases have equal weights: if the learning rate falls, weights
-that fall with it give nearly the same choices, and equal weights need no learning rate.
+but V grows only in proportion. The releases have equal weights, which need no learning rate.
 
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
@@ -35,14 +34,16 @@ entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, an
 So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subtracted for every leaf.
 
 **Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. After
-that, nothing is smoothed. Evidence fades when training has converged: the releases then contain a
-force that pulls noisy parameters back, so D stops growing, but V does not.
+that, nothing is smoothed. Evidence fades when training has converged: D stops growing, V does not.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
 keeps its length and gains in direction. A learning rate that was tuned without smoothing stays
-tuned. Optimizers such as Adam cancel ℓ. They divide steps by their own estimate of their length, so
-they keep the length in any case. The noise that the optimizer sees has the variance ℓ²·β·s².
+tuned. Adam cancels ℓ, and keeps the length. The optimizer sees noise of the variance ℓ²·β·s².
+
+**What the rule cannot see.** Length counts noise alike in all directions, but the loss feels it as
+the curvature H says: V·tr(A H A), not V·tr A². If H has the spectrum of S and noise dominates, no A
+gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the rule ignores it.
 
 **What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
@@ -387,13 +388,12 @@ def _choose_candidate(
     smoothings = jnp.asarray(candidates.smoothing, last.smoothing.dtype)
     is_last = (candidates.layout == last.layout) & (smoothings == last.smoothing)
     stays = jnp.any(is_last & (signal > 0))
+    length = jnp.minimum(jnp.sqrt(squares[0] / squares[best]), _LONGEST)
     new = Choice(
         layout=jnp.asarray(candidates.layout)[best],
         smoothing=smoothings[best],
         beta=jnp.asarray(candidates.beta, last.beta.dtype)[best],
-        length=jnp.clip(jnp.sqrt(squares[0] / squares[best]), 1, _LONGEST).astype(
-            last.length.dtype
-        ),
+        length=length.astype(last.length.dtype),
     )
     none = Choice(*(jnp.asarray(x, y.dtype) for x, y in zip((0, 0, 1, 1), last, strict=True)))
     old = jax.tree.map(lambda x, y: jnp.where(stays, x, y), last, none)

@@ -127,7 +127,7 @@ def _choose(layout: Layout, path: str, shape: tuple[int, ...]) -> Arrangement | 
     """Return a leaf's arrangement, or None to leave the leaf unchanged."""
     path = path.removesuffix("/value")  # NNX stores a variable's array under this name
     chosen = layout(path, shape) if callable(layout) else layout
-    if chosen == "images":
+    if isinstance(chosen, str) and chosen == "images":
         chosen = _image_grid(path, shape)
     if chosen is None:
         return None

@@ -33,6 +33,16 @@ def test_epsilon_is_never_below_the_reduced_mechanism_and_close_to_it():
     assert lower <= upper <= run.epsilon(DELTA) <= lower * 1.001
 
 
+@pytest.mark.parametrize("how", [{"sampling_rate": 0.5}, {"min_separation": 1}])
+def test_a_dominating_phase_proves_no_lower_bound(how):
+    """The only step releases X + Z/0.6: less than the phase that dominates it."""
+    how = how | {"neighbouring": "zero_out"}
+    one_step = CorrelatedGaussian(1.0, Correlation(2, (0.6, 0.8)), 1, **how)
+    truth = SampledGaussian(1 / 0.6, 1.0, 1, sampling="full").epsilon(DELTA)
+    lower, upper = one_step.epsilon_bounds(DELTA)
+    assert lower <= truth <= upper * (1 + 1e-6)
+
+
 def test_epsilon_of_bandmf_is_that_of_another_accountant():
     """The reference is discretised in float64, for T = 2,000, b = 8, q = 0.01 and z = 1."""
     reference = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")

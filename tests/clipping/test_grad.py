@@ -247,4 +247,4 @@ def test_a_clipped_gradient_reads_as_a_short_path_through_the_package():
 
     params = {"w": jnp.zeros((30, 20)), "b": jnp.zeros(20)}
     reading = follow(lsdp.clipped_grad(dense, clip_norm=1.0), params, jnp.ones((5, 30)))
-    assert reading.functions <= 130 and reading.files <= 18 and reading.changes <= 75
+    assert reading.functions <= 131 and reading.files <= 17 and reading.changes <= 75

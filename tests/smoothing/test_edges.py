@@ -200,7 +200,7 @@ by_traced_smoothing = jax.jit(by_every_method)
             lambda: lsdp.laplacian_smooth(1.0, layout=lambda p, s: np.ones(3)).update(
                 jnp.ones(6), STATE
             ),
-            "`layout` must give 'inputs', 'stored', a Grid or None",
+            "`layout` must give 'inputs', 'stored', 'images', a Grid or None",
         ),
         (
             lambda: lsdp.laplacian_smooth(

@@ -86,6 +86,17 @@ def test_ctrl_c_finishes_the_step_and_saves(tmp_path):
     assert_ends_as_uninterrupted(tmp_path)
 
 
+def test_a_resumed_run_chooses_the_same_smoothing(tmp_path):
+    """Evidence from before the crash is saved: the sum of releases, their noise, and the choice."""
+    plan, data = make_plan(steps=10, smoothing="auto"), make_data()
+    wave = np.sin(np.arange(16) * np.pi / 8)  # neighbouring weights belong together
+    data["y"] = (data["x"] @ wave > 0).astype(np.int32)
+    expected = fit(plan, data)
+    crash(tmp_path, step=9, plan=plan, data=data)  # the last checkpoint has 7 steps
+    resumed = fit(plan, data, folder=tmp_path)
+    assert bits(resumed.params) == bits(expected.params)
+
+
 def test_a_callback_that_raised_gets_the_report_of_its_step_again(tmp_path):
     steps = []
 

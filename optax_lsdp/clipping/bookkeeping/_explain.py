@@ -181,6 +181,10 @@ def explain_clipping(
     - "materialised, no rule": the same, because some use of the parameter has no rule.
     - "unused": the loss does not depend on the parameter.
 
+    The table assumes one clip norm for all parameters. If the loss concatenates parameters that
+    have different clip norms, they are materialised: multiply by each of them, and concatenate the
+    results instead.
+
     Look for large numbers in the last columns, and for "materialised, no rule" on large parameters.
     For such a parameter, a primitive in the column "used by" has no rule, so automatic
     differentiation forms every example's gradient.

@@ -21,7 +21,12 @@ from optax_lsdp.clipping.bookkeeping.strategies.convolution import (
     convolution_sum,
 )
 from tests.clipping.bookkeeping.structures import conv
-from tests.clipping.bookkeeping.test_platforms import emulated
+
+
+def emulated(name):
+    """Return a platform as a CPU evaluates it; see `emulate_platform`."""
+    platform = PLATFORMS[name]
+    return platform._replace(takes_bfloat16=False) if platform.takes_bfloat16 else platform
 
 
 def constant_factors(rows, inputs, outputs):
