@@ -53,7 +53,6 @@ class AdaptiveClip:
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
     s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
-    Examples whose gradient is zero count as clipped. If they may be most examples, lower `most`.
     The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
     first searches for the scale of the gradients, which is the C with s = `target`:
 

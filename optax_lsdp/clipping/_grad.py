@@ -118,8 +118,7 @@ def clipped_grad(
         slack: K, up to 1,024, to estimate the distribution of gradient norms at no cost in ε. Let r
             be an upper bound on the norm of an example's clipped gradient. K more coordinates, the
             slack, fill the gap below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others
-            are 0. So the sum and its slack together have the sensitivity of the sum. An example
-            whose gradient is zero in all groups has no slack: it contributes nothing. Pass the same
+            are 0. So the sum and its slack together have the sensitivity of the sum. Pass the same
             K to the optimizer, which adds noise to both and estimates; see `norm_estimates`. With
             groups of clip norms, each group has its own K coordinates.
 

@@ -3,9 +3,9 @@
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
 there is a gap below the sensitivity. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
-together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, with the ε
-of the sum alone. Coordinate j = 1, …, K of the sum, divided by C/√K, counts the examples with
-r ≤ C·√(1 − j/K). A blank, whose gradient is zero, has no slack.
+together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, and its
+noise and ε are those without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the
+number of examples with r ≤ C·√(1 − j/K).
 
 Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
@@ -44,9 +44,8 @@ def count_slack(
 
     The counts are whole numbers in float32, so adding up counts of disjoint batches is exact. An
     example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
-    none if r is ∞, and all of them if r is below about 2⁻¹²·C. With the method "quantile" of
+    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
     `AdaptiveClip`, K is 1: each example that is not clipped adds ½, and each other one adds −½.
-    A blank, whose computed norm is 0 in all groups, adds nothing, as "zero_out" demands.
 
     Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
     more than 4u, so the computed x = r²/C² is at least the true one, unless squares underflow,
@@ -54,10 +53,8 @@ def count_slack(
     factor of at most 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates. `slack_value`
     is below (1 − 16u)·(1 + 2u)·C/√K, so their squares sum to less than (1 − x)C².
     """
-    is_blank = jnp.stack([norm == 0 for norm in norms.norms.values()]).all(axis=0)
 
     def count(bounds: jax.Array, clip_norm: ArrayLike) -> jax.Array:
-        bounds = jnp.where(is_blank, jnp.inf, bounds)
         ratios = bounds / jnp.asarray(clip_norm, bounds.dtype)
         if _is_quantile(norm):
             halves = jnp.where(ratios < _UNCLIPPED, 0.5, -0.5)
@@ -136,13 +133,13 @@ class NormEstimates(NamedTuple):
         shares: for each of the K `radii`, an estimate of the share of examples whose clipped
             gradient is at most radius · C long: the mean over all steps. A share is a number of
             examples, divided by the expected batch size. Noise can move it below 0 or above 1.
-            Norms are rounded up; see `explain_clipping`. Examples whose gradient is zero in all
-            groups, or not finite, are in no share.
+            Norms are rounded up; see `explain_clipping`. No share counts gradients that are not
+            finite.
         standard_errors: the standard deviation of the noise in each of the `shares`. It does not
             include the random choice of the batches.
         clipped: an estimate of the share of examples that are clipped or longer than
             `radii[0]` · C: the mean over the first ten steps, then an exponential mean over about
-            ten steps. Blanks, and examples that a small batch lacks, count as clipped.
+            ten steps. If a batch is smaller than expected, missing examples count as clipped.
         clipped_error: the standard deviation of the noise in `clipped`.
         clip_norm: C, of the next step.
         steps: how many steps the estimates cover.
@@ -168,7 +165,8 @@ def estimate_norms(
 
     Put this transform right after `add_gaussian_noise`, in a chain that starts with
     `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
-    estimates with `norm_estimates(state)`. They come from noisy numbers, so they cost no privacy.
+    estimates with `norm_estimates(state)`. They are computed from noisy numbers alone, so they cost
+    no privacy.
 
     The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
     the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
@@ -305,8 +303,8 @@ def _moved(
     # ⌊K(1 − t²)⌋/(K − 1) has the mean 1 − t² if t² is uniform.
     excess = group.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
     waited = group.waited + 1
-    count, target = waited.astype(jnp.float32), setting.target
-    found = excess / count
+    count = waited.astype(jnp.float32)
+    found, target = excess / count, setting.target
     doubt = jnp.sqrt((jnp.square(error) / setting.slack + 1 / expected_batch_size) / count)
     is_known = doubt <= target / 4
     is_high = found > (1 + target) / 2
@@ -331,7 +329,8 @@ def _moved(
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
-    `state` is that of a chain with `estimate_norms`, such as `privatize` makes with `slack`.
+    `state` is that of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a chain
+    with `estimate_norms`.
 
     >>> import numpy as np
     >>> import optax_lsdp as lsdp
@@ -363,7 +362,8 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
 def current_clip_norm(state: optax.OptState) -> PyTree:
     """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
 
-    With groups, return a tree. Clip norms may be released. `float` turns each into a number.
+    With groups of clip norms, return a tree of the same structure. The clip norm is computed from
+    noisy numbers, so it may be released. `float` and `jnp.asarray` turn it into a number.
 
     >>> import optax_lsdp as lsdp
     >>> clip = lsdp.AdaptiveClip(2.0)
