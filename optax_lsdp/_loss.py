@@ -192,8 +192,8 @@ def average_examples(loss_fn: LossFn) -> LossFn:
     Returns:
         The loss of one user. Its second argument is one row of a `UserBatch`, or a pair
         `(examples, mask)`. `examples` are arrays with a leading axis of m examples. `mask` is a
-        bool array of shape (m,), False for padding, whose values do not matter. A user without
-        examples contributes zero.
+        bool array of shape (m,), False for padding, whose values do not matter. The gradient
+        of a user without examples is zero.
 
     >>> def loss_fn(params, x):
     ...     return params * x
