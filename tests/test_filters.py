@@ -166,7 +166,10 @@ def test_debiased_adam_agrees_with_weighted_means_in_float64():
     stddev = {"a": lambda t: 0.5 + 0.1 * t, "b": lambda t: 1.0 + 0 * t}
     variances = {name: np.array([s(t) for t in range(12)]) ** 2 for name, s in stddev.items()}
     updates = {"a": jnp.asarray(x[:, 0]), "b": jnp.asarray(x[:, 1])}
-    schedule = lambda t: {name: s(t.astype(float)) for name, s in stddev.items()}  # noqa: E731
+
+    def schedule(t):
+        return {name: s(t.astype(float)) for name, s in stddev.items()}
+
     for floor in (1.0, 0.05):
         tx = lsdp.scale_by_debiased_adam(noise_stddev=schedule, floor=floor)
         outputs, _ = run(tx, updates)
