@@ -47,7 +47,7 @@ class SampledGaussian(Mechanism):
             attacker must not be able to distinguish them:
             "add_remove": one dataset has one more example;
             "zero_out": one example is replaced by a blank, which contributes nothing: it is masked,
-                or its loss has weight zero;
+            or its loss has weight zero;
             "replace_one": one example has a different value.
             The default is "add_remove" with "poisson" and "full". Other schemes have no default.
         max_batch_size: larger Poisson batches are truncated to a random subset of this size.
