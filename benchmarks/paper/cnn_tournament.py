@@ -1,0 +1,239 @@
+"""The tournament of denoisers on the paper's network, and correlated noise on the same network.
+
+Every method gets eight trials on public images at each ε, which choose its step size and, for fixed
+smoothing, σ. Then five seeds train on private images. They draw the same batches and, except for
+correlated noise, the same noise for all methods. The step size falls linearly to zero.
+
+A quarter of the private images is used, in Poisson batches of 256 on average. The noise is that of
+the mean of 1,000 out of 50,000 images, so it is a quarter of what these batches would need.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from scipy.signal import butter
+
+import optax_lsdp as lsdp
+from benchmarks._timing import load_record
+from benchmarks.paper import _networks, _record, _search
+from benchmarks.paper._tasks import Task, mnist
+
+BATCH, PRIVATE, STEPS, SEEDS, SEARCH_SEED = 256, 12_800, 200, 5, 1000
+ROOM = 288  # batches are truncated to this size; they would need to be padded otherwise
+REAL_SIZE, REAL_BATCH = 50_000, 1000  # for the noise
+PUBLIC = 8000  # train in the search; the other public images judge
+EPSILONS, LARGE_EPSILON = (0.2, 0.4), 8.0
+LARGEST = {"sgd": 4.0, "momentum": 0.4, "adam": 0.016, "debiased": 0.016}  # step sizes
+
+
+class Method(NamedTuple):
+    """A way to denoise, and an optimizer.
+
+    Attributes:
+        smoothings: the values of σ that the search tries; "auto" chooses σ itself.
+        has_filter: whether a low-pass filter follows.
+        optimizer: "sgd", "momentum", "adam" or "debiased".
+        average: the decay of an average of the parameters, or None. The average is what is judged.
+        bands: of correlated noise; 1 for independent noise.
+        epsilons: the budgets.
+    """
+
+    smoothings: tuple[float | str, ...] = (0.0,)
+    has_filter: bool = False
+    optimizer: str = "sgd"
+    average: float | None = None
+    bands: int = 1
+    epsilons: tuple[float, ...] = EPSILONS
+
+    def trials(self) -> list[tuple[float, float | str]]:
+        """Return eight pairs of step size and σ."""
+        count = 8 // len(self.smoothings)
+        rates = [LARGEST[self.optimizer] * 2 ** (-4 * k / (count - 1)) for k in range(count)]
+        return list(product(rates, self.smoothings))
+
+
+METHODS = {
+    "none": Method(epsilons=(*EPSILONS, LARGE_EPSILON)),
+    "momentum": Method(optimizer="momentum"),
+    "averaging": Method(average=0.98),
+    "low-pass": Method(has_filter=True),
+    "Adam": Method(optimizer="adam"),
+    "debiased Adam": Method(optimizer="debiased"),
+    "Laplacian": Method((0.3, 1.0)),
+    "auto": Method(("auto",)),
+    "16 bands": Method(bands=16, epsilons=(LARGE_EPSILON,)),
+}
+Row = dict[str, Any]
+
+
+def plan(method: Method, epsilon: float, smoke: bool) -> lsdp.PrivacyPlan:
+    """Return the plan of a run on all private images."""
+    return lsdp.PrivacyPlan(
+        dataset_size=REAL_SIZE,
+        expected_batch_size=REAL_BATCH,
+        steps=20 if smoke else STEPS,
+        epsilon=epsilon,
+        delta=_record.DELTA,
+        correlation=None if method.bands == 1 else method.bands,
+    )
+
+
+def optimizer(
+    method: Method, plan: lsdp.PrivacyPlan, noise: Any, rate: Any, smoothing: Any, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
+    """Return clipping, noise, denoisers and an optimizer."""
+
+    def falling(step: jax.Array) -> jax.Array:
+        return rate * (1 - step / plan.steps)
+
+    stage: Any = "auto"
+    if method.smoothings != ("auto",):
+        stage = lsdp.laplacian_smooth(lambda step: smoothing, layout="images")
+    low_pass = [lsdp.low_pass(*butter(1, 0.1))] if method.has_filter else []
+    ends: dict[str, Callable[[], optax.GradientTransformation]] = {
+        "sgd": lambda: optax.sgd(falling),
+        "momentum": lambda: optax.sgd(falling, momentum=0.9),
+        "adam": lambda: optax.adam(falling),
+        "debiased": lambda: optax.chain(
+            lsdp.scale_by_debiased_adam(), optax.scale_by_learning_rate(falling)
+        ),
+    }
+    is_plain = method.smoothings == (0.0,)
+    return lsdp.privatize(
+        ends[method.optimizer](),
+        clip_norm=1.0,
+        noise_multiplier=noise if plan.correlation else lambda step: noise,
+        expected_batch_size=BATCH,
+        smoothing=low_pass if is_plain else [stage, *low_pass],
+        correlation=plan.correlation,
+        sampling_rate=None if plan.correlation else BATCH / PRIVATE,
+        key=key,
+    )
+
+
+@cache
+def task(folder: Path | None, smoke: bool) -> Task:
+    """Return the network and MNIST; digits for a smoke run."""
+    return mnist(argparse.Namespace(data_dir=folder, smoke=smoke))
+
+
+@cache
+def trainer(folder: Path | None, smoke: bool, method: Method, size: int) -> Callable[..., Any]:
+    """Return a function that trains and returns the parameters that are judged.
+
+    Its arguments are the examples, z, the step size, σ and the seed. One program serves all trials
+    and seeds of a method, except for correlated noise, whose z is static.
+    """
+    model, used = task(folder, smoke).model, plan(method, method.epsilons[-1], smoke)
+
+    def loss(params: Any, example: Any) -> jax.Array:
+        logits = model.apply(params, example[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, example[1])
+
+    gradient = lsdp.clipped_grad(loss, clip_norm=1.0)
+
+    def chain(z: Any, rate: Any, smoothing: Any, key: jax.Array) -> Any:
+        return optimizer(method, used, z, rate, smoothing, jax.random.fold_in(key, 1))
+
+    def begin(z: Any, rate: Any, smoothing: Any, key: jax.Array, image: jax.Array) -> Any:
+        params = model.init(key, image)
+        return params, chain(z, rate, smoothing, key).init(params), params
+
+    def step(
+        z: Any, rate: Any, smoothing: Any, key: jax.Array, carry: Any, data: Any, index: jax.Array
+    ) -> Any:
+        params, state, mean = carry
+        rooms: Any = {"max_batch_size": min(ROOM, size), "key": key}
+        if method.bands == 1:
+            batch = lsdp.PoissonSampler(size, BATCH / size, **rooms).batch(index)
+        else:
+            cyclic = lsdp.CyclicPoissonSampler(size, BATCH / size, cycle=method.bands, **rooms)
+            batch = cyclic.batch(index)
+        total = gradient(params, jax.tree.map(lambda x: x[batch.indices], data), batch.mask)
+        updates, state = chain(z, rate, smoothing, key).update(total, state, params)
+        params = optax.apply_updates(params, updates)
+        weight = jnp.maximum(1 - (method.average or 0.0), 1 / (index + 1))
+        return params, state, optax.incremental_update(params, mean, weight)
+
+    static = (0,) if method.bands > 1 else ()
+    begin, step = (jax.jit(function, static_argnums=static) for function in (begin, step))
+
+    def train(data: Any, z: float, rate: float, smoothing: float, seed: int) -> Any:
+        run = (z, rate, smoothing, jax.random.key(seed))  # public, unlike the key of a real run
+        carry = begin(*run, data[0][0])
+        for index in range(used.steps):
+            carry = step(*run, carry, data, index)
+        return carry[2]
+
+    return train
+
+
+@cache
+def noise(method: Method, epsilon: float, smoke: bool) -> float:
+    """Return z for a batch of `BATCH` images, such that its mean has the noise of a real batch."""
+    return plan(method, epsilon, smoke).noise_multiplier * BATCH / REAL_BATCH
+
+
+def accuracy(
+    folder: Path | None, smoke: bool, part: str, method: Method, row: Row, seed: int
+) -> float:
+    """Train one run on public or private images, and return its accuracy in percent."""
+    model, images = task(folder, smoke).model, task(folder, smoke).data
+    (x, y), cut, judges = images.private, PRIVATE, images.test
+    if part == "public":
+        x, y = images.public
+        cut = min(PUBLIC, 4 * len(y) // 5)
+        judges = x[cut:], y[cut:]
+    data = jax.tree.map(jnp.asarray, (x[:cut], y[:cut]))
+    z = noise(method, row["epsilon"], smoke)
+    smoothing = 0.0 if row["smoothing"] == "auto" else row["smoothing"]
+    train = trainer(folder, smoke, method, len(data[1]))
+    return _networks.accuracy(model, train(data, z, row["step_size"], smoothing, seed), judges)
+
+
+def search(
+    folder: Path | None, smoke: bool, method: Method, epsilon: float, rate: float, smoothing: Any
+) -> Row:
+    """Return the accuracy of one trial on public images."""
+    row = {"epsilon": epsilon, "step_size": rate, "smoothing": smoothing}
+    found = accuracy(folder, smoke, "public", method, row, SEARCH_SEED)
+    return {**row, "accuracy": round(found, 4)}
+
+
+def final(
+    path: Path, folder: Path | None, smoke: bool, name: str, method: Method, epsilon: float
+) -> Row:
+    """Train the best trial on private images."""
+    rows = [row["found"] for row in load_record(path)[f"search, {name}"].values()]
+    chosen = _search.best([row for row in rows if row["epsilon"] == epsilon])
+    run = partial(accuracy, folder, smoke, "private", method, chosen)
+    found = [round(run(seed), 4) for seed in range(1 if smoke else SEEDS)]
+    return {**chosen, "test_accuracies": found}
+
+
+def main() -> None:
+    """Search and train everything that has no record yet."""
+    args = _record.arguments(__doc__, "cnn_tournament")
+    given, work = (args.data_dir, args.smoke), dict[str, dict[str, Any]]()
+    names = ("auto",) if args.smoke else tuple(METHODS)
+    for name in names:
+        method = METHODS[name]
+        searched, finals = work.setdefault(f"search, {name}", {}), {}
+        for epsilon in method.epsilons[: 1 if args.smoke else None]:
+            for rate, smoothing in method.trials()[: 2 if args.smoke else None]:
+                key = f"ε = {epsilon:g}, {rate:.4g}, σ = {smoothing}"
+                searched[key] = partial(search, *given, method, epsilon, rate, smoothing)
+            finals[f"ε = {epsilon:g}"] = partial(final, args.output, *given, name, method, epsilon)
+        work[f"final, {name}"] = finals
+    _record.measure(args.output, work)
+
+
+if __name__ == "__main__":
+    main()
