@@ -93,7 +93,7 @@ accelerators: $(TPU)/.ready $(GPU)/.ready $(READY)
 
 # Run all experiments of the paper that have no record yet. DATA=PATH replaces downloads.
 PAPER := table1 degradation step_sizes best when errors theory denoising cnn cnn_effects cnn_budgets cnn_best cifar \
-  records correlated tournament
+  records correlated tournament cnn_tournament
 paper: $(READY)
 	for script in $(PAPER); do $(BIN)/python -m benchmarks.paper.$$script $(if $(DATA),--data-dir $(DATA)); done
 	$(BIN)/python -m benchmarks.clip_norms $(if $(DATA),--data-dir $(DATA))

@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "planning": JAX | SHARED | STAGES | own("accounting"),
     "training": JAX | {"orbax", "tqdm"} | SHARED | STAGES | own("accounting", "planning"),
     "auditing": JAX | {"scipy"} | STAGES | own("accounting", "planning", "training"),
-    "cli": {"jax", "matplotlib", "optax_lsdp"} | own("accounting", "auditing"),
+    "cli": {"jax", "matplotlib", "optax_lsdp"} | own("accounting", "auditing", "correlation"),
     "cli.demo": JAX | {"flax", "matplotlib", "sklearn", "tqdm", "optax_lsdp"} | own("accounting"),
 }
 

@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
-from optax_lsdp.accounting import SampledGaussian
+from optax_lsdp.accounting import (
+    CorrelatedGaussian,
+    SampledGaussian,
+    calibrate_noise_multiplier,
+)
 from optax_lsdp.cli import demo, main
+from optax_lsdp.correlation import optimize_banded
 from tests import oracles
 
 SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
@@ -48,6 +53,14 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
             "--batch-size must be 60000, the whole dataset, with --sampling full",
         ),
         (f"calibrate {SETTING} --epsilon nan", "--epsilon: must be positive and finite, got nan"),
+        (
+            f"epsilon {SETTING} --noise-multiplier 1 --bands 8 --sampling full",
+            "--sampling full does not go with --bands",
+        ),
+        (
+            f"calibrate {SETTING} --epsilon 1 --bands 1000",
+            "--batch-size must be at most 60, one of the 1000 parts of the data",
+        ),
         ("audit --seed -1", "--seed: must be a whole number, 0 or more, got -1;"),
         (
             "epsilon --dataset-size 9 --batch-size 3 --noise-multiplier 1 --epochs 1e300",
@@ -139,6 +152,26 @@ def test_epsilon_of_shuffled_batches_covers_how_often_the_sampler_uses_an_exampl
     most = np.bincount(used).max()
     once = SampledGaussian(2.0, 1.0, int(most), sampling="full", neighbouring="zero_out")
     assert epsilon >= once.epsilon(1e-3) * (1 - 1e-9)
+
+
+def test_bands_calibrate_correlated_noise_and_compare_it_with_independent_noise(capsys):
+    run = "--dataset-size 1000 --batch-size 50 --steps 60 --delta 1e-5 --bands 4"
+    main(f"calibrate {run} --epsilon 6 --json".split())
+    found = json.loads(capsys.readouterr().out)
+    z, matrix = found["noise_multiplier"], optimize_banded(60, 4)
+    mechanism = CorrelatedGaussian(z, matrix, sampling_rate=0.05)
+    assert found["epsilon"] == mechanism.epsilon(1e-5) <= 6
+    alone = calibrate_noise_multiplier(
+        epsilon=found["epsilon"], delta=1e-5, sampling_rate=0.05, steps=60
+    )
+    noises = [z * matrix.noise_column(), np.eye(60)[0] * alone]
+    left = [np.mean([np.sum(np.cumsum(n)[: t + 1] ** 2) for t in range(60)]) for n in noises]
+    ratio = found["noise_in_parameters_against_independent"]
+    np.testing.assert_allclose(ratio, np.sqrt(left[0] / left[1]), rtol=1e-9)
+    main(f"epsilon {run} --noise-multiplier {z}".split())
+    words = " ".join(capsys.readouterr().out.split())
+    assert "matrix with 4 bands" in words
+    assert f"leaves {1 / ratio:.3g} times as much noise in the parameters" in words
 
 
 def test_the_printed_noise_multiplier_suffices(capsys):

@@ -22,7 +22,7 @@ from tests.cases import slow
 CONVEX = ("denoising", "table1")
 SLOW = ("best", "degradation", "errors", "step_sizes", "theory", "when")
 STACKED = ("correlated", "records", "tournament")
-NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar")
+NETWORKS = ("cnn", "cnn_effects", "cnn_budgets", "cnn_best", "cifar", "cnn_tournament")
 
 
 def write_idx(path, array):

@@ -170,6 +170,23 @@ def automatic() -> str:
     return markdown(["`auto` minus fixed σ", *(f"ε = {e:g}" for e in epsilons)], rows)
 
 
+def cnn_tournament() -> str:
+    """Return what each method gains over none on the paper's network, each with its own trials."""
+    found = {
+        name.removeprefix("final, "): {
+            row["found"]["epsilon"]: row["found"] for row in part.values()
+        }
+        for name, part in load("paper/cnn_tournament").items()
+        if name.startswith("final, ")
+    }
+    none, rows = found.pop("none"), []
+    rows.append(["none", *(f"{np.mean(row['test_accuracies']):.2f} %" for row in none.values())])
+    for method, part in found.items():
+        cells = [shown(part[e], plain) if e in part else "" for e, plain in none.items()]
+        rows.append([method, *cells])
+    return markdown(["method", *(f"ε = {epsilon:g}" for epsilon in none)], rows)
+
+
 def found_first() -> Rows:
     """Return the rows of the first complete problem of the tournament."""
     return next(iter(parts("tournament", "final").values()))

@@ -148,6 +148,8 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     command.add_argument("--neighbouring", choices=RELATIONS, help=text)
     text = "truncate larger Poisson batches to a random subset of N examples"
     add("max_batch_size", check_whole, text)
+    text = "correlate the noise of N successive steps, with cyclic Poisson batches (see the manual)"
+    add("bands", check_whole, text)
     command.add_argument("--json", action="store_true", help="print JSON instead of words")
     text = "draw ε against the number of steps"
     command.add_argument("--plot", type=picture, metavar="PNG", help=text)

@@ -10,7 +10,7 @@ from optax_lsdp.cli.epsilon import answer, read_run
 def run(args: argparse.Namespace) -> None:
     """Print the smallest noise multiplier within the budget, and what the run guarantees."""
     unit, delta = read_run(args)
-    settings = asdict(unit)
+    settings = asdict(unit.dominating)
     del settings["noise_multiplier"]
     try:
         noise_multiplier = calibrate_noise_multiplier(epsilon=args.epsilon, delta=delta, **settings)

@@ -3,12 +3,23 @@
 import argparse
 import json
 import sys
+import textwrap
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from optax_lsdp._schemes import INDEPENDENT, RELATIONS, SCHEMES
-from optax_lsdp.accounting import Ledger, SampledGaussian, show_epsilon, statement, steps_of_epochs
+from optax_lsdp.accounting import (
+    CorrelatedGaussian,
+    Ledger,
+    SampledGaussian,
+    calibrate_noise_multiplier,
+    show_epsilon,
+    statement,
+    steps_of_epochs,
+)
+from optax_lsdp.correlation import independent, optimize_banded
 
+Run = SampledGaussian | CorrelatedGaussian
 Alternative = tuple[SampledGaussian, float]  # the run under another scheme or relation, and its ε
 
 
@@ -18,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
     answer(args, replace(unit, noise_multiplier=args.noise_multiplier), delta)
 
 
-def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
+def read_run(args: argparse.Namespace) -> tuple[Run, float]:
     """Return the run that the options describe, with noise multiplier 1 for now, and its δ."""
     size, batch = args.dataset_size, args.batch_size
     if batch > size:
@@ -26,30 +37,84 @@ def read_run(args: argparse.Namespace) -> tuple[SampledGaussian, float]:
     delta = args.delta if args.delta is not None else 10.0 ** -max(5, len(str(10 * size - 1)))
     if delta * size >= 1:
         print(f"--delta should be far below 1/n = {1 / size:.2g}, got {delta:g}", file=sys.stderr)
+    if args.bands:
+        _check_bands(args)
     if SCHEMES[args.sampling].whole_dataset and batch != size:
         needed = f"{size}, the whole dataset, with --sampling {args.sampling}"
         args.parser.error(f"--batch-size must be {needed}")
     names = ("sampling", "neighbouring", "max_batch_size", "dataset_size")
     settings = {name: getattr(args, name) for name in names}
+    unit: Run
     try:
         steps = args.steps or steps_of_epochs(
             args.epochs, dataset_size=size, batch_size=batch, sampling=args.sampling
         )
-        unit = SampledGaussian(1.0, batch / size, steps, **settings)
+        if args.bands:
+            correlation, relation = optimize_banded(steps, args.bands), args.neighbouring
+            how = {"neighbouring": relation} if relation else {}
+            unit = CorrelatedGaussian(1.0, correlation, sampling_rate=batch / size, **how)
+        else:
+            unit = SampledGaussian(1.0, batch / size, steps, **settings)
     except ValueError as error:
         args.parser.refuse(error)
     return unit, delta
 
 
-def answer(args: argparse.Namespace, mechanism: SampledGaussian, delta: float) -> None:
+def _check_bands(args: argparse.Namespace) -> None:
+    """Refuse options that do not fit correlated noise."""
+    if args.sampling != "poisson" or args.max_batch_size:
+        wrong = "--max-batch-size" if args.max_batch_size else f"--sampling {args.sampling}"
+        args.parser.error(f"{wrong} does not go with --bands, whose batches are cyclic Poisson")
+    most = args.dataset_size // args.bands
+    if args.batch_size > most:
+        part = f"{most}, one of the {args.bands} parts of the data that --bands {args.bands} makes"
+        args.parser.error(f"--batch-size must be at most {part}, got {args.batch_size}")
+
+
+def answer(args: argparse.Namespace, mechanism: Run, delta: float) -> None:
     """Print what a run guarantees. With `--plot`, also draw ε."""
     if args.plot:
         _plot(mechanism, delta, args.plot)
-    others = _alternatives(mechanism, delta)
-    if args.json:
-        print(json.dumps(_record(mechanism, args.batch_size, delta, others), indent=1))
+    if isinstance(mechanism, CorrelatedGaussian):
+        record, words = _correlated(mechanism, delta)
     else:
-        print(_words(mechanism, delta, others))
+        others = _alternatives(mechanism, delta)
+        record, words = _record(mechanism, delta, others), _words(mechanism, delta, others)
+    print(json.dumps({"batch_size": args.batch_size, **record}, indent=1) if args.json else words)
+
+
+def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, object], str]:
+    """Return the guarantee of correlated noise, and compare it with independent noise."""
+    lower, upper = mechanism.epsilon_bounds(delta)
+    rate, steps = mechanism.sampling_rate or 0.0, mechanism.steps
+    z = calibrate_noise_multiplier(
+        epsilon=upper,
+        delta=delta,
+        sampling_rate=rate,
+        steps=steps,
+        neighbouring=mechanism.neighbouring,
+    )
+    errors, others = (c.squared_errors() for c in (mechanism.correlation, independent(steps)))
+    ratio = mechanism.noise_multiplier / z * (errors.mean() / others.mean()) ** 0.5
+    sentences = (
+        f"Independent noise with Poisson batches has the same ε at z = {show_epsilon(z)}.",
+        f"It leaves {1 / ratio:.3g} times as much noise in the parameters (SGD with a constant",
+        "learning rate, a root mean square over all steps).",
+    )
+    record = {
+        "epsilon": upper,
+        "epsilon_lower_bound": lower,
+        "delta": delta,
+        "bands": mechanism.correlation.bands,
+        "noise_multiplier": mechanism.noise_multiplier,
+        "sampling_rate": rate,
+        "steps": steps,
+        "sampling": mechanism.sampling,
+        "neighbouring": mechanism.neighbouring,
+        "independent_noise_multiplier": z,
+        "noise_in_parameters_against_independent": ratio,
+    }
+    return record, f"{statement(mechanism, delta)}\n\n{textwrap.fill(' '.join(sentences), 88)}"
 
 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
@@ -85,7 +150,7 @@ def _words(mechanism: SampledGaussian, delta: float, others: list[Alternative]) 
 
 
 def _record(
-    mechanism: SampledGaussian, batch_size: int, delta: float, others: list[Alternative]
+    mechanism: SampledGaussian, delta: float, others: list[Alternative]
 ) -> dict[str, object]:
     lower, upper = mechanism.epsilon_bounds(delta)
     settings = asdict(mechanism)
@@ -94,7 +159,6 @@ def _record(
         "epsilon": upper,
         "epsilon_lower_bound": lower,
         "delta": delta,
-        "batch_size": batch_size,
         **settings,
         "otherwise": [
             {"sampling": one.sampling, "neighbouring": one.neighbouring, "epsilon": epsilon}
@@ -103,7 +167,7 @@ def _record(
     }
 
 
-def _plot(mechanism: SampledGaussian, delta: float, path: Path) -> None:
+def _plot(mechanism: Run, delta: float, path: Path) -> None:
     """Draw ε after every step."""
     try:
         from matplotlib.figure import Figure
