@@ -61,7 +61,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in _HOME:
-        raise AttributeError(f"{__name__} has no public name {name!r}")
+        hint = "; it is in optax_lsdp.training" if name in ("fit", "UserData") else ""
+        raise AttributeError(f"{__name__} has no public name {name!r}{hint}")
     home = import_module(f"{__name__}.{_HOME[name]}")
     return home if name == _HOME[name] else getattr(home, name)
 

@@ -59,7 +59,8 @@ def check_at_most(name: str, value: float, most: float, what: str = "") -> None:
 def check_rate(name: str, value: object) -> None:
     """Raise unless `value` is a number in (0, 1]."""
     if not (is_number(value) and 0 < value <= 1):
-        raise refusal(name, "above 0 and at most 1", value)
+        remedy = "divide the expected batch size by the number of examples"
+        raise refusal(name, "above 0 and at most 1", value, remedy)
 
 
 def check_fraction(name: str, value: object) -> None:

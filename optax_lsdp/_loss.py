@@ -3,8 +3,8 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module traces other calls that the author may have intended, such as a call
-with a batch instead of one example. The error message suggests the first call that works.
+If a loss fails, this module tries other calls that the author may have intended, such as a call
+with a batch. The error message suggests the first call that works.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from optax_lsdp._checks import check_function, check_whole
 from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
-from optax_lsdp._trees import check_mask, describe_arrays, is_floating
+from optax_lsdp._trees import check_mask, describe_arrays, dtype_name, is_floating
 from optax_lsdp._types import PyTree
 
 LossFn: TypeAlias = Callable[..., PyTree]
@@ -30,7 +30,8 @@ _TRIAL_BATCH_SIZE = 2  # a loss that fails on one example is tried on a batch of
 _FLAX_REMEDIES = {  # by the class name of Flax's error
     "InvalidRngError": "let it take a key, `loss_fn(params, example, key)`, and pass "
     'rngs={"dropout": key} to `apply`',
-    "TraceContextError": "let it merge a copy, `nnx.merge(graph, params, rest, copy=True)`",
+    "TraceContextError": "let it merge a copy, `nnx.merge(graph, params, rest, copy=True)`, and "
+    "with dropout take a key, `loss_fn(params, example, key)`, for `rngs=nnx.Rngs(dropout=key)`",
 }
 _KEPT_ERRORS = (TypeError, ValueError, IndexError)  # an explained error keeps these types
 
@@ -182,18 +183,16 @@ def average_examples(loss_fn: LossFn) -> LossFn:
     loss(params, (examples, mask)) = Σⱼ maskⱼ · loss_fn(params, exampleⱼ) / max(1, Σⱼ maskⱼ)
 
     The losses are averaged before the gradient is clipped, so all examples of a user together
-    contribute at most the clip norm. `fit` calls this function itself if its data are a `UserData`;
-    call it in your own loop.
+    contribute at most the clip norm. `fit` calls this function itself; call it in your own loop.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example. If it takes a key as
             its third argument, then so does the returned loss, which splits the key.
 
     Returns:
-        The loss of one user. Its second argument is one row of a `UserBatch`, or a pair
-        `(examples, mask)`. `examples` are arrays with a leading axis of m examples. `mask` is a
-        bool array of shape (m,), False for padding, whose values do not matter. The gradient
-        of a user without examples is zero.
+        The loss of one user. Its second argument is one row of a `UserBatch`, or a pair: arrays
+        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. The
+        gradient of a user without examples is zero.
 
     >>> def loss_fn(params, x):
     ...     return params * x
@@ -208,7 +207,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         first = jnp.argmax(mask)
 
         def fill(x: jax.Array) -> jax.Array:
-            """Replace padding by the first example: a NaN in the loss of padding would remain."""
+            """Replace padding by the first example, because a NaN would remain."""
             one = jnp.where(mask[first], x[first], jnp.zeros_like(x[first]))
             return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
 
@@ -221,20 +220,19 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         if getattr(losses, "shape", None) != mask.shape:
             got = f"{describe_arrays(losses)} for {len(mask)} examples"
             raise ValueError(f"`loss_fn` must return a scalar for one example, got {got}.")
-        count = jnp.maximum(mask.sum(dtype=losses.dtype), 1)  # 0/0 is NaN
-        return jnp.sum(jnp.where(mask, losses, 0)) / count
+        return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(mask.sum(dtype=losses.dtype), 1)
 
     return _with_arguments_of(loss_fn, loss)
 
 
 def _check_user(user: PyTree) -> tuple[PyTree, jax.Array]:
     """Return the examples of a user and their mask. Raise unless they are valid."""
-    is_pair = isinstance(user, tuple | list) and len(user) >= 2 and user[1] is not None
+    is_pair = isinstance(user, tuple | list) and len(user) >= 2 and dtype_name(user[1]) == "bool"
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(user[0])} if is_pair else set()
     if len(lengths) != 1 or () in lengths:
         raise ValueError(
-            "`user` must be a pair (examples, mask), and the first axis of each array must count "
-            f"the user's examples, got {describe_arrays(user)}; pass one row of a UserBatch."
+            "`user` must be a pair (examples, mask): a row and a bool for each example, got "
+            f"{describe_arrays(user)}; pass a row of a UserBatch, or to `fit` a loss of an example."
         )
     check_mask(user[1], *lengths.pop())
     return user[0], user[1]
@@ -279,16 +277,15 @@ def explain_failure(
 ) -> str | None:
     """Return one sentence that explains why a loss failed, or None if no cause is found.
 
-    With `batched`, `loss_fn` is the loss of a whole batch, and `example` is a batch.
+    With `batched`, `loss_fn` and `example` are those of a whole batch.
     """
     layer = batch_norm_in_traceback(error)
     if layer:
         return batch_norm_sentence([layer])
     if type(error).__name__ in _FLAX_REMEDIES:
         reason = str(error).splitlines()[0].split(" (https")[0].rstrip(".")
-        remedy = _FLAX_REMEDIES[type(error).__name__]
-        demand = "`loss_fn` must depend only on its arguments"
-        return f"{demand}, got an error of Flax, {reason}; {remedy}."
+        got = f"got an error of Flax, {reason}; {_FLAX_REMEDIES[type(error).__name__]}"
+        return f"`loss_fn` must depend only on its arguments, {got}."
     if "NoneType" in str(error) and None in jax.tree.leaves(params, is_leaf=lambda x: x is None):
         return (
             "`loss_fn` must combine a filtered model before it calls the model, got None for a "
@@ -317,14 +314,18 @@ def _likely_calls(
 ) -> Iterator[tuple[_Call, PyTree, str]]:
     """Yield triples (call, example, advice) for calls that the user may have intended.
 
-    If such a call works, its advice ends the error message. `one` has the shapes of one example,
-    and `rows` the shapes of a batch.
+    The advice ends the error message. `one` and `rows` have the shapes of one example and a batch.
     """
 
     def scalar(x: jax.Array) -> jax.Array:  # for examples of an array of shape (n, 1)
         return x[0] if x.shape == (1,) else x
 
     call_with_key = partial(call_with_any_key, loss_fn)
+    yield (
+        average_examples(call_with_key),
+        one,
+        ", got the loss of one example for a user; pass `training.average_examples(loss_fn)`.",
+    )
     calls_with_parts: dict[str, _Call] = {
         "*example": lambda params, example: loss_fn(params, *_parts(example, tuple | list)),
         "**example": lambda params, example: loss_fn(params, **_parts(example, dict)),

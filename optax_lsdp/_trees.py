@@ -129,10 +129,14 @@ def check_mask(mask: object, size: int) -> None:
         return
     dtype, shape = dtype_name(mask), getattr(mask, "shape", "none")
     if dtype != "bool" or shape != (size,):
+        remedy = "pass several arrays of data as one batch, such as (images, labels)"
+        if dtype == "bool":
+            remedy = "pass the mask of the sampler's batch, with the examples of the same batch"
+        elif shape == (size,):
+            remedy += ", and convert a mask with mask.astype(bool)"
         raise ValueError(
             f"`mask` must be a bool array of shape ({size},), True where there is an example, got "
-            f"{dtype} of shape {shape}; pass several arrays of data as one batch, such as "
-            "(images, labels)."
+            f"{dtype} of shape {shape}; {remedy}."
         )
 
 

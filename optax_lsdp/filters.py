@@ -338,7 +338,7 @@ def _next_delays(
 
 
 def _zeros_like(params: optax.Params) -> optax.Updates:
-    """Return zeros in float32 or float64, where the parameters are."""
+    """Return zeros in float32 or wider, sharded like the parameters."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), params)
 
 

@@ -226,10 +226,10 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
 
 
 def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
-    """Return a row of standard Gaussian noise for each key, or NaN if the step is negative.
+    """Return a row of standard Gaussian noise for each key.
 
-    Steps are never negative. The condition only keeps XLA from drawing the rows again in every
-    kernel that slices a leaf's noise from them.
+    Without the condition, XLA would draw the rows again in every kernel that slices the noise of a
+    leaf from them. It always holds, because steps are never negative.
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)

@@ -20,6 +20,7 @@ from optax_lsdp._checks import (
     is_number,
     refusal,
 )
+from optax_lsdp._clipped import has_noise
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
     AdaptiveClip,
@@ -303,14 +304,12 @@ def _product(
     factor: optax.ScalarOrSchedule, other: optax.ScalarOrSchedule
 ) -> optax.ScalarOrSchedule:
     """Return the product of two numbers or schedules."""
-    if not (callable(factor) or callable(other)):
-        return factor * other
 
     def product(step: jax.Array) -> jax.Array | float:
         value = factor(step) if callable(factor) else factor
         return value * (other(step) if callable(other) else other)
 
-    return product
+    return product if callable(factor) or callable(other) else factor * other
 
 
 def _with_clip_norm(
@@ -345,7 +344,10 @@ def _with_known_noise(
     """Chain both, and tell the learner the noise's standard deviation, if this is known."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), learner.init(params)
+        if has_noise(state := learner.init(params)):
+            got = "got one that adds noise itself; pass one such as optax.sgd(0.1)"
+            raise ValueError(f"`optimizer` must be an ordinary Optax optimizer, {got}.")
+        return release.init(params), state
 
     def update(
         updates: optax.Updates,
@@ -382,12 +384,10 @@ def _with_clear_errors(
         except TypeError as error:
             _, is_missing, names = str(error).partition("required keyword-only argument")
             if not is_missing:
-                error.add_note("`optimizer` raised this error; check its arguments.")
                 raise
             raise TypeError(
-                "`optimizer` must need gradients only, got one that also needs "
-                f"{names.lstrip('s:').strip()}, which would be released without noise; use an "
-                "optimizer without a line search, such as optax.sgd or optax.adam."
+                f"`optimizer` must need gradients only, got one that needs {names.lstrip('s: ')}, "
+                "which would be released without noise; use one such as optax.sgd or optax.adam."
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

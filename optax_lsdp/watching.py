@@ -338,7 +338,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
     if is_before_noise(state, _is_watch_state):
         raise ValueError(
             "`state` must be that of a chain with `watch` after the noise, got one with `watch` "
-            "before the noise, whose curve is private; move `watch` behind `add_gaussian_noise`."
+            "before the noise, whose curve is private; put `watch` after `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T

@@ -155,8 +155,10 @@ def test_every_public_name_can_be_loaded_and_helps():
 
     for name in optax_lsdp.__all__:
         assert getattr(optax_lsdp, name).__doc__, name
-    with pytest.raises(AttributeError, match="no public name 'dpsgd'"):
+    with pytest.raises(AttributeError, match=r"no public name 'dpsgd'$"):
         optax_lsdp.dpsgd  # noqa: B018  # the access is the test
+    with pytest.raises(AttributeError, match="no public name 'fit'; it is in"):
+        optax_lsdp.fit  # noqa: B018  # the access is the test
 
 
 FOLDERS = ("accounting", "auditing", "clipping", "correlation", "discrete", "model_check")

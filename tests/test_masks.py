@@ -45,8 +45,10 @@ def test_a_mask_leaves_padding_out_of_stacked_gradients(make):
     for mask, expected in (([True, True, False], [0.3, 0.4]), ([False, False, True], [1.0, 0.0])):
         found = np.abs(update(jnp.array(mask)))
         np.testing.assert_allclose(found, expected, atol=1e-4)
-    for wrong in (jnp.ones(3), jnp.ones(2, bool), [True, True, False]):
-        with pytest.raises(ValueError, match=r"`mask` must be a bool array of shape \(3,\)"):
+    remedies = {"convert a mask": jnp.ones(3), "of the sampler": jnp.ones(2, bool), "": [True] * 3}
+    for remedy, wrong in remedies.items():
+        demand = r"`mask` must be a bool array of shape \(3,\)"
+        with pytest.raises(ValueError, match=f"{demand}.*; .*{remedy}"):
             tx.update(stacked, tx.init(params), params, mask=wrong)
 
 

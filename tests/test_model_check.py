@@ -148,6 +148,21 @@ def test_losses_and_gradients_that_are_not_finite_are_reported():
     assert not report and "The gradient of 'w' is not finite" in str(report)
 
 
+def test_random_numbers_that_all_examples_share_are_noted():
+    def noisy(w, x, key):
+        return jnp.vdot(w, x * jax.random.bernoulli(key, 0.5, x.shape))
+
+    def fixed(w, x):
+        return noisy(w, x, jax.random.key(0))
+
+    batch = BATCH[0]
+    report = lsdp.check_model(fixed, jnp.ones(5), batch)
+    assert report and "takes no key: all examples and steps get the same numbers" in str(report)
+    with_keys = batch, jax.random.split(jax.random.key(1), len(batch))
+    assert "no key" not in str(lsdp.check_model(noisy, jnp.ones(5), batch))
+    assert "no key" not in str(lsdp.check_model(lambda w, x: noisy(w, *x), jnp.ones(5), with_keys))
+
+
 def test_parameters_without_a_gradient_are_reported():
     def loss(params, x):
         return jnp.vdot(params["used"], x) + jax.lax.stop_gradient(params["held"]).sum()

@@ -29,8 +29,8 @@ BATCH, PRIVATE, STEPS, SEEDS, SEARCH_SEED = 256, 12_800, 200, 5, 1000
 ROOM = 288  # batches are truncated to this size; they would need to be padded otherwise
 REAL_SIZE, REAL_BATCH = 50_000, 1000  # for the noise
 PUBLIC = 8000  # train in the search; the other public images judge
-EPSILONS, LARGE_EPSILON = (0.2, 0.4), 8.0
-LARGEST = {"sgd": 4.0, "momentum": 0.4, "adam": 0.016, "debiased": 0.016}  # step sizes
+EPSILONS, LARGE_EPSILON = (0.1, 0.4), 8.0
+LARGEST = {"sgd": 8.0, "momentum": 0.8, "adam": 0.032, "debiased": 0.016}  # step sizes
 
 
 class Method(NamedTuple):
@@ -55,20 +55,20 @@ class Method(NamedTuple):
     def trials(self) -> list[tuple[float, float | str]]:
         """Return eight pairs of step size and σ."""
         count = 8 // len(self.smoothings)
-        rates = [LARGEST[self.optimizer] * 2 ** (-4 * k / (count - 1)) for k in range(count)]
+        rates = [LARGEST[self.optimizer] * 2 ** (-3.5 * k / (count - 1)) for k in range(count)]
         return list(product(rates, self.smoothings))
 
 
 METHODS = {
     "none": Method(epsilons=(*EPSILONS, LARGE_EPSILON)),
-    "momentum": Method(optimizer="momentum"),
-    "averaging": Method(average=0.98),
-    "low-pass": Method(has_filter=True),
-    "Adam": Method(optimizer="adam"),
-    "debiased Adam": Method(optimizer="debiased"),
     "Laplacian": Method((0.3, 1.0)),
     "auto": Method(("auto",)),
+    "low-pass": Method(has_filter=True),
+    "debiased Adam": Method(optimizer="debiased"),
+    "Adam": Method(optimizer="adam"),
     "16 bands": Method(bands=16, epsilons=(LARGE_EPSILON,)),
+    "momentum": Method(optimizer="momentum"),
+    "averaging": Method(average=0.98),
 }
 Row = dict[str, Any]
 

@@ -113,7 +113,7 @@ def _shift(phase: "SampledGaussian") -> float:
 
 
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether to ignore sampling: q is almost 1, or the lattice cannot compose the steps."""
+    """Return whether to ignore sampling: q is almost 1, or the steps are too many."""
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True

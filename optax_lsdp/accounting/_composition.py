@@ -157,7 +157,8 @@ class Composition(Mechanism):
 def merge(phases: "Iterable[SampledGaussian]") -> "tuple[SampledGaussian, ...]":
     """Return the phases, with equal phases merged into one phase that has all their steps.
 
-    Phases that end within a shuffled epoch stay apart, because two such epochs may share examples.
+    A phase that ends in the middle of a shuffled epoch is not merged. Its last epoch may use the
+    same examples as the last epoch of another phase.
     """
     counts: Counter[SampledGaussian] = Counter()
     apart = []

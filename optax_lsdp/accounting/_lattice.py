@@ -291,7 +291,7 @@ def convolve(
 
 
 def _tilted_masses(lattice: Lattice, mesh: float, tilt: float) -> tuple[np.ndarray, float]:
-    """Return p·e^(θℓ − K) for the masses p at losses ℓ, and K, with which they sum to 1."""
+    """Return p·e^(θℓ − K) for the masses p at losses ℓ, and the K that makes them sum to 1."""
     with np.errstate(divide="ignore"):
         logs = np.log(lattice.masses)
     logs += tilt * mesh * lattice.positions

@@ -235,7 +235,11 @@ class CorrelatedGaussian(Mechanism):
         relations = SCHEMES[self.sampling].neighbouring
         if self.neighbouring is None and "add_remove" in relations:
             object.__setattr__(self, "neighbouring", "add_remove")
-        checks.check_choice("neighbouring", self.neighbouring, relations)
+        if self.neighbouring not in relations:
+            choices = " or ".join(map(repr, relations))
+            why = "a fixed order of the data" if self.sampling_rate is None else "these batches"
+            demand = f"{choices}, which is all that the analysis of {why} covers"
+            raise checks.refusal("neighbouring", demand, self.neighbouring, "pass one of these")
         _use_python_numbers(self)
 
     def _check_cycle(self, sampling_rate: float) -> None:

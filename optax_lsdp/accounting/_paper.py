@@ -113,7 +113,7 @@ _Terms = tuple[np.ndarray, dict[str, np.ndarray]]
 def _terms(
     epsilon: float, mu: np.ndarray, delta: float, size: int, batch: int, steps: int
 ) -> _Terms:
-    """Return the noise ν for G = 1 at each μ, and the terms of the conditions; see `PaperNoise`."""
+    """Return the noise ν for gradients of norm 1 at each μ, and the terms of both conditions."""
     with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
         alpha = -math.log(delta) / ((1 - mu) * epsilon) + 1
         share = steps * alpha / (mu * size**2 * epsilon)

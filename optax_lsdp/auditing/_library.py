@@ -248,7 +248,7 @@ def audit_library(
         names = [name for name in names if name not in skipped]
         warnings.warn(
             f"Skipped {' and '.join(skipped)}, which need Orbax and tqdm; run pip install "
-            "'optax-lsdp[training]'.",
+            "'.[training]' in a clone of the repository.",
             stacklevel=2,
         )
     has_devices = jax.device_count() >= clipping.DEVICES

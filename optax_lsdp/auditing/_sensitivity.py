@@ -262,7 +262,7 @@ def _is_float(x: jax.Array) -> bool:
 
 @partial(jax.jit, static_argnums=0)
 def _ascend(release: Release, pair: _Neighbours, rate: float) -> _Neighbours:
-    """Increase the distance of two releases by a step of gradient ascent on both batches."""
+    """Increase the distance between two releases by a step of gradient ascent on both batches."""
     trees = pair.batch, pair.example
 
     def distance(floats: PyTree) -> jax.Array:

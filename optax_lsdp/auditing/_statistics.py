@@ -144,11 +144,11 @@ def audit_sampler(
     check_delta("failure", failure)
     numbers = _step_numbers(steps)
     count, rate = len(numbers), sampling_rate
-    if min(count, dataset_size) * rate * (1 - rate) < _LEAST_VARIANCE:
+    least = math.ceil(_LEAST_VARIANCE / max(rate * (1 - rate), 1e-9))
+    if min(count, dataset_size) < least:
         raise ValueError(
             f"`steps` and examples must be enough for a test, got {count} steps and {dataset_size} "
-            f"examples at a sampling rate of {rate}; pass at least "
-            f"{_LEAST_VARIANCE}/(rate · (1 − rate)) of each."
+            f"examples at a sampling rate of {rate}; pass at least {least:,} of each."
         )
     included = np.zeros((count, dataset_size), np.uint8)
     for row, step in zip(included, numbers, strict=True):

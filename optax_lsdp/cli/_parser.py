@@ -216,7 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         command = import_module(f"optax_lsdp.cli.{args.command}")
     except ModuleNotFoundError as error:
-        sys.exit(f"optax-lsdp {args.command} needs {error.name}; pip install 'optax-lsdp[demo]'")
+        clone = "run pip install '.[demo]' in a clone of the repository"
+        sys.exit(f"optax-lsdp {args.command} needs {error.name}; {clone}")
     try:
         command.run(args)
     except KeyboardInterrupt:

@@ -172,7 +172,8 @@ def _plot(mechanism: Run, delta: float, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        sys.exit(f"--plot needs {error.name}; pip install 'optax-lsdp[demo]'")
+        clone = "run pip install '.[demo]' in a clone of the repository"
+        sys.exit(f"--plot needs {error.name}; {clone}")
     epsilons = Ledger([mechanism]).epsilons(delta)
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.subplots()

@@ -142,7 +142,7 @@ class AdaptiveClip:
 
     @property
     def sensitivity(self) -> float:
-        """Return the sensitivity of the group's sum and coordinates, in units of the clip norm."""
+        """Return the sensitivity of the group's sum with its coordinates, in clip norms."""
         return math.hypot(1, self.indicator_weight / 2) if self.method == "quantile" else 1.0
 
 

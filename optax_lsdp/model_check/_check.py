@@ -20,7 +20,7 @@ import optax
 import optax_lsdp._trees as trees
 from optax_lsdp._checks import check_function
 from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
-from optax_lsdp._jaxpr import constants
+from optax_lsdp._jaxpr import ClosedJaxpr, constants, equations
 from optax_lsdp._keys import is_key
 from optax_lsdp._loss import LossFn, call_with_any_key, explain_failure, takes_key
 from optax_lsdp._types import PyTree
@@ -70,6 +70,7 @@ def check_model(
       searched for them: a loss of one example cannot mix examples, except in a callback;
     - layers of batch normalisation in a loss of one example;
     - losses and gradients that are not finite;
+    - random numbers that are the same for all examples, as a note;
     - parameters that get no gradient, neither at `params` nor at a point nearby.
 
     Args:
@@ -149,7 +150,20 @@ def check_model(
         )
         without = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
+    if not takes_key(loss_fn) and _draws_shared_numbers(program, sample):
+        notes.append(
+            "The loss draws random numbers, but takes no key: all examples and steps get the same "
+            "numbers, for example in dropout. Let it take one, `loss_fn(params, example, key)`."
+        )
     return ModelReport(tuple(problems), tuple(notes))
+
+
+def _draws_shared_numbers(program: ClosedJaxpr, sample: PyTree) -> bool:
+    """Return whether a loss draws random numbers, and no key is among the arrays of its example."""
+    if any(is_key(leaf) or leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(sample)):
+        return False
+    names = {equation.primitive.name for equation in equations(program.jaxpr)}
+    return not names.isdisjoint({"random_bits", "threefry2x32", "rng_bit_generator"})
 
 
 def _check_batch(batch: PyTree, batched: bool) -> int:
@@ -209,7 +223,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Check the losses and gradients of some examples, which count as one if `batched`."""
+    """Check losses and gradients of some examples. If `batched`, the loss takes all at once."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)

@@ -62,8 +62,8 @@ class PrivacyPlan:
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`, or "auto"; see
             `auto_smooth`.
         correlation: how noise is correlated between steps: a number of bands, such as 8, for which
-            the plan calls `correlation.optimize_banded`, or a `Correlation`, or None for
-            independent noise.
+            the plan calls `correlation.optimize_banded`, or a `Correlation` for at least as many
+            steps, or None for independent noise.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
             `accounting.SampledGaussian`. With a correlation: "cyclic_poisson" or "fixed_order"; see
             `accounting.CorrelatedGaussian`. The default is "poisson", or "cyclic_poisson" with a
@@ -114,6 +114,7 @@ class PrivacyPlan:
         sizes = self.dataset_size, self.expected_batch_size
         if self.sampling is None:
             self._set("sampling", settings.default_sampling(self.correlation))
+        settings.check_scheme(self.sampling, self.correlation)
         settings.check_sizes(self.sampling, *sizes, self.max_batch_size)
         settings.check_schedules(self.clip_norm, self.smoothing, self.noise_schedule)
         self._set("clip_norm", jax.tree.map(lambda norm: norm, self.clip_norm))  # a copy

@@ -76,7 +76,6 @@ def check_sizes(
     sampling: Sampling, dataset_size: int, expected_batch_size: int, max_batch_size: int | None
 ) -> None:
     """Raise unless the sizes are whole numbers that agree with the sampling scheme."""
-    checks.check_choice("sampling", sampling, SCHEMES)
     checks.check_whole("dataset_size", dataset_size)
     most = expected_batch_size if max_batch_size is None else max_batch_size
     for name, size in (("expected_batch_size", expected_batch_size), ("max_batch_size", most)):
@@ -101,7 +100,9 @@ def number_of_steps(
         )
     if epochs is not None or steps is None:
         got = f"steps={steps!r} and epochs={epochs!r}"
-        raise ValueError(f"`steps` or `epochs` must be given, but not both, got {got}.")
+        raise ValueError(
+            f"`steps` or `epochs` must be given, but not both, got {got}; leave out one."
+        )
     checks.check_whole("steps", steps)
     checks.check_at_most("steps", steps, checks.MOST_STEPS)
     return steps
@@ -127,6 +128,15 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
         checks.check_non_negative("smoothing", smoothing, schedule=True)
 
 
+def check_scheme(sampling: Sampling, correlation: object) -> None:
+    """Raise unless the sampling scheme has an analysis for correlated noise, if there is any."""
+    checks.check_choice("sampling", sampling, SCHEMES)
+    if correlation is not None and not SCHEMES[sampling].correlated:
+        demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
+        remedy = "leave it out: correlated noise has no analysis with other schemes"
+        raise checks.refusal("sampling", demand, sampling, remedy)
+
+
 def default_sampling(correlation: object) -> Sampling:
     """Return the sampling scheme of a plan that names none."""
     if isinstance(correlation, Correlation) and correlation.bands > len(correlation.coefficients):
@@ -145,15 +155,12 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
             demand = f"given with sampling={plan.sampling!r}, which is for correlated noise"
             raise checks.refusal("correlation", demand, None, "pass a number of bands, such as 8")
         return None
-    if not scheme.correlated:
-        demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
-        remedy = "leave it out: correlated noise has no analysis with other schemes"
-        raise checks.refusal("sampling", demand, plan.sampling, remedy)
     _check_constant(plan)
     if not isinstance(wanted, Correlation):
         if not checks.is_number(wanted):
             demand = "a number of bands, or a Correlation of optax_lsdp.correlation"
-            raise TypeError(f"`correlation` must be {demand}, got {wanted!r}.")
+            got = f"{type(wanted).__name__}; pass a number such as 8, or call optimize_banded"
+            raise TypeError(f"`correlation` must be {demand}, got {got}.")
         checks.check_whole("correlation", wanted)
         checks.check_at_most("correlation", wanted, plan.steps, "the number of steps")
     is_inverse = isinstance(wanted, Correlation) and wanted.is_inverse

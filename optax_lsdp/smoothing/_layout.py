@@ -116,8 +116,8 @@ def check_layout(layout: object) -> None:
     """Raise unless `layout` is a known name or a function."""
     if isinstance(layout, Grid):
         raise ValueError(
-            f"`layout` must be a function that returns a Grid for the leaves that it fits, got "
-            f"{layout!r} for all leaves; write lambda path, shape: …"
+            f"`layout` must be a function of a leaf's path and shape, got {layout!r}; let the "
+            "function return this Grid for the leaves that it fits, and None for other leaves."
         )
     if not callable(layout):
         check_choice("layout", layout, LAYOUTS)

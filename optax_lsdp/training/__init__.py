@@ -6,7 +6,8 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] not in ("orbax", "tqdm"):
         raise
     raise ModuleNotFoundError(
-        "optax_lsdp.training needs Orbax and tqdm: pip install 'optax-lsdp[training]'."
+        "optax_lsdp.training needs Orbax and tqdm; run pip install '.[training]' in a clone of the "
+        "repository."
     ) from error
 from optax_lsdp._loss import average_examples, average_views, keep_batch_axis, mixed_precision
 from optax_lsdp.training._export import export_params, load_params

@@ -130,8 +130,8 @@ def _open_source(source: Source) -> Examples:
             return source[index]
         except Exception as error:
             raise validation.DataError(
-                f"`data` must return example {index}, got {error!r}; repair the source and call "
-                "`fit` again."
+                f"`data` must return example {index}, got {error!r}; repair the source, or "
+                "check the order of arguments, `fit(plan, loss_fn, params, data)`."
             ) from error
 
     def read(indices: np.ndarray) -> PyTree:
@@ -175,10 +175,11 @@ def check_unit(plan: PrivacyPlan, data: object, examples: Examples) -> None:
             "every user must have an example."
         )
     if examples.users is None and examples.size != plan.dataset_size:
+        several = "several arrays as a dict or tuple (a list holds one example per entry), or "
+        hint = "" if examples.arrays else several
         raise ValueError(
             f"`data` must have {plan.dataset_size} examples, the plan's `dataset_size`, got "
-            f"{examples.size}; pass several arrays as a dict or tuple, because a list holds one "
-            "example per entry, or make a plan for this number of examples."
+            f"{examples.size}; pass {hint}all examples, or make a plan for this number of examples."
         )
 
 

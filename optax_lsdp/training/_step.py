@@ -139,7 +139,7 @@ class CompiledStep:
     A batch has at most `count` microbatches. `compile(function, *arguments)` compiles a jitted
     function. `replicated` is the sharding of replicated arrays on a mesh, or None without a mesh.
     To bound memory, each call waits until at most two microbatches are unfinished. Calls run inside
-    the context `guard()`, which can explain errors.
+    the context `guard()`, which can replace an error of JAX by an explanation.
     """
 
     def __init__(

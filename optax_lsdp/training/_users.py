@@ -82,7 +82,8 @@ class UserData:
         if lengths != {ids.shape}:
             raise ValueError(
                 f"`users` must have one id per example, got ids of shape {ids.shape} for arrays of "
-                f"shapes {[leaf.shape for leaf in jax.tree.leaves(self.arrays)]}."
+                f"shapes {[leaf.shape for leaf in jax.tree.leaves(self.arrays)]}; pass an array "
+                "with one axis, such as users.ravel()."
             )
         if not len(ids):
             raise ValueError("`arrays` must hold at least one example, got none.")
@@ -187,7 +188,7 @@ def _as_ids(users: ArrayLike) -> np.ndarray:
 def _refused_ids(got: str) -> TypeError:
     return TypeError(
         f"`users` must hold integers or strings, got {got}; leave out examples whose user is "
-        "unknown, and convert the ids."
+        "unknown, and convert ids with users.astype(np.int64) or users.astype(str)."
     )
 
 

@@ -188,7 +188,8 @@ BAD = {
     "rate above 1": ({"correlation": 21}, "`correlation` .* at most 20 bands, .* got 21; take"),
     "more bands than steps": ({"correlation": 31}, "`correlation` .* number of steps, 30, got 31"),
     "no bands": ({"correlation": 0}, "`correlation` must be a whole number, 1 or more, got 0"),
-    "a word": ({"correlation": "8"}, "`correlation` must be a number of bands, or a Corr.* '8'"),
+    "a word": ({"correlation": "8"}, "`correlation` must be a number of bands, or .* got str;"),
+    "a matrix": ({"correlation": np.eye(30)}, "`correlation` .* got ndarray; pass a number such"),
     "too few steps": ({"correlation": square_root(29, 2)}, "for at least 30 steps, .* got 29; m"),
     "schedule": (
         {"correlation": 4, "noise_schedule": WATCH[1]},
@@ -205,9 +206,9 @@ BAD = {
         {"correlation": INVERSE, "sampling": "cyclic_poisson"},
         "at most 20 bands, .* got 30; pass sampling='fixed_order' for a banded inverse",
     ),
-    "relation": ({"correlation": INVERSE}, "`neighbouring` must be one of 'zero_out'.* got None"),
+    "relation": ({"correlation": INVERSE}, "`neighbouring` must be 'zero_out' or .* got None; pas"),
     "full": (
-        {"correlation": 1, "sampling": "full", "expected_batch_size": 400},
+        {"correlation": 1, "sampling": "full", "expected_batch_size": 20},
         "`sampling` must be 'cyclic_poisson' or 'fixed_order' with a correlation, got 'full'",
     ),
 }

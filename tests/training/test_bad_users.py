@@ -9,13 +9,14 @@ import pytest
 
 from optax_lsdp.sampling import Batch
 from optax_lsdp.training import DataError, UserData, average_examples
-from tests.training.problem import bits, fit, make_data, make_plan
+from tests.training.problem import bits, fit, loss, make_data, make_params, make_plan
 
 DATA = make_data()
 KEY = jax.random.key(0)
 OWNERS = np.arange(400) % 60
 USERS = UserData(DATA, OWNERS, max_examples=3)
 EVERYONE = Batch(np.arange(60), np.ones(60, bool))
+PEOPLE = make_plan(unit="user", dataset_size=60, expected_batch_size=60, sampling="full")
 
 
 def draw(users, mask=None):
@@ -134,7 +135,7 @@ CASES = {
     ),
     "a mask of numbers": (
         lambda: average_examples(jnp.vdot)(jnp.ones(2), (jnp.ones((3, 2)), jnp.ones(3))),
-        r"`mask` must be a bool array of shape \(3,\)",
+        r"`user` must be a pair \(examples, mask\): a row and a bool for each example, got",
     ),
     "a loss of several numbers": (
         lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
@@ -146,7 +147,7 @@ CASES = {
     ),
     "a user without mask": (
         lambda: of_user(jnp.ones((2, 3))),
-        r"`user` must be a pair \(examples, mask\), .*, got float32\[2, 3\]; pass",
+        r"`user` must be a pair \(examples, mask\): .*, got float32\[2, 3\]; pass",
     ),
     "a user of one part": (lambda: of_user((jnp.ones(3),)), "`user` must be a pair"),
     "a user without arrays": (lambda: of_user(((), jnp.ones(3, bool))), "`user` must be a pair"),
@@ -155,7 +156,17 @@ CASES = {
     "a user with a number": (lambda: of_user((1.0, jnp.ones(3, bool))), "`user` must be a pair"),
     "a user with arrays of different lengths": (
         lambda: of_user(((jnp.ones(3), jnp.ones(2)), jnp.ones(3, bool))),
-        "`user` must be a pair .* the first axis of each array must count the user's examples",
+        r"`user` must be a pair \(examples, mask\): a row and a bool for each example",
+    ),
+    "a loss that averages already": (
+        lambda: fit(PEOPLE, USERS, loss_fn=average_examples(loss)),
+        "`user` must be a pair .* or to `fit` a loss of an example",
+    ),
+    "the loss of one example for users": (
+        lambda: PEOPLE.clipped_grad(loss)(
+            make_params(), USERS.batch(EVERYONE, 0, key=KEY), EVERYONE.mask
+        ),
+        r"`loss_fn` .* loss of one example for a user; pass `training.average_examples\(loss_fn\)",
     ),
     "no batch": (
         lambda: USERS.batch(None, 0, key=KEY),

@@ -85,7 +85,7 @@ def _run_loss(
     differentiated: Mapping[int, jax.Array],
     example: PyTree,
 ) -> tuple[jax.Array, tuple[PyTree, Operands]]:
-    """Return the loss of one example, and its aux with the operands of all uses."""
+    """Return the loss of one example, its aux, and the operands of all uses."""
     inputs = [differentiated.get(i, x) for i, x in enumerate(values)] + jax.tree.leaves(example)
     results, operands = _run(analysis.program.closed, inputs, analysis.uses, taps, ())
     value, aux = jax.tree.unflatten(analysis.program.outputs, results)
@@ -202,8 +202,8 @@ class Rounded(NamedTuple):
     Attributes:
         pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
             the examples. If a rule has factors that are larger than the operand, such as patches,
-            `pairs` holds the operand and the cotangent instead. Each g or cotangent is multiplied
-            by the scale of the first leaf of the weight.
+            `pairs` holds the operand and the cotangent instead. Each g or cotangent has been
+            multiplied by the scale of the first leaf of the weight.
         gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
         scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
@@ -267,7 +267,7 @@ def _scale(clip_norm: ArrayLike) -> ArrayLike:
 
 
 def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """Return x times a power of two, in float32 if x is float16, whose range is too small."""
+    """Return x times a power of two. If x is float16, return float32, which has a larger range."""
     if isinstance(scale, float) and scale == 1:
         return x
     x = widen(x) if x.dtype == jnp.float16 else x

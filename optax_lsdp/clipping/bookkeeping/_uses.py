@@ -90,9 +90,9 @@ class Weight(NamedTuple):
     def value(
         self, leaves: Mapping[int, jax.Array], known: dict[object, list[jax.Array]], casts: bool
     ) -> jax.Array:
-        """Return the value if `leaves` are the parameters. `known` caches outputs of equations.
+        """Evaluate the weight for parameters `leaves`. `known` caches the outputs of equations.
 
-        Without `casts`, views and concatenated views keep the dtype of the leaves.
+        Without `casts`, conversions of dtype are skipped.
         """
         if self.constant is not None:
             return self.constant

@@ -97,7 +97,7 @@ def prepare_rows(
     upright: bool,
     copied: bool,
 ) -> Rows:
-    """Prepare rows for filtering. Only what enters their ends from outside is still missing.
+    """Prepare rows for filtering: compute everything except the carries that enter at their ends.
 
     For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
     `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
@@ -228,7 +228,7 @@ def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kerne
 
 
 def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
-    """Return the values as a computed array, because custom partitioning forbids constants."""
+    """Return the values as an operation's output: custom partitioning forbids constants."""
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 

@@ -1,4 +1,4 @@
-"""Define the operator that smoothing inverts, and solve it in the basis of waves.
+"""Define the operator that smoothing inverts, and solve the system in the basis of waves.
 
 The operator is A = I + (−1)ⁿ σ Lⁿ on a grid, where L is the sum of the second differences along the
 axes of the grid. In the basis of waves, A is diagonal. The methods here use this basis, by FFT or
@@ -114,7 +114,7 @@ def _hartley_waves(size: int) -> np.ndarray:
 
 
 def _cosine_waves(size: int) -> np.ndarray:
-    """Return the orthogonal matrix of waves between reflecting ends, cos(π(2j + 1)k/2d)."""
+    """Return the orthogonal matrix of cos(π(2j + 1)k/2d), the waves between reflecting ends."""
     place = np.arange(size)
     angle = ((2 * place[:, None] + 1) * place % (4 * size)) * (math.pi / (2 * size))
     return np.cos(angle) * np.where(place == 0, math.sqrt(1 / size), math.sqrt(2 / size))

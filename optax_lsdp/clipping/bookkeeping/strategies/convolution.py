@@ -65,14 +65,14 @@ class Convolved(NamedTuple):
 def convolution_bound(
     use: Use, image: jax.Array, cotangent: jax.Array, platform: Platform, kind: Kind
 ) -> NormBound:
-    """Return the bound of the gradient of a kernel by one of three strategies.
+    """Return the bound of the gradient of a kernel by the strategy `kind`.
 
-    Let X be the image and P the patches, as matrices with a row for each pixel and each position.
-    Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and
-    in the spectral norm. In the first, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖. Rounding the rows of g
-    multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at most
-    u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T products, so
-    ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
+    Let X be a matrix with one row per pixel of the image, and P a matrix with one row per position,
+    its patch. Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius
+    norm and in the spectral norm. With Frobenius norms, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖.
+    Rounding the rows of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the
+    gradient by at most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds
+    up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
