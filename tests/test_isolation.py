@@ -189,3 +189,24 @@ def test_small_weights_in_long_loops_store_no_operands():
         np.testing.assert_allclose(leaf.value, vmap(params, batch)[name].value, atol=1e-5)
     held = [program.memory_analysis().temp_size_in_bytes for program in (book, vmap)]
     assert held[0] <= 1.2 * held[1]
+
+
+@pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
+def test_convolutions_that_crop_by_negative_padding_are_refused(engine):
+    """XLA for CPUs computes them from pixels of other examples."""
+
+    def convolved(x, w, padding):
+        dims = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (1, 1), padding, dimension_numbers=dims)
+
+    def loss(padding, w, x):
+        inner = jnp.tanh(convolved(x[None], w[0], "VALID"))
+        return jnp.sum(jnp.tanh(convolved(inner, w[1], (padding, (0, 0)))) ** 2)
+
+    w, batch = (jnp.ones((2, 1, 3, 3)), jnp.ones((2, 1, 3, 2))), jnp.ones((2, 9, 8, 3))
+    for padding, where in (((-1, 1), "1\\);"), ((-1, 0), "0\\);"), ((3, 0), "in its gradient;")):
+        grad = lsdp.clipped_grad(partial(loss, padding), clip_norm=CLIP, engine=engine)
+        with pytest.raises(ValueError, match=f"`loss_fn` must not crop the image .*{where} crop"):
+            jax.eval_shape(grad, w, batch)
+    usual = lsdp.clipped_grad(partial(loss, (1, 0)), clip_norm=CLIP, engine=engine)
+    jax.eval_shape(usual, w, batch)

@@ -27,6 +27,7 @@ from optax_lsdp._jaxpr import Atom, ClosedJaxpr, Equation, body, evaluate, is_li
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
+from optax_lsdp.clipping._clip_norm import STABILITY, ClipStyle
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._strategy import LossAnalysis
 from optax_lsdp.clipping.bookkeeping._uses import (
@@ -207,7 +208,8 @@ class Rounded(NamedTuple):
         gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
         scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
-            near 1, so that squares neither overflow nor underflow.
+            near 1, so that squares neither overflow nor underflow. With automatic clipping, the
+            norm near 1 is `STABILITY` instead, because norms need not be near C.
         leaves: the parameters themselves.
         platform: the kind of device that all arrays are rounded for.
     """
@@ -224,10 +226,12 @@ def round_recorded(
     leaves: Sequence[jax.Array],
     uses: Mapping[Path, Use],
     groups: Sequence[ClipGroup],
+    style: ClipStyle,
     platform: Platform,
 ) -> Rounded:
     """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
-    by_group = {path: _scale(clip_norm) for path, clip_norm in groups}
+    is_automatic = style == "automatic"
+    by_group = {path: _scale(STABILITY if is_automatic else norm) for path, norm in groups}
     scales = [by_group[path] for path, _ in groups]
     pairs, known = {}, dict[object, jax.Array]()
     for path, use in uses.items():

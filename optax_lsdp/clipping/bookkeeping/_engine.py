@@ -98,9 +98,9 @@ def clip_recorded(
     `counted` has one bool per example. Examples contribute zero if it is False, or if their
     gradient is not finite.
     """
-    rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
+    rounded = round_recorded(recorded, leaves, analysis.uses, groups, style, platform)
     dtype = wide_dtype(*leaves, *jax.tree.leaves(recorded))
-    rounding, alive = 3 * platform.unit(dtype), counted
+    rounding, alive = 3 * max(platform.unit(wide_dtype(leaf)) for leaf in leaves), counted
     gradients, norms, after, factors = {}, {}, {}, {}
     for path, clip_norm in dict(groups).items():
         members = [leaf for leaf in analysis.leaves if groups[leaf.indices[0]].path == path]

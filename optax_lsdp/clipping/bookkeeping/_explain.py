@@ -289,7 +289,7 @@ def _shares(
         analysis = analyse_batch(loss_fn, params, batch, groups)
         _, recorded = run_backward(analysis, params, batch)
         leaves = jax.tree.leaves(params)
-        rounded = round_recorded(recorded, leaves, analysis.uses, groups, platform)
+        rounded = round_recorded(recorded, leaves, analysis.uses, groups, "threshold", platform)
         found = [
             [bound for gradient in leaf_gradients([leaf], rounded) for bound in gradient.bounds()]
             for leaf in analysis.leaves

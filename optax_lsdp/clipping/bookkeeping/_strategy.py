@@ -22,6 +22,7 @@ import optax
 from optax_lsdp._clipped import ClipGroup
 from optax_lsdp._isolation import TracedLoss, ValueAndAux, trace_loss, warn_of_batch_norms
 from optax_lsdp._jaxpr import shape_of
+from optax_lsdp._trees import wide_dtype
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
@@ -108,15 +109,17 @@ def analyse_loss(
     """Trace the loss of one example, and find all uses of all leaves.
 
     Leaves that the loss concatenates are treated as one leaf if one use is the only use of each of
-    them, the same scans slice them, and one clip norm bounds them all.
+    them, they have the same precision, the same scans slice them, and one clip norm bounds them.
     """
     program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
+    dtypes = [wide_dtype(leaf) for leaf in jax.tree.leaves(params)]
     found = find_uses(program.closed, len(sizes))
     by_rule, without_rule, leaves = dict[Path, Use](), found.without_rule, list[ParameterLeaf]()
     for indices, uses in _components(found.by_rule.values(), len(sizes)):
-        joined = _is_joined(indices, uses, groups) and not indices & without_rule.keys()
+        alike = len({dtypes[index] for index in indices}) == 1
+        joined = alike and _is_joined(indices, uses, groups) and not indices & without_rule.keys()
         units = [tuple(sorted(indices))] if joined else [(index,) for index in sorted(indices)]
         members = [_leaf(unit, sizes, uses, without_rule) for unit in units]
         if uses and all(leaf.is_cheaper_without_rule for leaf in members):

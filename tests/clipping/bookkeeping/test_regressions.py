@@ -219,3 +219,66 @@ def test_indices_of_64_bits_select_the_same_rows():
         ]
         assert strategy == "Gram matrices"
         np.testing.assert_allclose(*sums, atol=1e-6)
+
+
+def test_uses_in_several_precisions_are_bounded_by_the_coarsest():
+    """One leaf is used in float32, where rows cancel, and in float64; or its sums are float32."""
+    rng, size, clip_norm = np.random.default_rng(0), 300, 1e-4
+    u, g, noise = rng.normal(size=(3, N, 1, size))
+    rows, cotangents = np.concatenate([u, u + 1e-5 * u * noise], 1), np.concatenate([g, -g], 1)
+
+    def in_both(p, e):
+        x, g, z = e
+        return jnp.sum((x @ p.astype("float32") * g).astype("float64")) + 1e-12 * jnp.sum(z @ p)
+
+    def rounded_once_each(p, e):
+        index, u, v = e
+        wide = p.astype("float64")
+        return jnp.vdot(wide[index], u) - jnp.vdot(wide[index], v)
+
+    with jax.enable_x64(True):
+        near = 1 + 2.0**-24 * np.array([1 + 1e-6, 1 - 1e-6])
+        pairs = (np.full((N, 1, 3), value) for value in near)
+        cases = (
+            (in_both, jnp.zeros((size, size)), (rows, cotangents, np.ones((N, 1, size)))),
+            (rounded_once_each, jnp.ones((100, 3), "float32"), (np.zeros((N, 1), int), *pairs)),
+        )
+        for loss, p, (first, *rest) in cases:
+            first = first.astype("float32") if first.ndim == 3 else first
+            rest = [np.float32(rest[0]), *rest[1:]] if loss is in_both else rest
+            for factor in (1.0, 1e-3):  # the second clips what float64 sees of the difference
+                grad = lsdp.clipped_grad(loss, clip_norm=factor * clip_norm, engine="bookkeeping")
+                alone = jax.jit(jax.vmap(grad, (None, None, 0)))
+                total = alone(p, (first, *rest), jnp.eye(N, dtype=bool)).value
+                norms = np.linalg.norm(np.float64(total).reshape(N, -1), axis=1)
+                assert norms.max() <= factor * clip_norm * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("clip_norm", [1e-25, 1.0, 1e20, 1e30])
+def test_automatic_clipping_works_for_any_clip_norm(clip_norm):
+    def loss(w, e):
+        return jnp.sum((e[0] @ w) * e[1])
+
+    batch = [np.ones((1, 1, size), np.float32) for size in (8, 30)]
+    grad = lsdp.clipped_grad(loss, clip_norm=clip_norm, clip_style="automatic")
+    found = np.linalg.norm(np.asarray(grad(jnp.zeros((8, 30)), batch).value) / clip_norm)
+    norm = np.sqrt(8 * 30)
+    np.testing.assert_allclose(found, norm / (norm + 0.01), rtol=1e-5)
+
+
+def test_concatenated_leaves_of_several_dtypes_are_not_joined():
+    with jax.enable_x64(True):
+        params = {"a": jnp.ones((60, 50)), "b": jnp.ones((60, 50), "float32")}
+
+        def loss(p, x):
+            both = jnp.concatenate([p["a"].astype("float32"), p["b"]], axis=1)
+            return jnp.sum((x @ both) ** 2)
+
+        sums = [
+            jax.jit(lsdp.clipped_grad(loss, clip_norm=1.0, engine=engine))(
+                params, jnp.ones((3, 2, 60), "float32")
+            )
+            for engine in ("bookkeeping", "vmap")
+        ]
+        for leaf, other in zip(*map(jax.tree.leaves, sums), strict=True):
+            np.testing.assert_allclose(leaf, other, rtol=1e-5)

@@ -67,7 +67,7 @@ def cancelling_rows(height, width, seed=0):
 
 
 def test_a_naive_gram_norm_is_too_small_and_ours_is_not():
-    too_small, compiled = 0, jax.jit(lambda factors: gram_bound([factors], CPU))
+    too_small, compiled = 0, jax.jit(lambda factors: gram_bound([factors], CPU, factors.g.dtype))
     for seed in range(20):
         a, g = cancelling_rows(64, 512, seed)
         naive = np.sum((a @ a.T) * (g @ g.T))

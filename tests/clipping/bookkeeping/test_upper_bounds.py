@@ -45,7 +45,7 @@ def outer_products(platform):
 
 def gram_matrices(platform):
     factors = constant_factors(40, 5000, 30)
-    return factors, gram_bound([factors], platform)
+    return factors, gram_bound([factors], platform, factors.g.dtype)
 
 
 def kept(platform):

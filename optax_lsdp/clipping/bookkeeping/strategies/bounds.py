@@ -105,7 +105,12 @@ def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
 
 
 def spectral_square(
-    square: jax.Array, trace: jax.Array, size: int, roundings: int, platform: Platform
+    square: jax.Array,
+    trace: jax.Array,
+    size: int,
+    roundings: int,
+    platform: Platform,
+    dtype: jnp.dtype,
 ) -> jax.Array:
     """Return an upper bound on the spectral norm of a Gram matrix K: its Frobenius norm ‖K‖.
 
@@ -115,8 +120,8 @@ def spectral_square(
         size: how many rows K has.
         roundings: how often an entry of K is rounded. K is then off by at most roundings·u·tr K.
         platform: the kind of device.
+        dtype: the coarsest precision in which K was computed.
     """
-    dtype = square.dtype
     computed = root(square + 2 * size**2 * _tiny(dtype), trace) * platform.growth(size + 2, dtype)
     return computed + roundings * platform.unit(dtype) * trace
 
@@ -170,8 +175,11 @@ class Gram(NamedTuple):
     weighting: tuple[float, float] | None
 
 
-def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
-    """Return the bound of the gradient Σ_t a_t ⊗ g_t over the rows t of all terms."""
+def gram_bound(terms: Sequence[Factors], platform: Platform, dtype: jnp.dtype) -> NormBound:
+    """Return the bound of the gradient Σ_t a_t ⊗ g_t over the rows t of all terms.
+
+    The weighted sum of each term is rounded to `dtype` before the terms are added.
+    """
     grams = []
     for i, j in combinations_with_replacement(range(len(terms)), 2):
         (a, rounded_a), (g, rounded_g) = (
@@ -179,7 +187,7 @@ def gram_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
         )
         weighting = _weighting(terms[i], platform) if i == j else None
         grams.append(Gram(a, g, rounded_a, rounded_g, weighting))
-    return bound_by_grams(grams, platform)
+    return bound_by_grams(grams, platform, dtype)
 
 
 def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
@@ -190,10 +198,11 @@ def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
     return error if a <= g else 0.0, error if g <= a else 0.0
 
 
-def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
+def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) -> NormBound:
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
-    Let K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
+    If the terms or the sum, in `dtype`, have several precisions, u is the unit of the coarsest. Let
+    K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
     entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. By the inequality of
     Cauchy and Schwarz, the square N² = Σ K_a·K_g of the norm is then off by at most
 
@@ -211,8 +220,10 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     most u·‖A‖‖g‖, where ‖A‖ is the spectral norm of the matrix with the rows a_t. Its square is at
     most ‖K_a‖. The same holds with a and g swapped.
     """
+    found = {wide_dtype(gram.a, gram.g) for gram in grams} | {jnp.dtype(dtype)}
+    narrow = min(found, key=lambda one: one.itemsize)
     dtype = wide_dtype(*(gram.g for gram in grams))
-    unit, tiny = platform.unit(dtype), _tiny(dtype)
+    unit, tiny = platform.unit(narrow), _tiny(narrow)
     rounded_a, rounded_g = (
         max(items) for items in zip(*(gram[2:4] for gram in grams), strict=True)
     )
@@ -235,8 +246,8 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
             height = a.shape[-1]
             own_a = jnp.sum(a, axis=-1) + height * rounded_a * tiny
             own_g = jnp.sum(g, axis=-1) + height * rounded_g * tiny
-            spectral_a = spectral_square(sums[1], own_a, height, rounded_a, platform)
-            spectral_g = spectral_square(sums[2], own_g, height, rounded_g, platform)
+            spectral_a = spectral_square(sums[1], own_a, height, rounded_a, platform, narrow)
+            spectral_g = spectral_square(sums[2], own_g, height, rounded_g, platform, narrow)
             error_a, error_g = gram.weighting
             changed = jnp.maximum(
                 error_a * jnp.sqrt(spectral_g) * jnp.sqrt(own_a),
@@ -248,7 +259,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
         adding = max(adding, added)
     adding += len(grams)
     # The quantities above are rounded too.
-    grow = platform.growth(rounded_a + rounded_g + adding + rows, dtype)
+    grow = platform.growth(rounded_a + rounded_g + adding + rows, narrow)
     reach, coarse = grow * reach, grow * coarse
     lost = 2 * rows * rows * tiny  # squares of entries that underflow
     norm_a, norm_g = jnp.sqrt(norm_a + lost), jnp.sqrt(norm_g + lost)
@@ -257,7 +268,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform) -> NormBound:
     slack = jnp.minimum(slack, (rounded_a + rounded_g + adding) * unit * jnp.square(reach))
     slack += rounded_a * rounded_g * unit**2 * jnp.square(reach)
     slack += 4 * tiny * max(rounded_a, rounded_g) * rows * (trace_a + trace_g + rows)
-    upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, dtype))
+    upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, narrow))
     rounding = coarse + rows * unit * reach
     return NormBound(root(total, upper), upper, rounding)
 

@@ -115,7 +115,7 @@ def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> N
     rounded = seen[0].shape[-1] + len(seen), g.shape[-1]
     weighting = 0.0, platform.weighting_error(seen[0], g)
     gram = Gram(sum(grams[1:], grams[0])[:, None], gram_g[:, None], *rounded, weighting)
-    return bound_by_grams([gram], platform)
+    return bound_by_grams([gram], platform, gram.g.dtype)
 
 
 def _space_first(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
@@ -236,7 +236,8 @@ def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Arr
     eye = jnp.eye(gram.shape[-1], dtype=bool)
     trace = _sum(jnp.where(eye, gram, jnp.zeros_like(gram)), m) + 2 * rows * channels * tiny
     trace = trace * platform.growth(rows + channels + 1, dtype)
-    return trace, spectral_square(_sum(gram * gram, m), trace, channels, rows, platform)
+    square = _sum(gram * gram, m)
+    return trace, spectral_square(square, trace, channels, rows, platform, square.dtype)
 
 
 def convolution_sum(

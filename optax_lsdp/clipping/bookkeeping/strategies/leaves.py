@@ -65,11 +65,14 @@ class ByFactors(NamedTuple):
 
     def bounds(self) -> list[NormBound]:
         """Return the bound of each part. Swap a and g of transposed uses."""
-        bound, found = outer_bound if self.kind == "outer product" else gram_bound, []
+        found, platform = list[NormBound](), self.rounded.platform
+        dtype = wide_dtype(*(self.rounded.leaves[index] for index in self.leaf.indices))
         for part in self.leaf.parts or ():
             pairs = [(use, use_factors(use, *self.rounded.pairs[use.path])) for use in part]
             terms = [Factors(p.g, p.a) if use.is_transposed else p for use, p in pairs]
-            found.append(bound(terms, self.rounded.platform))
+            is_outer = self.kind == "outer product"
+            bound = outer_bound(terms, platform) if is_outer else gram_bound(terms, platform, dtype)
+            found.append(bound)
         return found
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
