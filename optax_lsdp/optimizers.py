@@ -97,7 +97,7 @@ def privatize(
             assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
-    which keeps the key out of the hyperparameters that people log; add `watch_steps` and
+    which keeps the key out of the hyperparameters that people log; add `slack`, `watch_steps` and
     `sampling_rate` if you set them. If parameters are in half precision, also pass
     `hyperparam_dtype=jnp.float32`, which keeps the noise multiplier precise.
 
@@ -115,7 +115,6 @@ def privatize(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
         )
     check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
-    noise_multiplier = frozen_number(noise_multiplier)
     if not is_number(expected_batch_size):
         raise TypeError(
             f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
@@ -123,6 +122,10 @@ def privatize(
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
+    noise_multiplier, expected_batch_size = (
+        frozen_number(noise_multiplier),
+        float(expected_batch_size),
+    )
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
@@ -143,16 +146,13 @@ def privatize(
         release = [_with_clip_norm(optax.chain(*release))]
     release.append(optax.scale(1 / expected_batch_size))
     is_auto, stages = read_stages(smoothing, shard_specs)
-    learner = denoised(
-        stages, optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
-    )
+    learner = optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
+    learner = denoised(stages, learner)
     several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
     for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
         if value is not None and several_adapt:
-            raise ValueError(
-                f"`{name}` must not be {value!r} with an AdaptiveClip for each of several groups, "
-                "whose noise differs, got several; use one AdaptiveClip for all leaves."
-            )
+            demand = "left out with several AdaptiveClips, whose noise differs"
+            raise refusal(name, demand, value, "use one AdaptiveClip for all leaves")
     rate = 0.0 if sampling_rate is None else sampling_rate
     check_fraction("sampling_rate", rate)
     spread = math.sqrt((1 - rate) / expected_batch_size)

@@ -18,6 +18,7 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
   the entries within h of the jump. After eight steps, only every eighth step is probed. A probe
   serves the steps until the next, which corrects for linear drift of tr J; other drift is a bias.
+  Optimizers that collect updates are probed in every step.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
@@ -94,6 +95,7 @@ class Probe(NamedTuple):
     steepest: jax.Array  # λ
     doubt: jax.Array  # the variance of `trace`
     used: jax.Array  # the sum of ½s² over the steps that have used it
+    steps: jax.Array  # how many steps with noise have used it
 
 
 # Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe.
@@ -143,14 +145,11 @@ class TrainingCurve(NamedTuple):
             try:
                 from matplotlib import pyplot
             except ImportError as error:
-                raise ImportError(
-                    "`plot` needs matplotlib, got none; install matplotlib, or draw `work` and "
-                    "`stderr` with another library."
-                ) from error
+                raise ImportError("`plot` needs matplotlib, got none; install it.") from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
-        low, high = self.work - 2 * self.stderr, self.work + 2 * self.stderr
-        ax.fill_between(self.steps, low, high, alpha=0.3)
+        band = (self.work + side * self.stderr for side in (-2, 2))
+        ax.fill_between(self.steps, *band, alpha=0.3)
         ax.set(xlabel="steps", ylabel="change of the clipped loss")
         return ax
 
@@ -178,8 +177,9 @@ def watch(
     depends on the path, and the clipped loss has no value at a point.
 
     **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
-    other optimizers, such as Adam, and with step sizes that change within eight steps, its bias is
-    small but not zero. With batches that are sampled, the curve errs upward: it counts the
+    other optimizers, such as Adam, its bias is small but not zero. Step sizes
+    must change slowly: the curve is wrong if they alternate or return to old values every few
+    steps. With batches that are sampled, the curve errs upward: it counts the
     curvature along a step twice, or it takes all clipped gradients to be as long as the clip norm,
     whichever is less. The standard error covers this, the noise and the sampling, if the curvature
     along the steps is positive on the whole. With small batches and large step sizes it is wide.
@@ -214,24 +214,15 @@ def watch(
 
     def init(params: optax.Params) -> WatchState:
         zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
-        state = WatchState(
-            optimizer=None,
-            step=step,
-            noisy=step,
-            move=jax.tree.map(jnp.zeros_like, params),
-            length=zero,
-            end=zero,
-            probe=Probe(*[zero] * len(Probe._fields)),
-            sums=WatchSums(*[zero] * len(WatchSums._fields)),
-            ratio=jax.tree.map(lambda _: zero, params),
-            last=jnp.zeros(2),
-            curve=jnp.zeros((steps, 2)),
-        )
+        probe, sums = Probe(*[zero] * len(Probe._fields)), WatchSums(*[zero] * 7)
+        move, ratio = (jax.tree.map(f, params) for f in (jnp.zeros_like, lambda _: zero))
+        curve = jnp.zeros((steps, 2))
+        state = WatchState(None, step, step, move, zero, zero, probe, sums, ratio, curve[0], curve)
         first = inner.init(params)
         if has_noise(first):
             raise ValueError(
-                "`optimizer` must be what follows the noise, got one that adds noise; "
-                "write optax.chain(clip, noise, scale, watch(optimizer))."
+                "`optimizer` must be what follows the noise, got one that adds noise; write "
+                "optax.chain(clip, noise, scale, watch(optimizer))."
             )
         return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
 
@@ -256,8 +247,7 @@ def watch(
 
         def advance_and_probe(ys: optax.Updates) -> Advance:
             moves, after, by_leaf, last = advance(ys)
-            signs = _public_signs(ys, state.step, shards)
-            h = _PROBE * jnp.where(s > 0, s, 1)
+            signs, h = _public_signs(ys, state.step, shards), _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
             other, _ = inner.update(there, state.optimizer, params, **extra_args)
             both = (applied_change(params, x) for x in (other, moves))
@@ -267,15 +257,17 @@ def watch(
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
             doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            found = Probe(trace, square, steepest, doubt, jnp.zeros_like(s))
-            return moves, after, by_leaf, found
+            unused = [jnp.zeros_like(s)] * 2
+            return moves, after, by_leaf, Probe(trace, square, steepest, doubt, *unused)
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
+        parts = jax.tree.leaves(state.optimizer, is_leaf=_collects_updates)
+        is_due |= any(map(_collects_updates, parts))
         # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
         moves, after, by_leaf, found = jax.lax.cond(is_due, advance_and_probe, advance, releases)
         end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
         used = found.used + s**2 / 2
-        share = jnp.where((state.noisy > _EVERY) & (s > 0), (1 - 1 / _EVERY) / 2, 0)
+        share = jnp.where(is_due & (s > 0), (1 - 1 / jnp.maximum(state.probe.steps, 1)) / 2, 0)
         drift = share * state.probe.used * (found.trace - state.probe.trace)
         sums, jump = state.sums, jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
         ended = sums._replace(
@@ -294,8 +286,7 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        is_noisy = s**2 > 0
-        energy = jnp.where(is_noisy, s**2, 1)
+        is_noisy, energy = s**2 > 0, jnp.where(s**2 > 0, s**2, 1)
         leaves, structure = jax.tree.flatten(releases)
         sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
         each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
@@ -307,7 +298,7 @@ def watch(
             move=optax.tree.cast_like(applied_change(params, moves), state.move),
             length=length,
             end=end,
-            probe=found._replace(used=used),
+            probe=found._replace(used=used, steps=found.steps + jnp.where(s > 0, 1, 0)),
             sums=started,
             ratio=jax.tree.map(jnp.add, state.ratio, ratios),
             last=point,
@@ -315,6 +306,11 @@ def watch(
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _collects_updates(node: object) -> bool:
+    """Return whether an optimizer with this state applies updates only in some steps."""
+    return type(node).__name__ in ("MultiStepsState", "ApplyEvery")
 
 
 def training_curve(state: PyTree) -> TrainingCurve:

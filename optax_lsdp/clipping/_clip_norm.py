@@ -188,13 +188,15 @@ class CheckedClipNorm:
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
         """Return the group of each leaf, with its clip norm from `now`, by default from `value`."""
-        prefix = self.value if now is None else now
-        groups: list[ClipGroup] = []
+        prefix, groups = self.value if now is None else now, list[ClipGroup]()
         addresses = iter(self.addresses)
 
         def extend(norm: ArrayLike, subtree: PyTree) -> None:
             group = ClipGroup(next(addresses), norm)
-            groups.extend([group] * len(jax.tree.leaves(subtree, is_leaf=is_marked)))
+            leaves = jax.tree.leaves(subtree, is_leaf=is_marked)
+            if not leaves and len(self.addresses) > 1:
+                raise TypeError(f"`clip_norm` must be None at {group.path}, got {norm}.")
+            groups.extend([group] * len(leaves))
 
         try:
             jax.tree.map(extend, prefix, tree)
@@ -208,8 +210,7 @@ class CheckedClipNorm:
 
 def _is_usable(now: CurrentClipNorm) -> bool:
     is_scalar = is_current(now) and not jnp.shape(now.value)
-    is_traced = is_scalar and isinstance(now.value, jax.core.Tracer)
-    return is_traced or (is_scalar and _LEAST <= float(now) <= _MOST)
+    return is_scalar and (isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= _MOST)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:

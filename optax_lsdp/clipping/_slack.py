@@ -198,7 +198,7 @@ def estimate_norms(
         )
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)
-    stddev = frozen_number(stddev)
+    stddev, expected_batch_size = frozen_number(stddev), float(expected_batch_size)
 
     def fixed_norms(step: jax.Array) -> PyTree:
         """Return the clip norms at a step or, if they are adaptive, the initial ones."""
@@ -293,7 +293,7 @@ def _moved(
     expected_batch_size: float,
 ) -> tuple[jax.Array, GroupEstimates]:
     """Return the next clip norm by the rule of `AdaptiveClip`, and the state of the rule."""
-    if setting.method == "fixed":
+    if setting.method == "fixed" or setting.least == setting.most:
         return clip_norm, group._replace(useful=jnp.ones_like(group.useful))
     if setting.method == "quantile":
         off = 1 - shares[0] - setting.target

@@ -135,6 +135,7 @@ class PrivacyPlan:
         noise_multiplier, epsilon = noise_and_epsilon(self._unit, self.delta_of_noise, **known)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
+        settings.warn_of_long_search(self.clip_norm, noise_multiplier, sizes[1], self.steps)
         self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
 
     def _set(self, name: str, value: object) -> None:
@@ -242,7 +243,7 @@ class PrivacyPlan:
                 "shuffled" batches and with a correlation.
         """
         if watch:
-            settings.check_watchable(self.sampling)
+            settings.check_watchable(self.sampling, self.clip_norm)
         noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
             values = tuple(self.noise_multiplier * value for value in self.noise_schedule.values)

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Self
@@ -196,14 +198,47 @@ def _check_constant(plan: "PrivacyPlan") -> None:
 
 
 def check_slack(correlation: object, slack: int | None) -> None:
-    """Raise if a gradient has slack, whose estimates assume independent noise, with correlation."""
-    if correlation is not None and slack is not None:
+    """Raise if a gradient has slack of its own, which the plan's optimizer would not expect."""
+    if slack is not None and correlation is not None:
         demand = "None with a correlation, because estimates of norms assume independent noise"
         raise checks.refusal("slack", demand, slack, "leave it out")
+    if slack is not None:
+        remedy = f"pass clip_norm=AdaptiveClip(1.0, method='fixed', slack={slack}) to the plan"
+        raise checks.refusal("slack", "a setting of the plan's clip norm only", slack, remedy)
 
 
-def check_watchable(sampling: Sampling) -> None:
+def warn_of_long_search(
+    clip_norm: ClipNorm, noise_multiplier: float, batch_size: int, steps: int
+) -> None:
+    """Warn if an `AdaptiveClip` needs a large share of the steps for its first estimate.
+
+    The estimate has the variance z²·G/b² + 1/b in each step, with G groups, and must be averaged
+    until its standard error is a quarter of the target; see `AdaptiveClip`.
+    """
+    norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
+    variance = len(norms) * (noise_multiplier / batch_size) ** 2 + 1 / batch_size
+    waits = [
+        16 * variance / norm.target**2
+        for norm in norms
+        if norm.method == "slack" and norm.least < norm.most
+    ]
+    if waits and 4 * max(waits) > steps:
+        warnings.warn(
+            f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, and "
+            f"changes no parameter until then, got a plan of {steps} steps; take larger batches or "
+            "a larger `target`, or fix the clip norm.",
+            stacklevel=4,
+        )
+
+
+def check_watchable(sampling: Sampling, clip_norm: ClipNorm) -> None:
     """Raise unless batches and noise are drawn independently of earlier steps."""
+    norms = jax.tree.leaves(clip_norm)
+    if len(norms) > 1 and any(isinstance(norm, AdaptiveClip) for norm in norms):
+        raise ValueError(
+            "`watch` must be False with an AdaptiveClip for each of several groups, whose noise "
+            "differs, got True; use one AdaptiveClip for all leaves."
+        )
     if SCHEMES[sampling].correlated:
         raise ValueError(
             "`watch` must be False with correlated noise, got True: the training curve assumes "

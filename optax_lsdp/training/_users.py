@@ -169,10 +169,13 @@ def _as_ids(users: ArrayLike) -> np.ndarray:
         return ids  # of any type
     # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
     is_list = not hasattr(users, "__array__") or ids.dtype == object
-    types = set(map(type, np.asarray(users, object).flat)) if is_list else set()
+    items = np.asarray(users, object).ravel().tolist() if is_list else []
+    types = set(map(type, items))
     kinds = set(map(_kind_of_id, types))
     if ids.dtype == object and len(kinds) == 1:
         ids = np.array(ids.tolist())
+    if kinds <= {str, bytes} and any(one[-1:] in ("\0", b"\0") for one in items):
+        raise _refused_ids("an id that ends with the character NUL, which NumPy would drop")
     if kinds == {int} and ids.dtype.kind not in "iu":
         raise ValueError(
             "`users` must hold integers from −2⁶³ to 2⁶³ − 1, or strings, got integers outside of "

@@ -283,7 +283,13 @@ MUTATIONS = (
             USERS, (wrap(f"{PLANNING}._plan:value_and_clipped_grad", _one_user_per_example),)
         ),
         "gradients of users summed and not averaged": Mutation(
-            USERS, rewrite("optax_lsdp._loss:average_examples", " / count", "", f"{TRAINING}._fit")
+            USERS,
+            rewrite(
+                "optax_lsdp._loss:average_examples",
+                " / jnp.maximum(mask.sum(dtype=losses.dtype), 1)",
+                "",
+                f"{TRAINING}._fit",
+            ),
         ),
         "averages of users that count padding": Mutation(
             USERS,

@@ -53,6 +53,14 @@ CASES = {
         lambda: UserData(ROWS, [1, 2, 3, np.nan], max_examples=1),
         "`users` must hold integers or strings, got float64; leave out",
     ),
+    "strings that NumPy would shorten": (
+        lambda: UserData(ROWS, ["a", "a\0", "b", "c"], max_examples=1),
+        "`users` must hold integers or strings, got an id that ends with the character NUL, which",
+    ),
+    "bytes that NumPy would shorten": (
+        lambda: UserData(ROWS, np.array([b"a", b"a\0", b"b", b"c"], object), max_examples=1),
+        "`users` must hold integers or strings, got an id that ends with the character NUL, which",
+    ),
     "NaN among strings": (
         lambda: UserData(ROWS, ["a", np.nan, "b", np.nan], max_examples=1),
         "`users` must hold integers or strings, got float and str; leave out",
