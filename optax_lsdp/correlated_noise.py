@@ -131,7 +131,7 @@ def add_correlated_noise(
             raise ValueError("`params` must be passed to `init`, for their shapes, got None.")
 
         def zeros(param: jax.Array) -> jax.Array:
-            one = vary(jnp.zeros_like(widen(param)), varying_axes(param))
+            one = vary(jnp.zeros_like(widen(jnp.asarray(param))), varying_axes(param))
             return jnp.broadcast_to(one, (rows, *one.shape))
 
         past = jax.tree.map(zeros, params) if rows else ()

@@ -99,8 +99,8 @@ class Correlation:
         if (found := np.array(checks.numbers("coefficients", self.coefficients, demand)))[0] <= 0:
             raise checks.refusal("coefficients", demand, self.coefficients)
         _check_bands(found.size, self.steps, "coefficients")
-        object.__setattr__(self, "steps", int(self.steps))
-        object.__setattr__(self, "coefficients", tuple(found.tolist()))
+        plain = {"steps": int(self.steps), "is_inverse": bool(self.is_inverse)}
+        self.__dict__.update(plain, coefficients=tuple(found.tolist()))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
             remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
             demand = "the coefficients of a matrix C without a column of norm above 1"
@@ -174,8 +174,7 @@ class Correlation:
         elif column.min() >= 0 and (np.diff(column) <= 0).all():
             squared = np.cumsum(_repeated(column, min_separation) ** 2)
         else:
-            why = "without a column of C that is non-negative and does not increase"
-            checks.check_at_most("steps", taken, _LARGEST_MATRIX, why)
+            checks.check_at_most("steps", taken, _LARGEST_MATRIX, "the limit for such columns of C")
             ends = np.unique(np.geomspace(1, taken, 16).round().astype(int))
             found = [_squared_bound(column[:end], min_separation) for end in ends]
             squared = np.array(found)[np.searchsorted(ends, np.arange(1, taken + 1))]
@@ -230,6 +229,8 @@ def banded_inverse(
     """
     _check_bands(bands, steps)
     checks.check_kind("workload", workload, Workload)
+    checks.check_whole("min_separation", steps if min_separation is None else min_separation)
+    workload.rates(steps)  # checks their number
 
     def made(power: float) -> Correlation:
         series = _power_series(power, bands, workload)
@@ -242,9 +243,9 @@ def banded_inverse(
     def error(power: float) -> float:
         try:
             found = made(power)
+            uses = found.sensitivity(steps if min_separation is None else min_separation)
         except ValueError:
             return 1e6 + power  # the search turns back
-        uses = found.sensitivity(steps if min_separation is None else min_separation)
         return math.log(found.squared_errors(workload).mean()) + 2 * math.log(uses)
 
     if power is None:
@@ -311,7 +312,7 @@ def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     if workload == _PREFIX_SUM:
         values = 0.5 / np.sin(np.arange(1, 2 * steps, 2) * np.pi / (4 * steps + 2))
     else:
-        checks.check_at_most("steps", steps, _LARGEST_MATRIX)
+        checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit of this workload")
         powers = workload.momentum ** np.arange(steps)
         matrix, rates = toeplitz(powers, np.zeros(steps)), workload.rates(steps)
         values = svdvals(np.cumsum(matrix if rates is None else rates[:, None] * matrix, axis=0))
@@ -335,7 +336,7 @@ def _error_function(
     if error == "max":
         demand = "None with error='max', because the last step need not have the largest error"
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
-    checks.check_at_most("steps", steps, _LARGEST_MATRIX, "with learning rates")
+    checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit with learning rates")
     # For C⁻¹'s column g after momentum: gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
     form, weights = np.zeros((steps, steps)), rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):

@@ -24,7 +24,7 @@ from optax_lsdp._checks import (
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, wide_dtype, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.smoothing import Denoiser, TimeFilter, laplacian_smooth, read_filter
+from optax_lsdp.smoothing import Denoiser, TimeFilter, check_followed, laplacian_smooth, read_filter
 
 Stage: TypeAlias = optax.ScalarOrSchedule | Literal["auto"] | optax.GradientTransformation
 Smoothing: TypeAlias = Stage | Sequence[Stage]
@@ -149,7 +149,11 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
 
         return jax.tree.map(output, updates, *state.delays), after
 
-    return Denoiser(init, update, lambda variance, before, after, updates: after.noise_variance)
+    def variance_after(*given: PyTree) -> jax.Array:
+        check_followed(numerator, denominator)
+        return given[2].noise_variance  # of the state after the update
+
+    return Denoiser(init, update, variance_after)
 
 
 def scale_by_debiased_adam(
@@ -273,19 +277,28 @@ def read_stages(
 
 
 def denoised(
-    stages: Sequence[optax.GradientTransformation], optimizer: optax.GradientTransformation
+    stages: Sequence[optax.GradientTransformation],
+    optimizer: optax.GradientTransformation,
+    *,
+    smooths: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Chain denoisers and an optimizer, and tell the optimizer how much noise is left.
 
     `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. A
     debiased optimizer then gets `noise_variance`: that behind the stages, with shape (leaves,). A
     stage that is not a `Denoiser` could do anything to the noise, so then it gets nothing.
+    `smooths` says whether `auto_smooth` stands in front of the stages.
     """
     transforms = [optax.with_extra_args_support(stage) for stage in (*stages, optimizer)]
     *before, last = transforms
 
     def init(params: optax.Params) -> tuple[optax.OptState, ...]:
         states = tuple(transform.init(params) for transform in transforms)
+        is_debiased = ScaleByDebiasedAdamState in _kinds(states[-1])
+        in_time = [isinstance(state, LowPassState) for state in states[:-1]]
+        if is_debiased and max(sum(in_time), len(in_time) - sum(in_time) + smooths) > 1:
+            demand = "one smoothing and one filter at most with debiased moments"
+            raise refusal("smoothing", demand, f"{len(in_time) + smooths} stages", "combine them")
         if {LowPassState, ScaleByDebiasedAdamState} <= _kinds(states[-1]):
             raise ValueError(
                 "`smoothing` must hold the `low_pass` filter if the optimizer is debiased, got an "
@@ -339,7 +352,7 @@ def _next_delays(
 
 def _zeros_like(params: optax.Params) -> optax.Updates:
     """Return zeros in float32 or wider, sharded like the parameters."""
-    return jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x)), params)
+    return jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(jnp.asarray(x))), params)
 
 
 def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:

@@ -125,6 +125,9 @@ def add_gaussian_noise(
         **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
+        if not isinstance(state, AddGaussianNoiseState):
+            demand = "that of `add_gaussian_noise`"
+            raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
         noisy = add_scaled(total, draw_noise(state, total), scale, state.step < _LAST_STEP)

@@ -249,7 +249,7 @@ BAD = {
     "least error of no workload": (lambda: least_error(4, None), "a Workload, got None"),
     "no exact sensitivity": (
         lambda: Correlation(6000, (0.6, -0.5)).sensitivity(1),
-        "`steps` .* at most without a column of C that is non-negative .* 5000, got 6000",
+        "`steps` .* at most the limit for such columns of C, 5000, got 6000",
     ),
     "more coefficients than steps": (lambda: Correlation(1, (0.8, 0.6)), "at most .* 1, got 2"),
     "more bands than steps": (lambda: square_root(4, 5), "`bands` .* number of steps, 4, got 5"),
@@ -283,3 +283,14 @@ def test_correlations_need_no_jax():
         "from optax_lsdp.correlation import optimize_banded; optimize_banded(10, 2)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_banded_inverse_is_found_for_many_steps_with_momentum():
+    """The search meets matrices whose sensitivity has no analysis for so many steps."""
+    found = banded_inverse(6000, 4, min_separation=100, workload=Workload(0.9))
+    assert found.sensitivity(100) > 1
+
+
+def test_a_flag_of_numpy_is_a_flag():
+    one, other = (Correlation(10, (1.3, -0.3), flag) for flag in (np.bool_(True), True))
+    assert repr(one) == repr(other)

@@ -335,3 +335,20 @@ def test_what_cannot_work_is_refused_in_one_sentence(name):
     with pytest.raises((TypeError, ValueError), match=words) as refused:
         call()
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        ([lsdp.low_pass([0.1], [1, -0.9])] * 2, "one smoothing and one filter at most .* 2 stages"),
+        ([1.0, 3.0], "`smoothing` must be one smoothing and one filter at most .* got '2 stages'"),
+        (["auto", 1.0], "`smoothing` must be one smoothing and one filter at most"),
+        ([lsdp.low_pass(*butter(4, 0.03))], "noise float32 can follow .* of order 4"),
+    ],
+)
+def test_noise_that_debiased_moments_cannot_follow_is_refused(stages, sentence):
+    private = dict(clip_norm=1.0, noise_multiplier=1.0, expected_batch_size=1.0)
+    tx = lsdp.dp_lsadam(1e-3, smoothing=stages, debias=True, key=jax.random.key(0), **private)
+    params = jnp.zeros(3)
+    with pytest.raises(ValueError, match=sentence):
+        tx.update(jnp.zeros((1, 3)), tx.init(params), params)

@@ -326,3 +326,12 @@ def test_two_groups_under_one_partition_share_no_noise():
     )
     noise, _ = jax.jit(tx.update)(params, tx.init(params))
     assert not np.isin(noise["a"], noise["b"]).any()
+
+
+def test_the_state_of_another_noise_is_refused():
+    """Noise would be drawn again that the other mechanism has released already."""
+    key, zeros = jax.random.key(0), jnp.zeros(3)
+    matrix = lsdp.correlation.square_root(10, 3)
+    state = lsdp.add_correlated_noise(1.0, matrix, key=key).init(zeros)
+    with pytest.raises(TypeError, match="`state` must be that of `add_gaussian_noise`, got AddCor"):
+        lsdp.add_gaussian_noise(1.0, key=key).update(zeros, state)

@@ -28,6 +28,8 @@ def statement(
     ε = 2.386 at δ = 1e-05.
     """
     check_choice("unit", unit, get_args(Unit))
+    if not mechanism.phases:
+        raise ValueError("`mechanism` must have at least one step, got none; append steps first.")
     words = _WORDS[unit]
     epsilon = mechanism.epsilon(delta - reserved)
     if unit == "user" and mechanism.phases[0].group_size > 1:

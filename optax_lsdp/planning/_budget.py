@@ -119,6 +119,32 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
     return whole
 
 
+def affordable(
+    plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None, most: int
+) -> int:
+    """Return how many planned steps from `step` on the budget covers, at most `most`.
+
+    A curve of ε lies slightly above ε. One step too few would waste a whole cycle of correlated
+    noise, so the steps that the curve does not allow are tried one by one.
+    """
+    curve = plan.epsilons(ledger, step, continues=continues)[:most]
+    count = int((curve <= plan.epsilon).sum())
+    while count < most:
+        phases = first_steps(phases_from(plan.mechanism, step), count + 1)
+        if extended(ledger, phases, continues).epsilon(plan.delta_of_noise) > plan.epsilon:
+            break
+        count += 1
+    return count
+
+
+def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
+    """Yield the first `count` steps of phases."""
+    for phase in phases:
+        if count > 0:
+            yield replace(phase, steps=min(phase.steps, count))
+        count -= phase.steps
+
+
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
     """Return whether `step` is the next planned step after those in the ledger, each taken once.
 

@@ -345,8 +345,7 @@ class PrivacyPlan:
         most = min(self.steps - step, budget.RECORDED_AT_MOST * self.steps - ledger.steps)
         if most <= 0 or is_next:
             return max(most, 0)
-        spent = self.epsilons(ledger, step, continues=continues)[:most]
-        return int(np.sum(spent <= self.epsilon))
+        return budget.affordable(self, ledger, step, continues, most)
 
     def statement(self) -> str:
         """Return in plain words what is protected, from whom, and under which assumptions.
@@ -359,6 +358,7 @@ class PrivacyPlan:
         """
         reserved = self.delta - self.delta_of_noise
         text = statement(self.mechanism, self.delta, reserved=reserved, unit=self.unit)
+        text += settings.describe_adaptive(self.clip_norm)
         if self.epsilon > 1.001 * self.mechanism.epsilon(self.delta_of_noise):
             text += (
                 f"\n\nThe budget is ε = {show_epsilon(self.epsilon)}. A run that restarts with "

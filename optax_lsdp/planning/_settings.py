@@ -231,6 +231,27 @@ def warn_of_long_search(
         )
 
 
+def describe_adaptive(clip_norm: ClipNorm) -> str:
+    """Return what a statement has to add if the clip norm is adaptive, or no text."""
+    norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
+    if not norms:
+        return ""
+    text = (
+        "\n\nThe clip norm C of a step is computed from the noisy sums of earlier steps, so it may "
+        "be\nreleased as well."
+    )
+    if len(norms) > 1:
+        text += f" Each of {len(norms)} groups of parameters has a C of its own, and noise of\n"
+        text += f"√{len(norms)} times the stated standard deviation."
+    if norms[0].method == "quantile":
+        factor = math.sqrt(1 + norms[0].indicator_weight ** 2 / 4)
+        text += (
+            "\nA noisy count of the clipped gradients is released beside each sum. The noise is "
+        )
+        text += f"therefore\n{factor:.6g} times as large as stated, at the same ε."
+    return text
+
+
 def check_watchable(sampling: Sampling, clip_norm: ClipNorm) -> None:
     """Raise unless batches and noise are drawn independently of earlier steps."""
     norms = jax.tree.leaves(clip_norm)

@@ -3,6 +3,7 @@
 from optax_lsdp.smoothing._auto import auto_smooth, chosen_smoothing
 from optax_lsdp.smoothing._layout import Grid
 from optax_lsdp.smoothing._spectrum import TimeFilter as TimeFilter
+from optax_lsdp.smoothing._spectrum import check_followed as check_followed
 from optax_lsdp.smoothing._spectrum import (
     grid_beta,
     grid_gamma,

@@ -37,9 +37,9 @@ So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subt
 that, nothing is smoothed. Evidence fades when training has converged: D stops growing, V does not.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
-least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most: it
-keeps its length and gains in direction. A learning rate that was tuned without smoothing stays
-tuned. Adam cancels ℓ, and keeps the length. The optimizer sees noise of the variance ℓ²·β·s².
+least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most.
+But ℓ raises the rate of smooth directions, and of means: a rate near the largest stable one becomes
+too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
 
 **What the rule cannot see.** Length counts noise alike in all directions, but the loss feels it as
 the curvature H says: V·tr(A H A), not V·tr A². If H has the spectrum of S and noise dominates, no A
@@ -66,16 +66,9 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+import optax_lsdp._checks as checks
 import optax_lsdp._mesh as mesh
-from optax_lsdp._checks import (
-    check_choice,
-    check_non_negative,
-    check_positive,
-    check_whole,
-    frozen_number,
-    refusal,
-)
-from optax_lsdp._clipped import unmarked_leaves
+from optax_lsdp._clipped import has_noise, is_before_noise, unmarked_leaves
 from optax_lsdp._trees import check_shapes, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
@@ -175,17 +168,17 @@ def auto_smooth(
     >>> chosen_smoothing(state).smoothing
     10.0
     """
-    check_positive("stddev", stddev, schedule=True)
-    check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
-    check_choice("boundary", boundary, BOUNDARIES)
-    check_whole("order", 1 if order is None else order)
-    check_choice("method", method, [name for name in METHODS if name != "banded"])
+    checks.check_positive("stddev", stddev, schedule=True)
+    checks.check_non_negative("sampling_stddev", sampling_stddev, schedule=True)
+    checks.check_choice("boundary", boundary, BOUNDARIES)
+    checks.check_whole("order", 1 if order is None else order)
+    checks.check_choice("method", method, [name for name in METHODS if name != "banded"])
     if isinstance(layouts, str) or not isinstance(layouts, Sequence) or not layouts:
-        raise refusal("layouts", "a sequence of layouts", layouts)
+        raise checks.refusal("layouts", "a sequence of layouts", layouts)
     for layout in layouts:
         check_layout(layout)
     mesh.check_shard_specs(shard_specs)
-    stddev, sampling_stddev = frozen_number(stddev), frozen_number(sampling_stddev)
+    stddev, sampling_stddev = checks.frozen_number(stddev), checks.frozen_number(sampling_stddev)
     kind = Operator(0.0, boundary, order or 1)
     inner = optax.with_extra_args_support(optimizer)
 
@@ -197,9 +190,11 @@ def auto_smooth(
         zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
-        total = jax.tree.map(lambda x: jnp.zeros_like(widen(x)), params)
+        total = jax.tree.map(lambda x: jnp.zeros_like(widen(jnp.asarray(x))), params)
         state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=inner.init(params))
+        if has_noise(first := inner.init(params)):
+            raise ValueError("`optimizer` must be what follows the noise, got one that adds noise.")
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)
 
     def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
         named, _ = unmarked_leaves("auto_smooth", updates)
@@ -287,16 +282,21 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
     {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, AutoSmoothState))
-    found = next((node for node in nodes if isinstance(node, AutoSmoothState)), None)
+    found = next(filter(_is_auto, jax.tree.leaves(state, is_leaf=_is_auto)), None)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with smoothing='auto', got one without; "
             "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
         )
+    if is_before_noise(state, _is_auto):
+        raise ValueError("`state` must have `auto_smooth` after the noise, got it before: private.")
     choice = jax.device_get(found.choice)
     each = [Choice(*(x[i].item() for x in choice)) for i in range(len(choice.layout))]
     return jax.tree.unflatten(jax.tree.structure(found.total), each)
+
+
+def _is_auto(node: object) -> bool:
+    return isinstance(node, AutoSmoothState)
 
 
 def _split(choice: Choice) -> list[Choice]:

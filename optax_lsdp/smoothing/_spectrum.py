@@ -11,7 +11,9 @@ Reference: Wang et al. 2019, DP-LSSGD.
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -22,6 +24,7 @@ Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", bound=Any)  # a float, a complex number, or an array of any library
 _LONGEST_START = 10**6  # steps after which the start of a filter in time is taken to be over
+_FOLLOWED = 4000  # steps after which a recursion in float32 is judged
 _NEGLIGIBLE = 1e-9  # the share of the start that may be left earlier
 
 
@@ -34,20 +37,21 @@ def ring_decay(smoothing: _Number) -> _Number:
     return 2 * smoothing / (1 + 2 * smoothing + (1 + 4 * smoothing) ** 0.5)
 
 
-def ring_gamma(smoothing: _Number, size: int) -> _Number:
+def ring_gamma(smoothing: _Number, size: int, xp: ModuleType = np) -> _Number:
     """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹ for a ring of d = `size` entries.
 
     Here λₖ = 1 + 4σ sin²(πk/d). The sum equals (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ); see
-    Proposition 2 of the DP-LSSGD paper. As d grows, γ tends to 1/r, not to 0.
+    Proposition 2 of the DP-LSSGD paper. As d grows, γ tends to 1/r, not to 0. If σ is traced, `xp`
+    is jax.numpy.
 
     >>> round(ring_gamma(1.0, 1000), 3)
     0.447
     """
-    tail = ring_decay(smoothing) ** size
-    return (1 + tail) / ((1 - tail) * (1 + 4 * smoothing) ** 0.5)
+    tail, rest = _tail(smoothing, size, xp)
+    return (1 + tail) / (rest * (1 + 4 * smoothing) ** 0.5)
 
 
-def ring_beta(smoothing: _Number, size: int) -> _Number:
+def ring_beta(smoothing: _Number, size: int, xp: ModuleType = np) -> _Number:
     """Return β = (1/d) Σₖ 1/λₖ², the variance of smoothed unit noise on a ring of d entries.
 
     For λₖ and r, see `ring_gamma`. The sum equals γ(1 + 2σ)/r² + 2dρᵈ / (r²(1 − ρᵈ)²). Proposition
@@ -56,10 +60,21 @@ def ring_beta(smoothing: _Number, size: int) -> _Number:
     >>> round(ring_beta(1.0, 1000), 3)
     0.268
     """
-    tail = ring_decay(smoothing) ** size
+    tail, rest = _tail(smoothing, size, xp)
     square = 1 + 4 * smoothing  # r²
-    wrapped = 2 * size * tail / (square * (1 - tail) ** 2)
-    return ring_gamma(smoothing, size) * (1 + 2 * smoothing) / square + wrapped
+    wrapped = 2 * size * tail / (square * rest * rest)
+    return ring_gamma(smoothing, size, xp) * (1 + 2 * smoothing) / square + wrapped
+
+
+def _tail(smoothing: Any, size: int, xp: ModuleType) -> tuple[Any, Any]:
+    """Return ρᵈ and 1 − ρᵈ, without cancellation: 1 − ρ = (1 + r) / (1 + 2σ + r)."""
+    root = (1 + 4 * smoothing) ** 0.5
+    gap = (1 + root) / (1 + 2 * smoothing + root)
+    if isinstance(smoothing, float | int):
+        power = size * math.log1p(-min(gap, 1 - 2**-53))  # at σ = 0, the gap is 1
+        return math.exp(power), -math.expm1(power)
+    power = size * xp.log1p(-gap)
+    return xp.exp(power), -xp.expm1(power)
 
 
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
@@ -254,3 +269,32 @@ def _least_response(matrix: np.ndarray, entry: np.ndarray, radius: float) -> flo
     while len(rows) < min(length, _LONGEST_START):
         rows, power = np.concatenate([rows, rows @ power]), power @ power
     return float(1 - (rows @ _final_delays(matrix, entry)).max())
+
+
+def check_followed(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) -> None:
+    """Raise unless the float32 recursion of `low_pass` follows the noise behind a filter to 1 %.
+
+    It is inexact for filters of high order with a low cut-off frequency. The variance that it
+    follows may even become negative.
+    """
+    order = len(read_filter(numerator, denominator).entry)
+    coefficients = tuple(map(float, numerator)), tuple(map(float, denominator))
+    gain = low_pass_gain(*coefficients)
+    if abs(_float32_gain(*coefficients) - gain) > 0.01 * gain:
+        raise ValueError(
+            "`smoothing` must hold a filter whose noise float32 can follow if the optimizer is "
+            f"debiased, got one of order {order}; take order 2, or a higher cut-off frequency."
+        )
+
+
+@lru_cache(maxsize=64)
+def _float32_gain(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:
+    """Return the gain of a filter that a float32 recursion finds after many steps."""
+    found = read_filter(numerator, denominator)
+    if not len(found.entry):
+        return low_pass_gain(numerator, denominator)
+    a, b = (np.asarray(x, np.float32) for x in found[:2])
+    covariance, response = np.zeros_like(a), np.zeros_like(b)
+    for _ in range(_FOLLOWED):
+        covariance[:], response[:] = a @ covariance @ a.T + np.outer(b, b), a @ response + b
+    return float((found.direct**2 + covariance[0, 0]) / (found.direct + response[0]) ** 2)

@@ -276,3 +276,19 @@ def test_estimates_that_assume_independent_noise_are_refused():
                 jnp.ones((2, 3)),
                 jnp.zeros(3),
             )
+
+
+@pytest.mark.parametrize("start", [50, 0])
+def test_remaining_steps_are_those_that_the_budget_allows(start):
+    """A curve of ε lies slightly above ε; one step too few would waste a cycle of 16 steps."""
+    settings = dict(dataset_size=1000, expected_batch_size=50, steps=100, delta=1e-5, epsilon=8.0)
+    plan = lsdp.PrivacyPlan(**settings, correlation=16)
+    ledger = Ledger()
+    for step in range(start):
+        ledger.append(plan.event(step), continues=step > 0)
+    found = plan.remaining_steps(ledger, start, continues=False)
+    allowed = start
+    while plan.allows(ledger, allowed, continues=allowed > start):
+        ledger.append(plan.event(allowed), continues=allowed > start)
+        allowed += 1
+    assert found == allowed - start >= 40

@@ -266,3 +266,30 @@ def test_a_large_delta_is_warned_about():
 def test_settings_may_be_scalar_arrays():
     arrays = {"epsilon": jnp.float32(2.0), "dataset_size": np.array(1000), "steps": jnp.int32(9)}
     assert make(**arrays) == make(epsilon=2.0, dataset_size=1000, steps=9)
+
+
+def test_the_statement_says_what_an_adaptive_clip_norm_changes():
+    settings = dict(dataset_size=1000, expected_batch_size=50, steps=10, delta=1e-5)
+    texts = [
+        lsdp.PrivacyPlan(**settings, noise_multiplier=2.0, clip_norm=norm).statement()
+        for norm in (
+            1.0,
+            lsdp.AdaptiveClip(1.0),
+            lsdp.AdaptiveClip(1.0, method="quantile"),
+            {
+                "a": lsdp.AdaptiveClip(1.0, method="fixed"),
+                "b": lsdp.AdaptiveClip(1.0, method="fixed"),
+            },
+        )
+    ]
+    words = [" ".join(text.split()) for text in texts]
+    assert ["computed from the noisy sums" in text for text in words] == [False, True, True, True]
+    assert ["1.00499 times as large" in text for text in words] == [False, False, True, False]
+    assert "√2 times the stated standard deviation" in words[3]
+
+
+def test_a_plan_warns_if_the_first_estimate_of_a_clip_norm_takes_long():
+    settings = dict(dataset_size=400, expected_batch_size=16, steps=100, epsilon=3.0, delta=1e-4)
+    with pytest.warns(UserWarning, match="`clip_norm` needs about .* steps for its first estimate"):
+        lsdp.PrivacyPlan(**settings, clip_norm=lsdp.AdaptiveClip(0.3, target=0.1))
+    lsdp.PrivacyPlan(**settings, clip_norm=lsdp.AdaptiveClip(0.3))  # no warning

@@ -273,7 +273,7 @@ def test_a_noise_scale_of_an_adaptive_clip_norm_is_counted():
     np.testing.assert_allclose(auto.variance, 2 * (2 * 8 / 4) ** 2)  # 2·(z·C/b)²
     np.testing.assert_allclose(auto.sampling, 2 * 8**2 / 4, rtol=1e-6)  # 2·C²/b
     groups = {"clip_norm": {"a": lsdp.AdaptiveClip(1.0), "b": lsdp.AdaptiveClip(1.0)}}
-    with pytest.raises(ValueError, match="`smoothing` must not be 'auto' with an AdaptiveClip"):
+    with pytest.raises(ValueError, match="`smoothing` must be left out with several AdaptiveClips"):
         lsdp.privatize(optax.sgd(0.1), smoothing="auto", **adaptive | groups)
 
 
@@ -319,3 +319,12 @@ def test_the_plain_transform_chooses_between_the_layouts_that_are_named():
         total = (total - total.mean(axis=0)).reshape(-1)
         now = oracles.choose_smoothing(total, count, 0.0, rings, now)
     assert now[0] > 0
+
+
+def test_a_choice_from_private_sums_is_refused():
+    noise = lsdp.add_gaussian_noise(1.0, key=jax.random.key(0))
+    with pytest.raises(ValueError, match="`optimizer` must be what follows the noise"):
+        lsdp.auto_smooth(optax.chain(noise, optax.sgd(0.1)), stddev=1.0).init(jnp.zeros(3))
+    before = optax.chain(lsdp.laplacian_smooth("auto", stddev=1.0), noise)
+    with pytest.raises(ValueError, match="`state` must have `auto_smooth` after the noise"):
+        lsdp.chosen_smoothing(before.init(jnp.zeros(3)))

@@ -195,7 +195,10 @@ by_traced_smoothing = jax.jit(by_every_method)
         (lambda: Grid((0.5,)), "`Grid.axes` must be a tuple of whole numbers"),
         (lambda: Grid((0,), 6), "`Grid.shape` must be a tuple of positive whole numbers, got 6"),
         (lambda: Grid((0,), (-2, -3)), "`Grid.shape` must be a tuple of positive whole numbers"),
-        (lambda: lsdp.laplacian_smooth(1.0, layout=Grid((0,))), "`layout` must be a function that"),
+        (
+            lambda: lsdp.laplacian_smooth(1.0, layout=Grid((0,))),
+            "`layout` must be a function of a leaf's path",
+        ),
         (
             lambda: lsdp.laplacian_smooth(1.0, layout=lambda p, s: np.ones(3)).update(
                 jnp.ones(6), STATE

@@ -1,6 +1,7 @@
 """γ and β agree with the paper's tables, their sums, and the variance of smoothed noise."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -80,3 +81,13 @@ def test_the_kernel_on_a_line_agrees_with_a_long_ring(smoothing, order):
     half = line_kernel(smoothing, order, error)
     np.testing.assert_allclose(half, ring[: len(half)], atol=1e-14)
     assert 2 * np.abs(ring[len(half) : size // 2]).sum() < 2 * error
+
+
+@pytest.mark.parametrize("size", [1, 50, 10_000])
+@pytest.mark.parametrize("smoothing", [0.0, 1e-3, 1.0, 1e6, 1e12, 1e20, 1e30])
+def test_rings_leave_the_noise_that_their_waves_leave_for_any_strength(smoothing, size):
+    eigenvalues = 1 + 4 * smoothing * np.sin(np.pi * np.arange(size) / size) ** 2
+    for found, power in ((ring_gamma, 1), (ring_beta, 2)):
+        exact = np.mean(eigenvalues**-power)
+        np.testing.assert_allclose(found(smoothing, size), exact, rtol=1e-9)
+        np.testing.assert_allclose(found(jnp.float32(smoothing), size, jnp), exact, rtol=1e-4)

@@ -60,7 +60,7 @@ def noise_left(operator: Operator, grid: Sequence[int]) -> jax.Array | float:
     now = operator.smoothing.astype(float)
     around = 1 if operator.boundary == "periodic" else 2
     if len(grid) == 1 and around == 1 and operator.order == 1:
-        return ring_beta(now, grid[0])
+        return ring_beta(now, grid[0], jnp)
     energy = [energies(jnp.arange(size).astype(now.dtype), around * size) for size in grid]
     return jnp.mean(inverse_spectrum(energy, operator, now.dtype) ** 2)
 
