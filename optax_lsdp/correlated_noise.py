@@ -236,7 +236,7 @@ def _subtract_past(
 
 
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
-    """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
+    """Return noise − Σᵣ weights[r]·past[r], entry by entry.
 
     Without the loop, XLA's CPU backend would copy each row and, twice, the whole past.
     """
@@ -245,7 +245,7 @@ def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax
         return rest - weights[row] * past[row]
 
     if any(explicit_spec(past)):  # a loop would need noise with the sharding of the past
-        for row in range(len(past)):
+        for row in range(len(past)):  # may round otherwise than the loop
             noise = subtract(row, noise)
         return noise
     return jax.lax.fori_loop(0, len(past), subtract, noise)

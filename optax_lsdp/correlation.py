@@ -99,8 +99,8 @@ class Correlation:
         if (found := np.array(checks.numbers("coefficients", self.coefficients, demand)))[0] <= 0:
             raise checks.refusal("coefficients", demand, self.coefficients)
         _check_bands(found.size, self.steps, "coefficients")
-        plain = {"steps": int(self.steps), "is_inverse": bool(self.is_inverse)}
-        self.__dict__.update(plain, coefficients=tuple(found.tolist()))
+        plain = int(self.steps), tuple(found.tolist()), bool(self.is_inverse)
+        vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
             remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
             demand = "the coefficients of a matrix C without a column of norm above 1"
@@ -229,7 +229,8 @@ def banded_inverse(
     """
     _check_bands(bands, steps)
     checks.check_kind("workload", workload, Workload)
-    checks.check_whole("min_separation", steps if min_separation is None else min_separation)
+    separation = steps if min_separation is None else min_separation
+    checks.check_whole("min_separation", separation)
     workload.rates(steps)  # checks their number
 
     def made(power: float) -> Correlation:
@@ -242,16 +243,14 @@ def banded_inverse(
 
     def error(power: float) -> float:
         try:
-            found = made(power)
-            uses = found.sensitivity(steps if min_separation is None else min_separation)
+            error = (found := made(power)).squared_errors(workload).mean()
+            return math.log(error) + 2 * math.log(found.sensitivity(separation))
         except ValueError:
             return 1e6 + power  # the search turns back
-        return math.log(found.squared_errors(workload).mean()) + 2 * math.log(uses)
 
     if power is None:
-        return made(float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x))
-    if not (checks.is_number(power) and 0 <= power <= 1):
-        raise checks.refusal("power", "from 0 to 1, or None", power)
+        power = float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x)
+    checks.check_fraction("power", power)
     return made(power)
 
 

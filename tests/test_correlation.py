@@ -254,7 +254,7 @@ BAD = {
     "more coefficients than steps": (lambda: Correlation(1, (0.8, 0.6)), "at most .* 1, got 2"),
     "more bands than steps": (lambda: square_root(4, 5), "`bands` .* number of steps, 4, got 5"),
     "no bands": (lambda: optimize_banded(4, 0), "`bands` .* 1 or more, got 0"),
-    "power": (lambda: banded_inverse(4, 2, power=2.0), "`power` .* from 0 to 1, or None, got 2.0"),
+    "power": (lambda: banded_inverse(4, 2, power=2.0), "`power` must be from 0 to 1, got 2.0"),
     "momentum": (lambda: Workload(1.0), "`momentum` .* below 1, got 1.0"),
     "rates": (lambda: Workload(learning_rates=(1.0, -1.0)), "`learning_rates` .* none below 0"),
     "number of rates": (

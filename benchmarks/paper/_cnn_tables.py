@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks._results import RESULTS, load, markdown
-from benchmarks.paper._stacked_tables import cnn_tournament
 from benchmarks.paper._tables import spread
 from benchmarks.paper.cnn_best import EPSILONS, PARTS, gains, tried
 
@@ -215,6 +214,5 @@ CNN_TABLES = {  # as TABLES
     "cnn_settings": ("cnn_best", cnn_settings),
     "cnn_parts": ("cnn_best", cnn_parts),
     "cnn_best": ("cnn_best", cnn_best),
-    "cnn_tournament": ("cnn_tournament", cnn_tournament),
     "cifar": ("cifar", cifar),
 }

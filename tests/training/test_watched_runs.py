@@ -1,6 +1,7 @@
 """Runs that are watched: the curve of `fit`, on the bar, in reports, and after a crash."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -70,3 +71,26 @@ def test_shuffled_batches_are_refused():
             optimizer=optax.sgd(0.1),
             watch=True,
         )
+
+
+@pytest.mark.parametrize("collect", [optax.apply_every(4), None], ids=["apply_every", "MultiSteps"])
+def test_optimizers_that_collect_updates_have_no_bias(collect):
+    """On pure noise, the true work is 0; their updates are zero in three of four steps."""
+    optimizer = optax.MultiSteps(optax.sgd(4.0), 4)
+    if collect is not None:
+        optimizer = optax.chain(collect, optax.sgd(1.0))
+    tx, params = lsdp.watch(optimizer, steps=40, stddev=1.0), jnp.zeros(100)
+
+    @jax.jit
+    @jax.vmap
+    def run(key):
+        def step(state, key):
+            with jax.numpy_dtype_promotion("standard"):  # which `optax.MultiSteps` needs
+                return tx.update(jax.random.normal(key, (100,)), state, params)[1], None
+
+        return jax.lax.scan(step, tx.init(params), jax.random.split(key, 40))[0]
+
+    states = run(jax.random.split(jax.random.key(0), 40))
+    ends = np.asarray(states.curve[:, -1])
+    assert np.mean(np.abs(ends[:, 0]) < 2 * ends[:, 1]) >= 0.9
+    assert abs(np.mean(ends[:, 0] / ends[:, 1])) < 0.7  # all runs share the probes' signs
