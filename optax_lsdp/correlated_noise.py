@@ -236,7 +236,7 @@ def _subtract_past(
 
 
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
-    """Return noise − Σᵣ weights[r]·past[r], entry by entry.
+    """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
 
     Without the loop, XLA's CPU backend would copy each row and, twice, the whole past.
     """
@@ -244,10 +244,9 @@ def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
         return rest - weights[row] * past[row]
 
-    if any(explicit_spec(past)):  # a loop would need noise with the sharding of the past
-        for row in range(len(past)):  # may round otherwise than the loop
-            noise = subtract(row, noise)
-        return noise
+    if any(spec := explicit_spec(past)):  # the loop needs noise with the sharding of the past
+        mesh = jax.typeof(past).sharding.mesh
+        noise = jax.sharding.reshard(noise, jax.NamedSharding(mesh, jax.P(*spec[1:])))
     return jax.lax.fori_loop(0, len(past), subtract, noise)
 
 

@@ -119,6 +119,14 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
     return whole
 
 
+def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> int:
+    """Return for how many more steps the ledger and, if it continues, the correlation have room."""
+    left = RECORDED_AT_MOST * plan.steps - ledger.steps
+    if continues and isinstance(plan.correlation, Correlation) and ledger.phases:
+        left = min(left, plan.correlation.steps - ledger.phases[-1].steps)
+    return left
+
+
 def affordable(
     plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None, most: int
 ) -> int:

@@ -315,7 +315,7 @@ class PrivacyPlan:
             return False
         if budget.is_next(self, ledger, step, continues):
             return True
-        if ledger.steps >= budget.RECORDED_AT_MOST * self.steps:
+        if budget.steps_left(self, ledger, continues) <= 0:
             return False
         whole = budget.extended(ledger, [self.event(step)], continues)
         return whole.epsilon(self.delta_of_noise) <= self.epsilon
@@ -342,7 +342,7 @@ class PrivacyPlan:
         step = ledger.steps if step is None else step
         check_whole("step", step, least=0)
         is_next = budget.is_next(self, ledger, step, continues)
-        most = min(self.steps - step, budget.RECORDED_AT_MOST * self.steps - ledger.steps)
+        most = min(self.steps - step, budget.steps_left(self, ledger, continues))
         if most <= 0 or is_next:
             return max(most, 0)
         return budget.affordable(self, ledger, step, continues, most)

@@ -292,3 +292,10 @@ def test_remaining_steps_are_those_that_the_budget_allows(start):
         ledger.append(plan.event(allowed), continues=allowed > start)
         allowed += 1
     assert found == allowed - start >= 40
+
+
+def test_correlated_noise_does_not_continue_beyond_its_steps():
+    plan = make_plan(correlation=4)
+    whole, larger = Ledger(plan.mechanism.phases), make_plan(correlation=4, epsilon=90.0)
+    assert not larger.allows(whole, plan.steps - 1, continues=True)
+    assert larger.remaining_steps(whole, 3, continues=True) == 0
