@@ -22,7 +22,7 @@ from optax_lsdp._checks import (
     refusal,
 )
 from optax_lsdp._clipped import unmarked_leaves
-from optax_lsdp._trees import check_shapes, wide_dtype, widen
+from optax_lsdp._trees import check_shapes, describe_arrays, wide_dtype, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing import Denoiser, TimeFilter, check_followed, laplacian_smooth, read_filter
 
@@ -362,13 +362,13 @@ def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
 def _per_leaf(value: PyTree, updates: optax.Updates) -> jax.Array:
     """Return one number per leaf, from one number for all or a tree with one per leaf."""
     given, leaves = jax.tree.leaves(value), jax.tree.leaves(updates)
-    if len(given) == 1:
-        given = given * len(leaves)
-    elif len(given) != len(leaves):
-        raise ValueError(
-            "`noise_stddev` must be one number, or a tree with one number per leaf, got "
-            f"{len(given)} numbers for {len(leaves)} leaves."
-        )
+    wanted: object = jax.tree.structure(updates)
+    fits = wanted == jax.tree.structure(value)
+    if jax.tree_util.all_leaves([value]):
+        given, fits = given * len(leaves), True
+    if not fits or any(map(jnp.shape, given)):
+        demand = "`noise_stddev` must be one number, or a tree like the updates with one per leaf"
+        raise ValueError(f"{demand}, got {describe_arrays(value)}.")
     return jnp.stack([jnp.asarray(one, float) for one in given]) if given else jnp.zeros(0)
 
 
@@ -377,9 +377,9 @@ def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) ->
     if noise_variance is None:
         raise ValueError(
             "`noise_stddev` must be set where the noise is not known, got None; put "
-            "`scale_by_debiased_adam` into `privatize`, with `laplacian_smooth` and `low_pass` as "
-            "the only `smoothing`, at most one AdaptiveClip and no `correlation`, or pass the "
-            "standard deviation."
+            "`scale_by_debiased_adam` into `privatize`, with 'auto', σ, `laplacian_smooth` and "
+            "`low_pass` as the only `smoothing`, at most one AdaptiveClip and no `correlation`, or "
+            "pass the standard deviation."
         )
     if noise_variance.shape != state.noise.shape:
         raise ValueError(

@@ -291,7 +291,7 @@ REFUSED = {
     "negative noise": (adam(noise_stddev={"w": -1.0}), "`noise_stddev` .* got -1.0"),
     "two noises for three leaves": (
         private(lsdp.scale_by_debiased_adam(noise_stddev=(1.0, 1.0, 1.0))),
-        "`noise_stddev` must be one number, or .* 3 numbers for 2 leaves",
+        "`noise_stddev` must be one number, or a tree like the updates with one per leaf",
     ),
     "no noise": (
         lambda: two_steps(lsdp.scale_by_debiased_adam(), PARAMS),

@@ -53,9 +53,9 @@ def statement(
         "arithmetic is exact.",
     ]
     if unit == "user":
-        ids = f"a person has at most {facts.group_size} user ids"
-        ids = "a person has one user id" if facts.group_size == 1 else ids
-        assumed.insert(2, f"{ids}, which all examples of this person carry;")
+        ids = f"a person has at most {facts.group_size} user ids, of which each example carries one"
+        alone = "a person has one user id, which all examples of this person carry"
+        assumed.insert(2, f"{alone if facts.group_size == 1 else ids};")
     at_most = "" if facts.is_tight else " at most (an upper bound; the exact value is not known)"
     title = f"ε = {show_epsilon(epsilon)} at δ = {delta:g}{at_most}."
     lines = [title, "", *textwrap.wrap(meaning, 88), "", "Assumed:"]
