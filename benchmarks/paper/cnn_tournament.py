@@ -147,15 +147,16 @@ def trainer(folder: Path | None, smoke: bool, method: Method, size: int) -> Call
         return params, chain(z, rate, smoothing, key).init(params), params
 
     def step(
-        z: Any, rate: Any, smoothing: Any, key: jax.Array, carry: Any, data: Any, index: jax.Array
+        z: Any,
+        rate: Any,
+        smoothing: Any,
+        key: jax.Array,
+        carry: Any,
+        data: Any,
+        batch: Any,
+        index: jax.Array,
     ) -> Any:
         params, state, mean = carry
-        rooms: Any = {"max_batch_size": min(ROOM, size), "key": key}
-        if method.bands == 1:
-            batch = lsdp.PoissonSampler(size, BATCH / size, **rooms).batch(index)
-        else:
-            cyclic = lsdp.CyclicPoissonSampler(size, BATCH / size, cycle=method.bands, **rooms)
-            batch = cyclic.batch(index)
         total = gradient(params, jax.tree.map(lambda x: x[batch.indices], data), batch.mask)
         updates, state = chain(z, rate, smoothing, key).update(total, state, params)
         params = optax.apply_updates(params, updates)
@@ -167,9 +168,13 @@ def trainer(folder: Path | None, smoke: bool, method: Method, size: int) -> Call
 
     def train(data: Any, z: float, rate: float, smoothing: float, seed: int) -> Any:
         run = (z, rate, smoothing, jax.random.key(seed))  # public, unlike the key of a real run
+        rooms: Any = {"max_batch_size": min(ROOM, size), "key": run[-1]}
+        sampler: Any = lsdp.PoissonSampler(size, BATCH / size, **rooms)
+        if method.bands > 1:
+            sampler = lsdp.CyclicPoissonSampler(size, BATCH / size, cycle=method.bands, **rooms)
         carry = begin(*run, data[0][0])
         for index in range(used.steps):
-            carry = step(*run, carry, data, index)
+            carry = step(*run, carry, data, sampler.batch(index), index)
         return carry[2]
 
     return train
