@@ -133,15 +133,20 @@ def affordable(
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
     A curve of ε lies slightly above ε. One step too few would waste a whole cycle of correlated
-    noise, so the steps that the curve does not allow are tried one by one.
+    noise, so the next cycle is looked at without the curve. Groups, whose ε may take long, are not.
     """
+
+    def fits(count: int) -> bool:
+        phases = first_steps(phases_from(plan.mechanism, step), count)
+        return extended(ledger, phases, continues).epsilon(plan.delta_of_noise) <= plan.epsilon
+
     curve = plan.epsilons(ledger, step, continues=continues)[:most]
     count = int((curve <= plan.epsilon).sum())
-    while count < most:
-        phases = first_steps(phases_from(plan.mechanism, step), count + 1)
-        if extended(ledger, phases, continues).epsilon(plan.delta_of_noise) > plan.epsilon:
-            break
-        count += 1
+    cycle = plan.correlation.bands if isinstance(plan.correlation, Correlation) else 1
+    last = count if plan.group_size > 1 else min(count + cycle, most)
+    while count < last:
+        middle = (count + last + 1) // 2
+        count, last = (middle, last) if fits(middle) else (count, middle - 1)
     return count
 
 
