@@ -91,8 +91,7 @@ def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> T
     for jaxpr in (closed.jaxpr, backward.jaxpr):  # only `backward` contains custom derivatives
         for equation, mapped in equations_with_mapped_axes(jaxpr, replicated):
             _check_no_collective(equation, mapped)
-            _check_no_leak(equation, vouched)
-            _check_padding(equation, is_forward=jaxpr is closed.jaxpr)
+            _check_no_leak(equation, vouched, is_forward=jaxpr is closed.jaxpr)
     return TracedLoss(closed, jax.tree.structure(shapes))
 
 
@@ -145,9 +144,23 @@ def _replicated_axes(example: PyTree) -> frozenset[str]:
     return frozenset(manual_axes()) - varying_axes(example) if are_shards_tracked() else frozenset()
 
 
-def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
-    """Raise if an equation may read other examples under vmap, or may reveal an example."""
+def _check_no_leak(equation: Equation, vouched: set[str], *, is_forward: bool) -> None:
+    """Raise if an equation may read other examples under vmap, or may reveal an example.
+
+    XLA for CPUs computes a batched convolution from pixels of other examples if an axis of the
+    image is cropped at the low end and padded at the high end, which are negative and positive
+    padding. A gradient has such a padding if the convolution pads the low end by more than its
+    window. A loss may not crop by padding at all, because its gradient may have such a padding.
+    """
     name = equation.primitive.name
+    for low, high in equation.params["padding"] if name == "conv_general_dilated" else ():
+        if low < 0 and (is_forward or high > 0):
+            where = "" if is_forward else " in its gradient"
+            raise ValueError(
+                "`loss_fn` must not crop the image of a convolution by negative padding, which XLA "
+                f"may compute from pixels of other examples, got the padding {(low, high)}{where}; "
+                "crop or pad the image with jax.lax.pad before the convolution."
+            )
     function = getattr(equation.params.get("callback"), "callback_func", None)
     function = getattr(function, "func", function)  # inside functools.partial
     called = getattr(function, "__name__", equation.params.get("target_name", name))
@@ -174,26 +187,6 @@ def _check_no_leak(equation: Equation, vouched: set[str]) -> None:
         f"know that {called} does neither, wrap the loss in vouch_for_callbacks(loss_fn, "
         f"{called!r})."
     )
-
-
-def _check_padding(equation: Equation, *, is_forward: bool) -> None:
-    """Raise if XLA might compute a batched convolution from pixels of other examples.
-
-    XLA for CPUs does this if an axis of the image is cropped at the low end and padded at the high
-    end, which are negative and positive padding. A gradient has such a padding if the convolution
-    pads the low end by more than its window. A convolution that crops its image is refused in any
-    case, because its gradient may have such a padding.
-    """
-    if equation.primitive.name != "conv_general_dilated":
-        return
-    for low, high in equation.params["padding"]:
-        if low < 0 and (is_forward or high > 0):
-            where = "" if is_forward else " in its gradient"
-            raise ValueError(
-                "`loss_fn` must not crop the image of a convolution by negative padding, which XLA "
-                f"may compute from pixels of other examples, got the padding {(low, high)}{where}; "
-                "crop or pad the image with jax.lax.pad before the convolution."
-            )
 
 
 def _is_loop_control(equation: Equation) -> bool:

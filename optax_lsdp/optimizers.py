@@ -20,7 +20,6 @@ from optax_lsdp._checks import (
     is_number,
     refusal,
 )
-from optax_lsdp._clipped import has_noise
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
     AdaptiveClip,
@@ -344,10 +343,7 @@ def _with_known_noise(
     """Chain both, and tell the learner the noise's standard deviation, if this is known."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        if has_noise(state := learner.init(params)):
-            got = "got one that adds noise itself; pass one such as optax.sgd(0.1)"
-            raise ValueError(f"`optimizer` must be an ordinary Optax optimizer, {got}.")
-        return release.init(params), state
+        return release.init(params), learner.init(params)
 
     def update(
         updates: optax.Updates,
@@ -386,8 +382,9 @@ def _with_clear_errors(
             if not is_missing:
                 raise
             raise TypeError(
-                f"`optimizer` must need gradients only, got one that needs {names.lstrip('s: ')}, "
-                "which would be released without noise; use one such as optax.sgd or optax.adam."
+                "`optimizer` must need gradients only, got one that also needs "
+                f"{names.lstrip('s: ')}, which would be released without noise; use one such as "
+                "optax.sgd or optax.adam."
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
