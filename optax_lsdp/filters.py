@@ -149,9 +149,9 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
 
         return jax.tree.map(output, updates, *state.delays), after
 
-    def variance_after(*given: PyTree) -> jax.Array:
+    def variance_after(variance: PyTree, before: PyTree, after: PyTree, _: PyTree) -> jax.Array:
         check_followed(numerator, denominator)
-        return given[2].noise_variance  # of the state after the update
+        return after.noise_variance
 
     return Denoiser(init, update, variance_after)
 

@@ -121,10 +121,8 @@ def privatize(
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
     check_positive("expected_batch_size", expected_batch_size)
-    noise_multiplier, expected_batch_size = (
-        frozen_number(noise_multiplier),
-        float(expected_batch_size),
-    )
+    noise_multiplier = frozen_number(noise_multiplier)
+    expected_batch_size = float(expected_batch_size)
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)

@@ -56,6 +56,16 @@ CASES = {
     "clip norm in a group": (lambda: grad(clip_norm={"w": 1.0, "b": -2.0}), "`clip_norm` .*-2.0"),
     "clip norm beyond float32": (lambda: privatize(clip_norm=1e31), "`clip_norm` .* to 1e30"),
     "groups that are no prefix": (lambda: grad(clip_norm={"v": 1.0}), "`clip_norm` .* prefix"),
+    "clip norm of an empty group": (
+        lambda: grad(
+            {"w": jnp.ones(2), "b": None},
+            {"w": jnp.ones((5, 2)), "b": None},
+            None,
+            lambda p, x: jnp.vdot(p["w"], x["w"]),
+            {"w": 1.0, "b": 1.0},
+        ),
+        r"`clip_norm` must be None at the empty .*b.*, got 1.0",
+    ),
     "schedule below zero": (lambda: grad(clip_norm=lambda step: -1.0), "`clip_norm` .* got -1.0"),
     "schedule without step": (lambda: grad(clip_norm=lambda step: 1.0), "`step` must be passed"),
     "learning rate NaN": (lambda: lsdp.dp_sgd(np.nan, **GOOD), "`learning_rate` .* got nan"),

@@ -195,7 +195,7 @@ class CheckedClipNorm:
             group = ClipGroup(next(addresses), norm)
             leaves = jax.tree.leaves(subtree, is_leaf=is_marked)
             if not leaves and len(self.addresses) > 1:
-                raise TypeError(f"`clip_norm` must be None at {group.path}, got {norm}.")
+                raise TypeError(f"`clip_norm` must be None at the empty {group.path}, got {norm}.")
             groups.extend([group] * len(leaves))
 
         try:

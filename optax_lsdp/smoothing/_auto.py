@@ -289,7 +289,7 @@ def chosen_smoothing(state: PyTree) -> PyTree:
             "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
         )
     if is_before_noise(state, _is_auto):
-        raise ValueError("`state` must have `auto_smooth` after the noise, got it before: private.")
+        raise ValueError("`state` must have `auto_smooth` after the noise, got a private choice.")
     choice = jax.device_get(found.choice)
     each = [Choice(*(x[i].item() for x in choice)) for i in range(len(choice.layout))]
     return jax.tree.unflatten(jax.tree.structure(found.total), each)
