@@ -1,10 +1,11 @@
 """Find every use of every parameter in the jaxpr of a loss.
 
 A *weight* is a value that depends only on parameters and constants. A *use* is an equation that
-combines a weight with data of an example. The walk follows each parameter through all weights that
-depend on it. If the primitive of a use has a rule, the walk records a `Use`. Otherwise it records
-that the leaves of the weight are used without a rule, and automatic differentiation handles them.
-So the walk misses no use. At worst, a leaf is slower than it could be.
+combines a weight with data of an example, or looks up rows of a weight at constant indices. The
+walk follows each parameter through all weights that depend on it. If the primitive of a use has a
+rule, the walk records a `Use`. Otherwise it records that the leaves of the weight are used without
+a rule, and automatic differentiation handles them. So the walk misses no use. At worst, a leaf is
+slower than it could be.
 
 If a weight consists of entries of one parameter, as a transpose or a slice does, a NumPy view says
 which ones. The viewed array has one byte per entry of the parameter, and is never read or written.
@@ -284,9 +285,11 @@ def _walk_equation(
 ) -> list[Weight | None]:
     """Record the uses in one equation. Return its outputs, with None for those that need data.
 
-    If all operands are weights, so are the outputs, except with a `custom_vjp`. A custom backward
-    pass need not be linear in its cotangent. So automatic differentiation has to add up the
-    cotangents from all uses of the output before it runs the custom backward pass.
+    If all operands are weights, so are the outputs, with two exceptions. The first is a
+    `custom_vjp`. A custom backward pass need not be linear in its cotangent. So automatic
+    differentiation has to add up the cotangents from all uses of the output before it runs the
+    custom backward pass. The second is a lookup of rows at constant indices, such as positions in a
+    text. As a use, it needs the gradients of these rows only, and not those of the whole table.
     """
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
@@ -295,7 +298,8 @@ def _walk_equation(
         return _walk(body(equation), weights, path, loops, uses)
     is_pure = not equation.effects and not has_custom_backward(equation)
     if is_pure and len(found) == len(weights):
-        return [*derived(equation, found)]
+        is_lookup = name == "gather" and _add_use(equation, weights, path, loops, uses)
+        return data if is_lookup else [*derived(equation, found)]
     if not any(weight.leaves for weight in found):
         return data
     if name == "scan":

@@ -163,6 +163,9 @@ LOSSES = {
         (GRAM,),
     ),
     "embedding, from the end": Case(lambda w, i: squash(w[i]), TABLE, IDS - 50, (GRAM,)),
+    "embedding of constant positions": Case(
+        lambda w, x: squash(w[jnp.array([3, 1, 3, -1])] + x), TABLE, normal(N, 4, 30), (GRAM,)
+    ),
     "embedding along columns": Case(lambda w, i: squash(w[:, i]), TABLE, IDS[:, :3], (GRAM,)),
     "one-hot": Case(lambda w, i: squash(jax.nn.one_hot(i, 50) @ w), TABLE, IDS, (GRAM,)),
     "window of a table": Case(
