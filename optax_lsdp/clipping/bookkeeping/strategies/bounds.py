@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lsdp._trees import wide_dtype, widen
-from optax_lsdp.clipping.bookkeeping._platforms import Platform
+from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
 
 
 class Factors(NamedTuple):
@@ -237,9 +237,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
             x + times * more for x, more in zip((total, norm_a, norm_g), sums, strict=True)
         )
         if gram.weighting is not None:
-            # `jnp.diagonal` would change the layout; a masked sum is fused with the Gram matrix.
-            eye = jnp.eye(a.shape[-1], dtype=bool)
-            a, g = (jnp.sum(jnp.where(eye, k, jnp.zeros_like(k)), axis=-1) for k in (a, g))
+            a, g = (_diagonal(k, platform) for k in (a, g))
             along = jnp.sum(
                 jnp.sqrt(a + rounded_a * tiny) * jnp.sqrt(g + rounded_g * tiny), axis=-1
             )
@@ -271,6 +269,18 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
     upper = jnp.minimum(reach, root(total + slack, reach) * platform.growth(2, narrow))
     rounding = coarse + rows * unit * reach
     return NormBound(root(total, upper), upper, rounding)
+
+
+def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
+    """Return the diagonals of Gram matrices (n, blocks, t, t).
+
+    On a CPU, this reads the diagonals only. Accelerators would change the layout of the matrices
+    for that. They add up rows in which all other entries are zero, without storing these rows.
+    """
+    if platform is CPU:
+        return jnp.diagonal(gram, axis1=-2, axis2=-1)
+    eye = jnp.eye(gram.shape[-1], dtype=bool)
+    return jnp.sum(jnp.where(eye, gram, jnp.zeros_like(gram)), axis=-1)
 
 
 def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array], int]:
