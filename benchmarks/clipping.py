@@ -1,8 +1,9 @@
 """What clipping costs: the zoo by every engine and library, in interleaved runs.
 
 Every model's result is written as soon as it is there; a run that was interrupted goes on.
-`--models` names those to measure anew. Peers are used where they are installed (`pip install
-jax-privacy opacus`); what fails is recorded with its message.
+`--models` names those to measure anew, and `--ways` the ways to compute their gradients. The record
+keeps the rows of other ways, which are then of an earlier run. Peers are used where they are
+installed (`pip install jax-privacy opacus`); what fails is recorded with its message.
 
 Large models are compared with ordinary training only. Those that consist of shapes are compiled for
 their memory, and not run. `--compile-only` does the same to all large models.
@@ -146,6 +147,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "clipping.json")
     every = [*ZOO, *LARGE]
     parser.add_argument("--models", nargs="*", choices=every, help="to be measured anew")
+    ways = list(_peers.WAYS)
+    parser.add_argument("--ways", nargs="*", choices=ways, default=ways, help="for the zoo")
     parser.add_argument("--compile-only", action="store_true", help="do not time large models")
     parser.add_argument("--smoke", action="store_true", help="a model or two, in seconds")
     args = parser.parse_args()
@@ -159,8 +162,9 @@ def main() -> None:
     for name in tqdm([n for n in again if n in ZOO], desc="models"):
         model = ZOO[name](None)
         size = len(jax.tree.leaves(model.batch)[0])
-        rows = measure(model, _peers.ways(model), seconds)
-        record["models"][name] = {"batch": size, "ways": rows}
+        chosen = {way: make for way, make in _peers.ways(model).items() if way in args.ways}
+        old = record["models"].get(name, {}).get("ways", {})
+        record["models"][name] = {"batch": size, "ways": old | measure(model, chosen, seconds)}
         _timing.write(args.output, record)
     for name in tqdm([n for n in again if n in LARGE], desc="large models"):
         model = LARGE[name]()

@@ -43,6 +43,19 @@ def test_large_models_are_recorded_apart_from_the_zoo_and_shapes_are_not_run(tmp
     assert found["shapes"]["bookkeeping"].keys() == {"temp_megabytes"}
 
 
+def test_ways_that_are_not_measured_anew_keep_their_rows(tmp_path, monkeypatch):
+    output, old = tmp_path / "clipping.json", {"milliseconds": -1.0}
+    ways = {"non-private": old, "vmap": old}
+    record = {"models": {"small": {"batch": 4, "ways": ways}}, "growth": [0], "microbatches": [0]}
+    output.write_text(json.dumps(record))
+    monkeypatch.setattr(clipping, "ZOO", {"small": lambda _: zoo.mlp((10,), 4)})
+    words = ["--smoke", "--output", str(output), "--models", "small", "--ways", "non-private"]
+    monkeypatch.setattr(sys, "argv", ["clipping", *words])
+    clipping.main()
+    found = json.loads(output.read_text())["models"]["small"]["ways"]
+    assert found["non-private"]["milliseconds"] > 0 and found["vmap"] == old
+
+
 def test_large_models_take_little_memory_on_record():
     rows = _timing.load_record(RESULTS / "clipping.json")["large"]
     for name, most in {"softmax regression, full batch": 1.5, "GPT-2 small": 2.0}.items():
