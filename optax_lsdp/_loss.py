@@ -191,8 +191,8 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     Returns:
         The loss of one user. Its second argument is one row of a `UserBatch`, or a pair: arrays
-        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. The
-        gradient of a user without examples is zero.
+        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. A user
+        without examples contributes zero to the sum of `clipped_grad`.
 
     >>> loss = average_examples(lambda params, x: params * x)
     >>> examples, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
