@@ -58,7 +58,7 @@ class AddGaussianNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Tell `watch` that what precedes this transform is private."""
+        """Mark this state, so that `watch` finds the noise in a chain and refuses to precede it."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
@@ -126,7 +126,7 @@ def add_gaussian_noise(
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
         if not isinstance(state, AddGaussianNoiseState):
-            demand = "that of `add_gaussian_noise`"
+            demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
@@ -231,8 +231,8 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
 def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
     """Return a row of standard Gaussian noise for each key.
 
-    Without the condition, XLA would draw the rows again in every kernel that slices the noise of a
-    leaf from them. It always holds, because steps are never negative.
+    The condition always holds, because steps are never negative. Without the condition, XLA would
+    draw the rows again in every kernel that takes the noise of one leaf from them.
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)

@@ -73,7 +73,7 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches and their masks. The second batch is the first with `example` at `row`."""
+    """Two batches and their masks. The second batch is `batch` with `example` in row `row`."""
 
     batch: PyTree
     example: PyTree
@@ -208,7 +208,7 @@ def _settings(
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
         scales, by = np.full(size, scale), f"{scale:g}"
-        if kind == "two scales":  # one more example then changes the median of the scales
+        if kind == "two scales":  # half of the examples each: then `row` can move the median
             scales, by = np.full(size, max(_SCALES)), f"{max(_SCALES):g} or {min(_SCALES):g}"
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)

@@ -111,7 +111,10 @@ def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
 
 
 def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) -> Ledger:
-    """Return a ledger with further phases. With `continues`, the first continues the last phase."""
+    """Return a copy of a ledger with `phases` appended.
+
+    With `continues`, the first of them continues the ledger's last phase.
+    """
     whole = Ledger(ledger.phases)
     for phase in phases:
         whole.append(phase, continues=bool(continues))
@@ -120,7 +123,7 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
 
 
 def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> int:
-    """Return for how many more steps the ledger and, if it continues, the correlation have room."""
+    """Return how many more steps fit into the ledger and, if `continues`, into the correlation."""
     left = RECORDED_AT_MOST * plan.steps - ledger.steps
     if continues and isinstance(plan.correlation, Correlation) and ledger.phases:
         left = min(left, plan.correlation.steps - ledger.phases[-1].steps)
@@ -132,8 +135,10 @@ def affordable(
 ) -> int:
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
-    A curve of ε lies slightly above ε. One step too few would waste a whole cycle of correlated
-    noise, so the next cycle is looked at without the curve. Groups, whose ε may take long, are not.
+    `plan.epsilons` is quick but lies slightly above `Ledger.epsilon`. Correlated noise spends
+    budget by the cycle, so one step too few would waste a cycle. So after the last step that the
+    curve allows, one more cycle is tried with `Ledger.epsilon`. Groups skip this search, because
+    their ε may take long to compute.
     """
 
     def fits(count: int) -> bool:
@@ -159,9 +164,9 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 
 
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
-    """Return whether `step` is the next planned step after those in the ledger, each taken once.
+    """Return whether the ledger has each planned step before `step` once, and `step` continues.
 
-    It is not if it starts a new order or new correlated noise.
+    A step that starts a new order or new correlated noise does not continue the ledger's steps.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0

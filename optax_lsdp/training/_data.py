@@ -130,8 +130,8 @@ def _open_source(source: Source) -> Examples:
             return source[index]
         except Exception as error:
             raise validation.DataError(
-                f"`data` must return example {index}, got {error!r}; repair the source, or "
-                "check the order of arguments, `fit(plan, loss_fn, params, data)`."
+                f"`data[{index}]` must return example {index}, got {error!r}; repair the source, "
+                "or check the order of arguments, `fit(plan, loss_fn, params, data)`."
             ) from error
 
     def read(indices: np.ndarray) -> PyTree:
@@ -308,7 +308,7 @@ class BatchReader:
                 if self._hashed:
                     update_digest(digest, (indices[rows], mask[rows], found))
                 examples, masks = jax.tree.map(self._put, (found, mask[rows]))
-                # With users, a loss gets its keys by step and user, in any microbatch.
+                # With users, the keys of a loss depend on step and user, not on the microbatch.
                 part = 0 if self._examples.has_user_axis else place
                 key = jax.random.fold_in(jax.random.fold_in(self._key, step), part)
                 key = self._placement.replicate(key)

@@ -73,7 +73,7 @@ def fit(
     """Train a model as planned. If `folder` holds an interrupted run, resume that run.
 
     Args:
-        plan: the privacy budget, and how to spend it.
+        plan: the `PrivacyPlan`: the budget, batches, noise, clip norm and number of steps.
         loss_fn: `loss_fn(params, example)` returns the scalar loss of one example, which has no
             batch axis. For dropout or `average_views`, write a loss with a third argument, `key`.
             `fit` then passes a different key for each example. See also `check_model`,
@@ -255,7 +255,8 @@ def _train(
                 if is_due:
                     run.save(at)
     finally:
-        # If a step was interrupted, the ledger may lack it, or a callback may lack its report.
+        # After an interruption within a step, do not save: the ledger may not have the step yet, or
+        # a callback may not have received its report.
         if is_between_steps:
             run.save(at)
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"

@@ -2,9 +2,9 @@
 
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
-journal stores the run's fingerprint, and a hash of the examples that each step has read. If one of
-them has changed, the run restarts with a new nonce, a random label that gives new noise and new
-batches. The repeated steps then count twice.
+journal stores the run's fingerprint, and a hash of the examples that each step has read. If the
+fingerprint or such a hash has changed, the run restarts with a new nonce, a random label that gives
+new noise and new batches. The repeated steps then count twice.
 
 The files hold one JSON object per line:
 
@@ -111,7 +111,7 @@ class Journal:
     def seen_since(self, step: int, nonce: str) -> list[range]:
         """Return the steps that may have been seen since a checkpoint, one range per nonce.
 
-        `step` and `nonce` are those of the checkpoint. The first range belongs to its nonce.
+        `step` and `nonce` are those of the checkpoint. The first range belongs to this nonce.
         """
         first = self.seen_with(nonce)
         later = list(self._seen.values())[list(self._seen).index(nonce) + 1 :]

@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
-    """Return hashes of the initial parameters and optimizer state, but not of keys."""
+    """Return hashes of the initial parameters and optimizer state, and leave out keys."""
     hashes: dict[str, str] = {}
     if jax.process_count() == 1:  # with several processes, each holds only a part of the arrays
         for name, tree in (("params", params), ("optimizer", optimizer_state)):
@@ -121,7 +121,7 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn that a resumed run ignores `params` or optimizer state whose hashes have changed."""
+    """Warn if hashes differ, because a resumed run ignores the passed parameters and optimizer."""
     remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
     for name, digest in passed.items():
         if initial.get(name, digest) != digest:
@@ -261,7 +261,7 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Draw a new nonce and write it to the journal. Save and return `at` with this nonce."""
+        """Draw a new nonce and write it to the journal. Save and return `at` with the new nonce."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce, restarts=True)
         folder.save(checkpoint)
@@ -270,7 +270,7 @@ class Run:
     def _with_keys(self, at: Checkpoint, nonce: str, *, restarts: bool = False) -> Checkpoint:
         """Return `at` with this nonce and a noise key derived from the run's key and the nonce.
 
-        If it `restarts`, correlated noise begins again.
+        With `restarts`, correlated noise begins again.
         """
         key = self.plan.derive_key(fold_in_text(at.state.key, nonce), "noise")
         change = restart_noise if restarts else with_noise_key
