@@ -190,7 +190,7 @@ def unmark(
         if leaf.leaves_in_group < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves, but only {leaf.leaves_in_group} of them were clipped together, at "
+                f"leaves, of which only {leaf.leaves_in_group} were clipped together with "
                 f"{path_name(path)!r}; clip all leaves in one call, or give the leaves of each "
                 "call their own group in `clip_norm`."
             )

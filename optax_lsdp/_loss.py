@@ -3,8 +3,7 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module tries other calls that the author may have intended, such as a call
-with a batch. The error message suggests the first call that works.
+If a loss fails, this module tries other likely calls. The error message suggests one that works.
 """
 
 import inspect
@@ -183,8 +182,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
     loss(params, (examples, mask)) = Σⱼ maskⱼ · loss_fn(params, exampleⱼ) / max(1, Σⱼ maskⱼ)
 
     The losses are averaged before the gradient is clipped, so all examples of a user together
-    contribute at most the clip norm. `fit` calls this function by itself. In your own loop, call it
-    yourself.
+    contribute at most the clip norm. `fit` calls this function; call it yourself in your own loop.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example. If it takes a key as
@@ -233,7 +231,7 @@ def _check_user(user: PyTree) -> tuple[PyTree, jax.Array]:
     if len(lengths) != 1 or () in lengths:
         raise ValueError(
             "`user` must be a pair (examples, mask), with a row and a bool for each example, got "
-            f"{describe_arrays(user)}; pass one row of a `UserBatch`, or pass the loss of a single "
+            f"{describe_arrays(user)}; pass one row of a `UserBatch`, or pass the loss of one "
             "example to `fit`."
         )
     check_mask(user[1], *lengths.pop())

@@ -74,7 +74,7 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        # If only the parameters or only the batch varies over an axis, JAX knows what it splits.
+        # If only the parameters or only the batch varies over an axis, the axis splits just that.
         unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)
     if unknown:
         raise ValueError(
@@ -82,7 +82,7 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
             f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
             "whether this axis splits the parameters or the batch; name the axis if all parameters "
             "are replicated over it; if it splits parameters, use check_vma=True, give all its "
-            "shards the same batch, and derive the keys of single shards inside the loss."
+            "shards the same batch, and if shards need different keys, make them inside the loss."
         )
 
 

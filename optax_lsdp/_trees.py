@@ -192,7 +192,7 @@ def applied_change(params: PyTree, updates: PyTree) -> PyTree:
         if param.dtype == wide_dtype(param):
             return widen(update)
         kind = jnp.finfo(param.dtype)
-        # Explicitly: XLA may leave out a rounding that is only a cast.
+        # Round explicitly, because XLA may leave out a rounding that is only a cast.
         new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
         return new - widen(param)
 

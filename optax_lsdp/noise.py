@@ -58,7 +58,7 @@ class AddGaussianNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` finds the noise in a chain and refuses to precede it."""
+        """Mark this state, so that `watch` can refuse a place before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
@@ -264,6 +264,6 @@ def _check_shards(
             raise ValueError(
                 f"`updates` must be equal on all shards inside shard_map, got {name!r}, which "
                 f"{reason} over {', '.join(sorted(repeated))}: unequal shards would get equal "
-                f"noise; {remedy}, call `update` outside shard_map, or name in `shard_specs` the "
-                "mesh axes that split a summed gradient."
+                f"noise; {remedy}, call `update` outside shard_map, or if a summed gradient is "
+                "split, name its mesh axes in `shard_specs`."
             )

@@ -394,7 +394,7 @@ def _with_clear_errors(
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Cast the updates, which are float32 or wider, to the dtypes of `params`, if there are any."""
+    """Cast updates to the dtypes of `params`. Return them unchanged if `params` is None."""
     if params is None:
         return updates
     return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params)

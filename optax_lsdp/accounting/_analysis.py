@@ -106,7 +106,7 @@ def steps_per_epoch(phase: "SampledGaussian") -> int:
 
 
 def _shift(phase: "SampledGaussian") -> float:
-    """Return the largest distance of neighbouring sums, in standard deviations of the noise."""
+    """Return how far sums of neighbouring datasets can differ, in standard deviations of noise."""
     is_truncated = phase.max_batch_size is not None  # truncation can replace an example
     sensitivity = 2.0 if is_truncated else RELATIONS[phase.neighbouring].sensitivity
     return sensitivity * (phase.group_size / phase.noise_multiplier)

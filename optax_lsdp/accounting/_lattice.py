@@ -195,7 +195,7 @@ class TiltedSum(NamedTuple):
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
-        """Return lower bounds on δ(ε) for one ε per row. They hold for losses on the lattice."""
+        """Return lower bounds on δ(ε) for one ε per row, if all losses are on the lattice."""
         value, weight, wrapped, growth = self._sums(epsilon)
         above = epsilon + self.size * self.settings.mesh
         beyond = np.exp(np.minimum(0.0, self.log_moment - self.settings.extra_tilt * above))

@@ -137,7 +137,7 @@ class SampledGaussian(Mechanism):
 
 @dataclass(frozen=True)
 class _Dominating(SampledGaussian):
-    """A phase that dominates correlated noise, so it says nothing about lower bounds on ε."""
+    """A phase that dominates correlated noise. So it gives an upper but no lower bound on ε."""
 
     is_exact: ClassVar[bool] = False
 

@@ -96,7 +96,10 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). `log_delta` is a guess of log δ(ε); it sets the cut tails."""
+    """Return settings to find δ(ε).
+
+    `log_delta` is a guess of log δ(ε). It decides how much mass is cut off the tails.
+    """
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -271,7 +274,7 @@ def contour_delta(
 def _trapezoids(
     quadratures: Quadratures, epsilon: float, line: float, spacing: float
 ) -> tuple[float, float]:
-    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or NaN twice."""
+    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or two NaNs."""
     terms = np.zeros(0)
     while len(terms) < _MOST_POINTS:
         heights = spacing * (len(terms) + np.arange(_BLOCK))

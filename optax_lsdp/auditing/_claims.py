@@ -181,7 +181,7 @@ def correlated_plans() -> tuple[PrivacyPlan, PrivacyPlan]:
 
 
 def dense_matrix(plan: PrivacyPlan) -> np.ndarray:
-    """Return C, entry by entry, from the coefficients alone."""
+    """Return the matrix C of a plan's correlation, built from its coefficients."""
     correlation = cast(Correlation, plan.correlation)
     lags = np.subtract.outer(np.arange(plan.steps), np.arange(plan.steps))
     column = np.zeros(plan.steps)

@@ -159,7 +159,7 @@ def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
 def _what_is_remembered(
     plan: PrivacyPlan, first: list[np.ndarray], restarted: list[np.ndarray]
 ) -> str:
-    """Return why the noise after a restart is not that of a new mechanism, or "" if it may be."""
+    """Return what shows that noise after a restart depends on earlier noise, or "" if nothing."""
     coefficients = cast(Correlation, plan.correlation).coefficients[: len(restarted)]
     scale = plan.noise_multiplier * _CLIP_NORM / plan.expected_batch_size
     rows = np.stack(restarted).astype(np.float64) / scale

@@ -150,7 +150,7 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return quantized gradients, int32: zero if masked, not finite, or of a norm above `most`."""
+    """Quantize gradients to int32. Those that are masked, not finite or above `most` become 0."""
     rows = trees.compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))

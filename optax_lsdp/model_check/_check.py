@@ -223,7 +223,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Check losses and gradients of some examples. If `batched`, the loss takes all at once."""
+    """Check losses and gradients of some examples. If `batched`, the loss takes them as a batch."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)

@@ -21,7 +21,7 @@ RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because resta
 
 
 def planned_steps(plan: "PrivacyPlan") -> Composition:
-    """Return a plan's steps with noise multiplier 1 times its noise schedule."""
+    """Return a plan's steps for z = 1, in which the noise multipliers are the noise schedule."""
     size, batch = plan.dataset_size, plan.expected_batch_size
     shared: dict[str, Any] = {"neighbouring": plan.neighbouring, "group_size": plan.group_size}
     if plan.correlation is not None:
@@ -50,7 +50,7 @@ def _scheduled(step: SampledGaussian, steps: int, factors: Piecewise) -> Composi
 
 
 def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
-    """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
+    """Return the steps of `unit`, with noise multipliers multiplied by `noise_multiplier`."""
     return Composition(tuple(_scaled(phase, noise_multiplier) for phase in unit.phases))
 
 

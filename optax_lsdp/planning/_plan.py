@@ -143,7 +143,7 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps with noise multiplier 1 times the noise schedule."""
+        """Return the planned steps for z = 1; see `planned_steps`."""
         return budget.planned_steps(self)
 
     @property

@@ -224,7 +224,7 @@ def warn_of_long_search(
     ]
     if waits and 4 * max(waits) > steps:
         warnings.warn(
-            f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, in "
+            f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, during "
             f"which no parameter changes, got a plan of {steps} steps; take larger batches or a "
             "larger `target`, or fix the clip norm.",
             stacklevel=4,

@@ -177,7 +177,7 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         check_params(params)
         state = initial_state(broadcast_fresh_key() if key is None else key)
-        # Like the engines, the trace of the loss leaves all shardings to XLA.
+        # Trace the loss without shardings, which XLA chooses here as in the clipping engines.
         shapes = _step.describe(state.params, False)
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}

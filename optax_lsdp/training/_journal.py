@@ -38,7 +38,7 @@ class Journal:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self._steps = folder, steps
-        # One line announces a hundredth of all steps, because writing it waits for the disk.
+        # One line announces a hundredth of all steps, because each line waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen

@@ -62,7 +62,7 @@ class Compiler:
                 )
             update_digest(self.digest, values)
         lowered = traced.lower()
-        # JAX numbers `group_id` over all programs of a process, so equal programs may differ in it.
+        # JAX counts `group_id` over all programs of a process, so it may differ in equal programs.
         self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
         return lowered.compile()
 
@@ -121,7 +121,10 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn if hashes differ, because a resumed run ignores the passed parameters and optimizer."""
+    """Warn if parameters or optimizer state are not those with which the run began.
+
+    A resumed run ignores what was passed. The arguments are hashes of `hash_initial`.
+    """
     remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
     for name, digest in passed.items():
         if initial.get(name, digest) != digest:

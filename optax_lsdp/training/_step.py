@@ -229,7 +229,7 @@ def explain_out_of_memory(
 
 
 def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
-    """Return whether a step with microbatches of this size fits, as far as the devices tell."""
+    """Return whether microbatches of this size fit. Devices that tell no limit count as large."""
     try:
         needed = compile_step(size).needed_bytes()
     except jax.errors.JaxRuntimeError:
