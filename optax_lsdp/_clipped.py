@@ -96,7 +96,7 @@ class WithSlack:
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
 @dataclass(frozen=True)
 class CurrentClipNorm:
-    """The present value of an `AdaptiveClip`, a scalar that an optimizer has computed from noise.
+    """The present value of an `AdaptiveClip`: a scalar that is computed from noisy sums alone.
 
     Gradient functions accept no plain number in its place. If a clip norm were computed from
     gradients without noise, one example could change what all other examples contribute.

@@ -231,8 +231,7 @@ def _check_user(user: PyTree) -> tuple[PyTree, jax.Array]:
     if len(lengths) != 1 or () in lengths:
         raise ValueError(
             "`user` must be a pair (examples, mask), with a row and a bool for each example, got "
-            f"{describe_arrays(user)}; pass one row of a `UserBatch`, or pass the loss of one "
-            "example to `fit`."
+            f"{describe_arrays(user)}; pass a row of a UserBatch, or an example's loss to `fit`."
         )
     check_mask(user[1], *lengths.pop())
     return user[0], user[1]

@@ -78,11 +78,10 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
         unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)
     if unknown:
         raise ValueError(
-            "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
-            f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
-            "whether this axis splits the parameters or the batch; name the axis if all parameters "
-            "are replicated over it; if it splits parameters, use check_vma=True, give all its "
-            "shards the same batch, and if shards need different keys, make them inside the loss."
+            "`replicated_axes` must name the mesh axes of shard_map over which all parameters are "
+            f"replicated, if JAX cannot tell, got none for {', '.join(sorted(unknown))}; name this "
+            "axis if it splits no parameters; if it does, use check_vma=True, give all its shards "
+            "the same batch, and if they need different keys, make these inside the loss."
         )
 
 

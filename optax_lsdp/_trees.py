@@ -50,8 +50,8 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 def _is_plain(entry: object) -> bool:
     """Return whether a key on a leaf's path is plain; see `leaf_addresses`.
 
-    The `keystr` of a plain key differs from those of its plain siblings, and is not the joined
-    `keystr` of several keys.
+    The `keystr` of a plain key differs from those of its plain siblings, and never equals the
+    joined `keystr` of several keys.
     """
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)

@@ -231,8 +231,8 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
 def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
     """Return a row of standard Gaussian noise for each key.
 
-    The condition always holds, because steps are never negative. Without the condition, XLA would
-    draw the rows again in every kernel that takes the noise of one leaf from them.
+    `lax.cond` keeps XLA from drawing the rows again in every kernel that takes the noise of one
+    leaf from them. Its condition always holds, because steps are never negative.
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)

@@ -359,8 +359,8 @@ def choose_within(
         room: the largest number of examples of one user.
 
     Returns:
-        Places of shape (n, room), each below the user's count, and a mask of the same shape that is
-        False for padding. Padding comes last.
+        Two arrays of shape (n, room): the chosen examples of each user, counted from 0, and a mask
+        that is False for padding. Padding comes last.
     """
     check_threefry_key("key", key)
     bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)

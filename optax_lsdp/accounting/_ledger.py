@@ -210,9 +210,10 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
 
 
 def _coarse_curve(phases: Sequence[Phase], total: int, delta: float) -> np.ndarray:
-    """Return upper bounds on ε for groups that have only the generic bound, which is slow.
+    """Return upper bounds on ε for groups that have only the generic bound.
 
-    The steps are cut into `_PARTS` parts. A step gets the ε at the end of its part.
+    The generic bound is slow to compute. So the steps are cut into `_PARTS` parts, and a step gets
+    the ε at the end of its part.
     """
     curve, start = np.zeros(total), 0
     for end in sorted({-(-total * part // _PARTS) for part in range(1, _PARTS + 1)}):

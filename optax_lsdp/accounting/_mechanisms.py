@@ -147,7 +147,7 @@ class _Cycles(_Dominating):
     """The dominating phase of cyclic Poisson batches, one step for each cycle.
 
     Members of a group may be in different parts of the data, so the tight analysis of groups does
-    not hold. The generic bound does, as for any mechanism.
+    not hold. The generic bound holds, as for any mechanism.
     """
 
     has_group_analysis: ClassVar[bool] = False
@@ -288,7 +288,7 @@ class CorrelatedGaussian(Mechanism):
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
 
     def uses(self) -> np.ndarray:
-        """Return how often `use` counts after each step.
+        """Return, for each step, how many `use`s together reveal as much as all steps up to it.
 
         With `sampling_rate`, this is the number of cycles, otherwise the squared sensitivity.
         """

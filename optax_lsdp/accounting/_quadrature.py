@@ -255,11 +255,11 @@ def _window(
 def contour_delta(
     quadratures: Quadratures, epsilon: float, tilt: float, decay: float
 ) -> float | None:
-    """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ, or None if unsure.
+    """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ.
 
     M(s) is the product of E_P[e^(sL)] over all steps. The trapezoidal rule has the spacing
-    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Two
-    spacings along two lines must agree.
+    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Both
+    spacings are tried along two lines. If their results differ, return None.
     """
     sums = [
         _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)

@@ -132,9 +132,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε from below by the scores of independent trainings with and without a canary.
 
-    `inside` holds the scores of n trainings with the canary, and `outside` of n trainings without
-    it. Scores with the canary may be larger or smaller. NaN counts as larger than any number. The
-    other arguments are those of `audit_epsilon`.
+    `inside` holds the scores of n trainings with the canary, and `outside` holds those of n other
+    trainings without it. Scores with the canary may be larger or smaller. NaN counts as larger than
+    any number. The other arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed

@@ -99,7 +99,7 @@ def audit_sensitivity(
     tolerance: float = 1e-4,
     key: jax.Array,
 ) -> SensitivityReport:
-    """Search for neighbouring batches whose releases differ by more than declared.
+    """Search for neighbouring batches whose releases differ by more than `declared`.
 
     The search finds common mistakes, but cannot prove that there is none. It builds batches of many
     or few examples, of large or small examples, or of a thousand equal examples. It removes or

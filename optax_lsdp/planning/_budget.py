@@ -136,9 +136,9 @@ def affordable(
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
     `plan.epsilons` is quick but lies slightly above `Ledger.epsilon`. Correlated noise spends
-    budget by the cycle, so one step too few would waste a cycle. So after the last step that the
-    curve allows, one more cycle is tried with `Ledger.epsilon`. Groups skip this search, because
-    their ε may take long to compute.
+    budget by the cycle, so one step too few would waste a cycle. After the last step that the curve
+    allows, one more cycle is therefore tried with `Ledger.epsilon`. Groups skip this search,
+    because their ε may take long to compute.
     """
 
     def fits(count: int) -> bool:
@@ -164,9 +164,10 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 
 
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
-    """Return whether the ledger has each planned step before `step` once, and `step` continues.
+    """Return whether `step` is the next planned step of a run that has repeated no step.
 
-    A step that starts a new order or new correlated noise does not continue the ledger's steps.
+    The ledger must have each planned step before `step` once. `step` must not start a new order or
+    new correlated noise.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0

@@ -294,7 +294,7 @@ class BatchReader:
             return next(self._reads)
 
     def _read_steps(self, steps: range) -> Iterator[Read]:
-        """Read the rows of this process's devices. Skip microbatches of padding."""
+        """Read the rows of this process's devices. Skip microbatches that hold only padding."""
         # If a batch can have several microbatches, the compiled step needs at least two.
         least = min(2, self.sampler.size // self._size)
         for step in steps:

@@ -101,8 +101,8 @@ def fit(
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
             key, so keep the folder as secret as the data. If other users have permissions on it,
-            `fit` removes them and warns, or raises an error. To release parameters, write them with
-            `export_params`.
+            `fit` removes these permissions and warns, or raises an error. To release parameters,
+            write them with `export_params`.
         save_every: how many steps to take between two checkpoints.
         callbacks: functions that receive a `StepReport` after each step. If a callback raises
             `StopTraining`, `fit` saves the run and returns the result so far. After any other

@@ -91,14 +91,14 @@ class Journal:
         self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step has read different examples before, with the same nonce."""
+        """Return whether this step, with the same nonce, has read different examples before."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
         """Announce a step before it is taken, with a hash of the examples that it has read.
 
-        With `sync`, wait until the hash is on the disk. Use it if the fingerprint does not cover
-        all examples.
+        With `sync`, wait until the hash is on the disk. This is needed if the fingerprint does not
+        cover all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
@@ -176,7 +176,7 @@ class _Lines:
         return text.decode(errors="replace")
 
     def parse(self, text: str, use: Callable[[dict[str, Any]], None]) -> None:
-        """Call `use` on each line. Raise if a line is no JSON object, or if `use` fails on it."""
+        """Call `use` on each line. Raise if a line is not a JSON object, or if `use` fails."""
         for number, line in enumerate(text.split("\n")[:-1], 1):
             got = repr(line[:40])
             try:

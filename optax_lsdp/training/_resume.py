@@ -100,7 +100,7 @@ def compute_fingerprint(
 
 
 def _processor() -> str:
-    """Return a description of the first processor: XLA compiles for its features."""
+    """Return a description of the first processor, because XLA compiles for its features."""
     try:
         text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -123,7 +123,7 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
     """Warn if parameters or optimizer state are not those with which the run began.
 
-    A resumed run ignores what was passed. The arguments are hashes of `hash_initial`.
+    A resumed run ignores the passed values. The arguments are hashes of `hash_initial`.
     """
     remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
     for name, digest in passed.items():
@@ -271,7 +271,7 @@ class Run:
         return checkpoint
 
     def _with_keys(self, at: Checkpoint, nonce: str, *, restarts: bool = False) -> Checkpoint:
-        """Return `at` with this nonce and a noise key derived from the run's key and the nonce.
+        """Return the checkpoint with this nonce, and with a noise key for this run and nonce.
 
         With `restarts`, correlated noise begins again.
         """
