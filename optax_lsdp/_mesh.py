@@ -144,7 +144,7 @@ def check_shard_specs(specs: PyTree) -> None:
 
 
 def spread_specs(specs: PyTree, updates: PyTree) -> PyTree:
-    """Return a spec for each leaf of `updates`, if `specs` is a prefix of its tree."""
+    """Return a spec for each leaf of `updates` if `specs` is a prefix tree of `updates`."""
     if specs is None or _is_spec(specs):
         return specs
     try:

@@ -241,7 +241,7 @@ def describe_adaptive(clip_norm: ClipNorm) -> str:
         "be\nreleased as well."
     )
     if len(norms) > 1:
-        text += f" Each of {len(norms)} groups of parameters has a C of its own, and noise of\n"
+        text += f" Each of {len(norms)} groups of parameters has its own C, and noise of\n"
         text += f"√{len(norms)} times the stated standard deviation."
     if norms[0].method == "quantile":
         factor = math.sqrt(1 + norms[0].indicator_weight ** 2 / 4)

@@ -3,7 +3,7 @@
 The fingerprint of a run holds hashes of everything that affects the exact result of a step. If it
 is unchanged, a run resumes: it repeats the steps after the last checkpoint with the same noise, so
 these steps count once. Otherwise the run restarts: a new nonce, a random label, gives new noise and
-new batches. Later steps then count twice if their first results may have been seen.
+new batches. Steps after the checkpoint then count twice if someone may have seen their results.
 """
 
 import hashlib
