@@ -155,7 +155,7 @@ CASES = {
     ),
     "a user without mask": (
         lambda: of_user(jnp.ones((2, 3))),
-        r"`user` must be a pair \(examples, mask\): .*, got float32\[2, 3\]; pass",
+        r"`user` must be a pair \(examples, mask\), .*, got float32\[2, 3\]; pass",
     ),
     "a user of one part": (lambda: of_user((jnp.ones(3),)), "`user` must be a pair"),
     "a user without arrays": (lambda: of_user(((), jnp.ones(3, bool))), "`user` must be a pair"),
@@ -168,7 +168,7 @@ CASES = {
     ),
     "a loss that averages already": (
         lambda: fit(PEOPLE, USERS, loss_fn=average_examples(loss)),
-        "`user` must be a pair .* or to `fit` a loss of an example",
+        "`user` must be a pair .* or an example's loss to `fit`",
     ),
     "the loss of one example for users": (
         lambda: PEOPLE.clipped_grad(loss)(
