@@ -3,7 +3,7 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module tries other likely calls. The error message suggests one that works.
+If a loss fails, this module tries other likely calls. The message suggests one that works, if any.
 """
 
 import inspect

@@ -113,7 +113,7 @@ def _shift(phase: "SampledGaussian") -> float:
 
 
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether to ignore sampling, because double precision cannot analyse it."""
+    """Return whether to ignore sampling, because the phase exceeds a limit of the analysis."""
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True

@@ -176,7 +176,7 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
         tilted = _compose(*_matrix(steps), settings)
         found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
-        if is_worse and delta < 1:  # the settings were chosen for too small a δ
+        if is_worse and delta < 1:  # the settings suit another part of the tail
             settings = quadrature.settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
         elif tilted.infinite[0] > 1e-3 * delta:  # the settings cut off too much of a heavy tail
             settings = quadrature.settings_for_delta(steps, epsilon, math.log(delta) - 7)

@@ -208,7 +208,7 @@ def _settings(
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
         scales, by = np.full(size, scale), f"{scale:g}"
-        if kind == "two scales":  # half of the examples each: then `row` can move the median
+        if kind == "two scales":  # each for half of the examples, so `row` can move the median
             scales, by = np.full(size, max(_SCALES)), f"{max(_SCALES):g} or {min(_SCALES):g}"
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)

@@ -290,7 +290,7 @@ def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
         found = _OMITTED | found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{str(text)[:40]!r} ({error})"
-        raise ValueError(f"`text` must be a text that to_json returned, got {got}.") from error
+        raise ValueError(f"`text` must be what to_json returned, got {got}.") from error
     if version != _VERSION or set(found) != names:
         raise ValueError(
             f"`text` must be a plan of version {_VERSION} with the keys {sorted(names)}, got "
