@@ -110,7 +110,7 @@ def numbers(name: str, value: object, demand: str) -> tuple[float, ...]:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Return the number in a NumPy array of shape (), because its owner could change the array.
+    """Return the number in a NumPy array of shape (), because the caller could change the array.
 
     Return any other value unchanged.
     """

@@ -43,7 +43,7 @@ class Clipped:
         masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
             with padded batches refuse sums without a mask.
         slack: (K,) on the first leaf of each group, if `clipped_grad` was called with `slack=K`:
-            how many examples set each slack coordinate; see `count_slack`. None on other leaves.
+            how many examples fill each coordinate; see `norm_estimates`. None on other leaves.
         coordinates: K, or 0 if the leaf has no slack. JAX refuses to add sums with different K,
             because K is not an array but part of the mark.
 

@@ -42,7 +42,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a run."""
+    """The size of a run's data, and how to read examples by their indices."""
 
     size: int  # the number of examples
     first: PyTree  # the first example
