@@ -95,8 +95,8 @@ def test_features_have_one_length_which_private_examples_do_not_change():
 
 def test_inner_products_of_smoothed_cosines_are_those_of_smoothed_images():
     images = np.random.default_rng(0).normal(size=(2, 6, 6)).astype(np.float32)
-    layout = lsdp.smoothing.Grid((0, 1))
-    tx = lsdp.laplacian_smooth(3.0, layout=layout, boundary="neumann")
+    grid = lsdp.smoothing.Grid((0, 1))
+    tx = lsdp.laplacian_smooth(3.0, layout=lambda path, shape: grid, boundary="neumann")
     smoothed, _ = tx.update(jnp.asarray(images[1]), tx.init(images[1]))
     found = _features.lowest_cosines(images, 6, 3.0)
     rounding = 1e-5  # float32, 36 terms
