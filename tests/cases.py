@@ -1,15 +1,10 @@
-"""Choose test cases: all of them with FULL=1, and the quick ones otherwise.
-
-Programs that must agree to the bit are compiled with `AS_FOR_USERS`: the emitters that the other
-tests use (see tests/conftest.py) may round the same operations differently in different programs.
-"""
+"""Choose test cases: all of them with FULL=1, and the quick ones otherwise."""
 
 import os
 
 import pytest
 
 FULL = bool(os.environ.get("FULL"))
-AS_FOR_USERS = {"xla_cpu_use_fusion_emitters": True}  # for `jax.jit(..., compiler_options=...)`
 
 
 def slow(*values):

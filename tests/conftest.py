@@ -1,13 +1,12 @@
 """Run every test on eight CPU devices, and let no dtype be promoted by accident.
 
-Most of a test's time is compiling. LLVM therefore optimizes nothing here, and XLA's older emitters
-write the code of fusions, which halves the time (XLA's own passes all run). Programs that one
-process has compiled are kept in a folder, where the other workers of the session and the processes
-that tests start find them. JAX looks them up by the whole program and its options. The folder is
-removed at the end, unless `JAX_COMPILATION_CACHE_DIR` names one.
+Most of a test's time is compiling. LLVM therefore optimizes nothing here (XLA's own passes all
+run), and programs that one process has compiled are kept in a folder, where the other workers of
+the session and the processes that tests start find them. JAX looks them up by the whole program
+and its options. The folder is removed at the end, unless `JAX_COMPILATION_CACHE_DIR` names one.
 
-With FULL=1, programs are compiled as they are for users, and each law is tried on fifty times the
-examples; FUZZ=1 is the same for tests/fuzz.
+With FULL=1, LLVM optimizes as it does for users, and each law is tried on fifty times the examples;
+FUZZ=1 is the same for tests/fuzz.
 """
 
 import atexit
@@ -20,9 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [
         os.environ.get("XLA_FLAGS", ""),
         "--xla_force_host_platform_device_count=8",
-        ""
-        if {"FULL", "FUZZ"} & set(os.environ)
-        else "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+        "" if {"FULL", "FUZZ"} & set(os.environ) else "--xla_backend_optimization_level=0",
     ]
 )
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # workers find the folder of their controller

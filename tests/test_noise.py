@@ -15,7 +15,6 @@ from jax.sharding import AxisType, PartitionSpec
 import optax_lsdp as lsdp
 from optax_lsdp import _keys
 from optax_lsdp._keys import fold_in_text, standard_normal
-from tests.cases import AS_FOR_USERS
 
 SIZE = 200_000
 TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
@@ -24,8 +23,7 @@ TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
 def draw(tree, stddev=1.0, key=None, steps=1):
     """Return, for each of the first steps, one vector of noise per leaf."""
     tx = lsdp.add_gaussian_noise(stddev, key=jax.random.key(0) if key is None else key)
-    update = jax.jit(tx.update, compiler_options=AS_FOR_USERS)
-    state, noises = tx.init(tree), []
+    state, update, noises = tx.init(tree), jax.jit(tx.update), []
     for _ in range(steps):
         noise, state = update(tree, state)
         noises.append([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(noise)])
@@ -238,7 +236,7 @@ def in_shard_map(updates, spec, *, key_varies=False, check_vma=True, reduce=Fals
     out = PartitionSpec() if reduce else spec
     mesh = mesh_of(AxisType.Auto)
     run = jax.shard_map(step, mesh=mesh, in_specs=spec, out_specs=out, check_vma=check_vma)
-    return jax.jit(run, compiler_options=AS_FOR_USERS)(updates)
+    return jax.jit(run)(updates)
 
 
 def test_inside_shard_map_noise_that_would_repeat_is_refused():
@@ -279,8 +277,7 @@ def in_shards(shard_specs, check_vma=True):
 
 def test_inside_shard_map_a_named_axis_gives_each_shard_its_own_noise():
     # One spec for all leaves may name an axis that does not split some of them.
-    specs = PartitionSpec("shards"), SPECS
-    run = jax.jit(lambda x: [in_shards(s)(x) for s in specs], compiler_options=AS_FOR_USERS)
+    run = jax.jit(lambda x: [in_shards(s)(x) for s in (PartitionSpec("shards"), SPECS)])
     expected = draw({"whole": jnp.zeros(100)})[0][0]
     for got in run(SPLIT_TREE):
         assert len(np.unique(got["split"])) > 0.99 * got["split"].size
