@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,16 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lsdp._clipped import ClipGroup
-from optax_lsdp._jaxpr import Atom, ClosedJaxpr, Equation, body, evaluate, is_literal
+from optax_lsdp._jaxpr import (
+    Atom,
+    ClosedJaxpr,
+    Equation,
+    body,
+    dtype_of,
+    evaluate,
+    is_literal,
+    shape_of,
+)
 from optax_lsdp._mesh import vary, varying_axes
 from optax_lsdp._trees import compute_once, wide_dtype, widen
 from optax_lsdp._types import PyTree
@@ -40,7 +49,7 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 )
 
 Uses = Mapping[Path, Use]
-Taps = Mapping[Path, jax.Array]  # zeros for the output of each use
+Taps = Mapping[Path, jax.Array]  # zeros for the output of each use, with an axis for each scan
 Operands = dict[Path, jax.Array]  # the data operand of each use, by `Use.operand`
 
 
@@ -63,7 +72,11 @@ def run_backward(
 ) -> tuple[tuple[jax.Array, PyTree], Recorded]:
     """Return each example's (value, aux), and the recorded arrays."""
     values = jax.tree.leaves(params)
-    taps = vary({path: _tap(use) for path, use in analysis.uses.items()}, varying_axes(batch))
+    taps = dict[Path, jax.Array]()
+    for path, use in analysis.uses.items():
+        output, lengths = use.equation.outvars[0], (loop.length for loop in use.loops)
+        taps[path] = jnp.zeros((*lengths, *shape_of(output)), dtype_of(output))
+    taps = vary(taps, varying_axes(batch))
     differentiated = {
         i: values[i] for leaf in analysis.leaves if leaf.is_differentiated for i in leaf.indices
     }
@@ -71,12 +84,6 @@ def run_backward(
     results = jax.vmap(run, in_axes=(None, None, 0))(taps, differentiated, batch)
     (value, (aux, operands)), (cotangents, gradients) = results
     return (value, aux), Recorded(operands, cotangents, gradients)
-
-
-def _tap(use: Use) -> jax.Array:
-    """Return zeros for the output of a use, with one leading axis for each scan around it."""
-    output = cast("jax.ShapeDtypeStruct", use.equation.outvars[0].aval)
-    return jnp.zeros((*(loop.length for loop in use.loops), *output.shape), output.dtype)
 
 
 def _run_loss(
