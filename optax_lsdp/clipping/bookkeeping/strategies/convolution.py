@@ -25,7 +25,7 @@ from jax import lax
 
 from optax_lsdp._jaxpr import shape_of
 from optax_lsdp._mesh import is_multi_device_mesh
-from optax_lsdp._trees import compute_once, wide_dtype, widen
+from optax_lsdp._trees import compute_once, wide_dtype
 from optax_lsdp.clipping.bookkeeping._backward import Rounded
 from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import Movement, movements
@@ -36,6 +36,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
     NormBound,
     bound_by_grams,
     root,
+    spectral_square,
 )
 from optax_lsdp.clipping.bookkeeping.strategies.leaves import to_leaves, weigh
 
@@ -66,11 +67,12 @@ def convolution_bound(
 ) -> NormBound:
     """Return the bound of the gradient of a kernel by the strategy `kind`.
 
-    A window sees each pixel from at most k positions, so the patches together are at most √k times
-    as long as the image x, and ‖Σ_t patch_t ⊗ g_t‖ ≤ R = √k·‖x‖‖g‖. Rounding the rows of g
-    multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at most
-    u·R. An entry of the formed gradient F adds up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds
-    the error of an addition.
+    Let X be a matrix with one row per pixel of the image, and P a matrix with one row per position,
+    its patch. Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius
+    norm and in the spectral norm. With Frobenius norms, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖.
+    Rounding the rows of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the
+    gradient by at most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds
+    up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -83,22 +85,26 @@ def convolution_bound(
         patches = _patches(use, x, platform)
         abreast, channels = _abreast(platform, patches, g), patches.shape[-1]
         seen, wide = [_side_by_side(patches, abreast)], _side_by_side(g, abreast)
+        frobenius, spectral = _squared_norms(patches, platform)
     else:
         abreast, channels = _abreast(platform, folded, g), folded.shape[-1]
         arrange = _examples_first if abreast == 1 else partial(_side_by_side, abreast=abreast)
         arranged, wide = arrange(folded), arrange(g)
         seen = list(_seen(arranged, wide, shorter))
+        image_square, image_spectral = _squared_norms(folded, platform)
+        frobenius = len(seen) * image_square
+        spectral = len(seen) * jnp.minimum(image_square, image_spectral)
     formed = [_product(part, wide, abreast, platform) for part in seen]
     total = _sum(sum((part * part for part in formed[1:]), formed[0] * formed[0]), abreast)
     dtype, entries = total.dtype, (len(seen), channels, g.shape[-1])
-    views = math.prod(move.offsets for move in moves)
-    reach = platform.growth(4, dtype) * math.sqrt(views) * _length(x, platform)
-    reach = reach * _length(g, platform)
+    length, grow = jnp.sqrt(_squared_norms(g, platform)[0]), platform.growth(4, dtype)
+    reach = grow * jnp.sqrt(frobenius) * length
     underflow = 2 * math.prod(entries) * float(jnp.finfo(dtype).tiny)
     exact = root(total + underflow, reach) * platform.growth(sum(entries) / 2 + 1, dtype)
     adding = math.prod(g.shape[:-2]) * platform.unit(dtype) * reach
     upper = jnp.minimum(exact + adding, reach)
-    found = root(total, upper), upper, adding + platform.weighting_error(x, g) * reach
+    weighting = platform.weighting_error(x, g) * (grow * jnp.sqrt(spectral) * length)
+    found = root(total, upper), upper, adding + weighting
     return NormBound(*(x[:, None] for x in found))
 
 
@@ -217,12 +223,21 @@ def _sum(x: jax.Array, abreast: int) -> jax.Array:
     return jnp.sum(rows.reshape(len(x) * abreast, x.shape[1] // abreast), axis=-1)
 
 
-def _length(x: jax.Array, platform: Platform) -> jax.Array:
-    """Return an upper bound on the length of each example's part of x (…, n, channels)."""
-    square = jnp.sum(jnp.square(widen(x)), axis=(*range(x.ndim - 2), x.ndim - 1))
-    entries, dtype = x.size // x.shape[-2], square.dtype
-    lost = 2 * entries * float(jnp.finfo(dtype).tiny)  # squares that underflow
-    return platform.growth(entries / 2 + 2, dtype) * jnp.sqrt(square + lost)
+def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
+    """Return upper bounds on ‖X‖² in the Frobenius norm and in the spectral norm.
+
+    The first square is the trace of XᵀX. The second is at most the Frobenius norm of XᵀX. Both
+    bounds have shape (n,).
+    """
+    m, channels, rows = _abreast(platform, x), x.shape[-1], math.prod(x.shape[:-2])
+    x = _side_by_side(x, m)
+    gram = _product(x, x, m, platform)
+    dtype, tiny = gram.dtype, float(jnp.finfo(gram.dtype).tiny)
+    eye = jnp.eye(gram.shape[-1], dtype=bool)
+    trace = _sum(jnp.where(eye, gram, jnp.zeros_like(gram)), m) + 2 * rows * channels * tiny
+    trace = trace * platform.growth(rows + channels + 1, dtype)
+    square = _sum(gram * gram, m)
+    return trace, spectral_square(square, trace, channels, rows, platform, square.dtype)
 
 
 def convolution_sum(
