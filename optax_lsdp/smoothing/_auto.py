@@ -48,15 +48,17 @@ gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the
 **What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
 
-**Cost.** D is one copy of the parameters. Each candidate smooths D once, after 1 to 8, 10, 12, 14,
-16, 20, 24, 28, 32, … steps. The number of these steps grows with the logarithm of all steps.
+**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries, and they
+choose for the whole leaf. Which units these are depends on the leaf's shape alone. If they are a
+share f of the leaf, its evidence is weaker by the factor √f. Each candidate smooths D once, after 1
+to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps: their number grows with the logarithm of all steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import partial
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
@@ -69,18 +71,19 @@ from jax.typing import ArrayLike
 import optax_lsdp._checks as checks
 import optax_lsdp._mesh as mesh
 from optax_lsdp._clipped import has_noise, is_before_noise, unmarked_leaves
-from optax_lsdp._trees import check_shapes, compute_once, widen
+from optax_lsdp._trees import check_shapes, check_structure, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
 from optax_lsdp.smoothing._layout import (
-    Arrangement,
     Layout,
     Leaf,
     arrange_leaf,
     centre_units,
     check_layout,
+    enough_units,
+    first_units,
 )
-from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
+from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, Candidates, list_candidates
 from optax_lsdp.smoothing.methods.spectral import Operator
 
 SmoothLeaf: TypeAlias = Callable[[Leaf, jax.Array, jax.Array], jax.Array]
@@ -104,20 +107,10 @@ class AutoSmoothState(NamedTuple):
 
     optimizer: optax.OptState
     step: jax.Array
-    total: optax.Updates  # D
+    total: optax.Updates  # D; of a large leaf, of its first output units only
     variance: jax.Array  # V, of the noise in each entry of D
     sampling: jax.Array  # M, which bounds the squared norm of the sampling noise in D
     choice: Choice
-
-
-class Candidates(NamedTuple):
-    """The candidates for one leaf; the first is no smoothing. Arrays of shape (candidates,)."""
-
-    layout: np.ndarray
-    smoothing: np.ndarray
-    gamma: np.ndarray  # tr A / size
-    beta: np.ndarray  # tr A² / size
-    size: int  # of the leaf
 
 
 def auto_smooth(
@@ -133,12 +126,12 @@ def auto_smooth(
 ) -> optax.GradientTransformationExtraArgs:
     """Return the optimizer with Laplacian smoothing in front, whose σ and layout find themselves.
 
-    `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". Use it yourself
-    in a chain of your own, around everything that follows the noisy mean. It needs no learning
-    rate. Each leaf has its own σ and layout. They are chosen from past releases, so they cost no
-    privacy. A leaf is smoothed if the sum of its past releases shows that neighbouring entries
-    belong together, and is left alone otherwise. Smoothed steps keep their length, so a learning
-    rate that was tuned without smoothing stays tuned. `chosen_smoothing(state)` shows the choices.
+    `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
+    your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
+    layout, chosen from past releases, which costs no privacy. A leaf is smoothed if the sum of its
+    past releases shows that neighbouring entries belong together. Smoothed steps keep their length,
+    so a learning rate that was tuned without smoothing usually stays tuned. `chosen_smoothing`
+    shows the choices.
 
     The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
     Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
@@ -180,17 +173,23 @@ def auto_smooth(
     mesh.check_shard_specs(shard_specs)
     stddev, sampling_stddev = checks.frozen_number(stddev), checks.frozen_number(sampling_stddev)
     kind = Operator(0.0, boundary, order or 1)
+    # With other layouts, entries of different units may be neighbours.
+    has_units = all(layout in ("inputs", "images") for layout in layouts)
     inner = optax.with_extra_args_support(optimizer)
 
     def smooth(leaf: Leaf, array: jax.Array, smoothing: jax.Array) -> jax.Array:
         operator = kind._replace(smoothing=smoothing)
         return smooth_leaves([leaf._replace(array=array)], operator, "leaf", method)[0]
 
+    def begin(path: tuple[object, ...], leaf: ArrayLike) -> jax.Array:
+        array = jnp.zeros_like(widen(jnp.asarray(leaf)))
+        return first_units(path, array, enough_units(path, array.shape)) if has_units else array
+
     def init(params: optax.Params) -> AutoSmoothState:
         zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
-        total = jax.tree.map(lambda x: jnp.zeros_like(widen(jnp.asarray(x))), params)
+        total = jax.tree.map_with_path(begin, params)
         state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
         if has_noise(first := inner.init(params)):
             raise ValueError("`optimizer` must be what follows the noise, got one that adds noise.")
@@ -209,14 +208,15 @@ def auto_smooth(
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
-        """Return ℓ A y, and D with y added."""
-        options, _ = candidates(updates)
-        arrays, structure = jax.tree.flatten(compute_once(updates))
+        """Return ℓ A y, and D with the first units of y added."""
+        named, structure = jax.tree.flatten_with_path(compute_once(updates))
         smoothed, sums = [], []
-        rows = zip(arrays, options, jax.tree.leaves(total), _split(choice), strict=True)
-        for array, leaves, before, now in rows:
-            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
-            # The branches return y, or XLA on CPUs would draw the noise again at each use.
+        options, totals = candidates(updates)[0], jax.tree.leaves(total)
+        rows = zip(named, options, totals, _split(choice), strict=True)
+        for (path, array), leaves, before, now in rows:
+            first = partial(first_units, path, shape=before.shape)
+            branches = [_branch(smooth, leaf, now.smoothing, first) for leaf in (None, *leaves)]
+            # The branches return units of y, or XLA on CPUs would draw the noise again for D.
             result, y = jax.lax.switch(now.layout, branches, array)
             smoothed.append(result * now.length.astype(result.dtype))
             sums.append(before + y.astype(before.dtype))
@@ -232,9 +232,11 @@ def auto_smooth(
             arrays = jax.tree.leaves(total)
             rows = zip(names, arrays, shards, options, _split(state.choice), strict=True)
             for name, array, shard, leaves, last in rows:
-                these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
-                centred = centre_units(name, array, shard.spec)
-                sums = _sums(centred, shard, [leaf for leaf in leaves if leaf], smooth)
+                grids = tuple(leaf and leaf.arrangement.grid for leaf in leaves)
+                usable = [leaf for leaf in leaves if leaf]
+                size = max((math.prod(leaf.arrangement.shape) for leaf in usable), default=1)
+                these = list_candidates(size, grids, SMOOTHINGS, kind.boundary, kind.order)
+                sums = _sums(centre_units(name, array, shard.spec), shard, usable, smooth)
                 noise = state.variance, state.sampling
                 found.append(_choose_candidate(*sums, these, *noise, last))
             return Choice(*map(jnp.stack, zip(*found, strict=True)))
@@ -251,7 +253,11 @@ def auto_smooth(
         **extra_args: object,
     ) -> tuple[optax.Updates, AutoSmoothState]:
         unmarked_leaves("auto_smooth", updates)
-        check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
+        check_structure(updates, state.total)
+        shapes = jax.tree.map_with_path(
+            lambda path, y, before: first_units(path, y, before.shape), updates, state.total
+        )
+        check_shapes(shapes, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
         if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
             whole = jnp.asarray(extra_args["noise_stddev"])
@@ -326,9 +332,11 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
     return found
 
 
-def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Callable[..., PyTree]:
-    """Return a function that returns a release smoothed, and the release."""
-    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), y)
+def _branch(
+    smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array, first: Callable[..., jax.Array]
+) -> Callable[..., PyTree]:
+    """Return a function that returns a release smoothed, and its first units."""
+    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), first(y))
 
 
 def _is_due(step: jax.Array) -> jax.Array:
@@ -352,21 +360,6 @@ def _sums(
     return products, squares
 
 
-@lru_cache(maxsize=1024)
-def _candidates(arrangements: tuple[Arrangement | None, ...], kind: Operator) -> Candidates:
-    """Return the candidates of a leaf with these layouts."""
-    rows, size = [(0, 0.0, 1.0, 1.0)], 1
-    for place, one in enumerate(arrangements, 1):
-        if one is not None:
-            size = math.prod(one.shape)
-            for now in SMOOTHINGS:
-                gamma = grid_gamma(now, one.grid, boundary=kind.boundary, order=kind.order)
-                beta = grid_beta(now, one.grid, boundary=kind.boundary, order=kind.order)
-                rows.append((place, now, gamma, beta))
-    layout, smoothing, gammas, betas = map(np.array, zip(*rows, strict=True))
-    return Candidates(layout.astype(np.int32), smoothing, gammas, betas, size)
-
-
 def _choose_candidate(
     products: jax.Array,
     squares: jax.Array,
@@ -376,7 +369,7 @@ def _choose_candidate(
     last: Choice,
 ) -> Choice:
     """Return the choice for one leaf from ⟨D, A D⟩ and ‖A D‖²; see the top of this module."""
-    trace, trace_square = candidates.size * candidates.gamma, candidates.size * candidates.beta
+    trace, trace_square = candidates.trace, candidates.trace_square
     quantile = NormalDist().inv_cdf(1 - _FALSE_ALARM / len(trace))
     margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / trace_square)  # κ
     signal = products - variance * trace - sampling
@@ -392,7 +385,7 @@ def _choose_candidate(
     new = Choice(
         layout=jnp.asarray(candidates.layout)[best],
         smoothing=smoothings[best],
-        beta=jnp.asarray(candidates.beta, last.beta.dtype)[best],
+        beta=jnp.asarray(trace_square / trace_square[0], last.beta.dtype)[best],
         length=length.astype(last.length.dtype),
     )
     none = Choice(*(jnp.asarray(x, y.dtype) for x, y in zip((0, 0, 1, 1), last, strict=True)))
