@@ -1,5 +1,6 @@
 """Filters in time and debiased moments: their definitions, and the noise that they leave."""
 
+import copy
 from functools import partial
 
 import jax
@@ -352,3 +353,16 @@ def test_noise_that_debiased_moments_cannot_follow_is_refused(stages, sentence):
     params = jnp.zeros(3)
     with pytest.raises(ValueError, match=sentence):
         tx.update(jnp.zeros((1, 3)), tx.init(params), params)
+
+
+def test_denoisers_can_be_copied():
+    tx = lsdp.low_pass([1.0, 1.0])
+    again = copy.deepcopy(tx)
+    assert again == tx and again.variance_after is tx.variance_after
+
+
+def test_decays_close_to_one_keep_the_size_of_steps():
+    """In float32, 1 − 1e-8 is 1, and 1 − bᵗ would be 0. The result is 2 / √(2² − 1)."""
+    tx = lsdp.scale_by_debiased_adam(b1=1 - 1e-7, b2=1 - 1e-8, noise_stddev=1.0, floor=1e-6)
+    outputs, _ = run(tx, jnp.full((3, 2), 2.0))
+    np.testing.assert_allclose(outputs, 2 / np.sqrt(3), rtol=1e-5)

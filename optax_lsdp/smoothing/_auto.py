@@ -7,7 +7,7 @@ matrix A = (I − σL)⁻¹ of its layout. One of the candidates is A = I, no sm
 **One release says too little.** In one step, noise is far larger than signal. Let D be the sum of
 all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n. An entry of N has
 variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
-but V grows only in proportion. The releases have equal weights, which need no learning rate.
+but V grows only in proportion.
 
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
@@ -48,10 +48,9 @@ gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the
 **What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
 
-**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries, and they
-choose for the whole leaf. Which units these are depends on the leaf's shape alone. If they are a
-share f of the leaf, its evidence is weaker by the factor √f. Each candidate smooths D once, after 1
-to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps: their number grows with the logarithm of all steps.
+**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries. They choose
+for the whole leaf. Their number depends on its shape alone. If they are a share f of the leaf, the
+evidence is weaker by √f. Candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
 from __future__ import annotations
@@ -254,10 +253,10 @@ def auto_smooth(
     ) -> tuple[optax.Updates, AutoSmoothState]:
         unmarked_leaves("auto_smooth", updates)
         check_structure(updates, state.total)
-        shapes = jax.tree.map_with_path(
-            lambda path, y, before: first_units(path, y, before.shape), updates, state.total
+        kept = jax.tree.map_with_path(
+            lambda p, y, d: first_units(p, y, d.shape), updates, state.total
         )
-        check_shapes(shapes, state.total, "smooth what follows `add_gaussian_noise`")
+        check_shapes(kept, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
         if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
             whole = jnp.asarray(extra_args["noise_stddev"])
@@ -266,9 +265,8 @@ def auto_smooth(
         moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
-        step = optax.safe_increment(state.step)
-        noise = state.variance + s**2, state.sampling + v**2
-        state = AutoSmoothState(None, step, total, *noise, state.choice)
+        seen = optax.safe_increment(state.step), total, state.variance + s**2, state.sampling + v**2
+        state = AutoSmoothState(None, *seen, state.choice)
         choice = choose(state) if jax.tree.leaves(total) else state.choice
         return moves, state._replace(optimizer=after, choice=choice)
 
@@ -282,13 +280,12 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     `beta` is the share of the noise's variance that remains. `length` lengthens smoothed releases.
 
     Args:
-        state: the state of `auto_smooth`, or a tree that contains it, such as the state of
-            `privatize`, or a `TrainState`.
+        state: a tree that contains the state of `auto_smooth`, such as that of `privatize`.
 
     >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
     {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
     """
-    found = next(filter(_is_auto, jax.tree.leaves(state, is_leaf=_is_auto)), None)
+    found = find_auto_state(state)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with smoothing='auto', got one without; "
@@ -296,9 +293,19 @@ def chosen_smoothing(state: PyTree) -> PyTree:
         )
     if is_before_noise(state, _is_auto):
         raise ValueError("`state` must have `auto_smooth` after the noise, got a private choice.")
+    if isinstance(found.step, jax.core.Tracer):
+        raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
+    if found.step.ndim:
+        got = f"{found.step.size} runs; pass jax.tree.map(lambda x: x[0], state) for the first"
+        raise ValueError(f"`state` must belong to one run, got {got}.")
     choice = jax.device_get(found.choice)
     each = [Choice(*(x[i].item() for x in choice)) for i in range(len(choice.layout))]
     return jax.tree.unflatten(jax.tree.structure(found.total), each)
+
+
+def find_auto_state(state: PyTree) -> AutoSmoothState | None:
+    """Return the first state of `auto_smooth` in a tree, or None if there is none."""
+    return next(filter(_is_auto, jax.tree.leaves(state, is_leaf=_is_auto)), None)
 
 
 def _is_auto(node: object) -> bool:
