@@ -142,7 +142,7 @@ def auto_smooth(
         optimizer: everything that follows the noisy mean.
         stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
             pass `release_scale` to `update`, it multiplies both standard deviations in this step.
-            Noise that is correlated between steps adds up to less, so it is smoothed less.
+            For correlated noise, pass s·|c₀ + … + cₜ| in step t, with c = `noise_column()`.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.

@@ -332,6 +332,20 @@ def test_a_stage_that_cannot_know_the_noise_is_refused(place):
     lsdp.privatize(optimizer, **PRIVATE, **options).init(jnp.zeros(3))
 
 
+def test_a_schedule_counts_correlated_noise():
+    correlation = lsdp.correlation.optimize_banded(8, bands=4)
+    sums = jnp.abs(jnp.cumsum(jnp.asarray(correlation.noise_column(), jnp.float32)))
+    noise = lsdp.add_correlated_noise(1.0, correlation, key=jax.random.key(0))
+    tx = optax.chain(noise, lsdp.auto_smooth(optax.identity(), stddev=lambda step: sums[step]))
+    zeros = jnp.zeros(20_000)
+    state, update = tx.init(zeros), jax.jit(tx.update)
+    for count in range(1, 7):
+        _, state = update(zeros, state)
+        measured = float(jnp.mean(state[1].total ** 2))
+        assert measured == pytest.approx(float(state[1].variance), rel=0.04)  # four errors
+        assert measured > 1.05 or count > 1  # more than independent noise, at first
+
+
 def test_the_plain_transform_chooses_between_the_layouts_that_are_named():
     tx = lsdp.laplacian_smooth("auto", stddev=1.0, layout="inputs")
     rows, rings = releases(9, signal=1.0, steps=4), matrices()[:7]
