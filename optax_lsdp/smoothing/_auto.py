@@ -123,7 +123,7 @@ def auto_smooth(
     method: str = "auto",
     shard_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer behind Laplacian smoothing, with σ and layouts chosen from past releases.
+    """Put Laplacian smoothing in front of an optimizer; σ and layouts are chosen from past releases.
 
     `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
     your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
