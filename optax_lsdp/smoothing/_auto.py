@@ -38,8 +38,8 @@ that, nothing is smoothed. Evidence fades when training has converged: D stops g
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most.
-But ℓ raises the rate of smooth directions, and of means: a rate near the largest stable one becomes
-too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
+But ℓ makes steps of smooth directions and of means longer: a learning rate near the largest stable
+one becomes too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
 
 **What the rule cannot see.** Length counts noise alike in all directions, but the loss feels it as
 the curvature H says: V·tr(A H A), not V·tr A². If H has the spectrum of S and noise dominates, no A
@@ -48,9 +48,9 @@ gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the
 **What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
 
-**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries. They choose
-for the whole leaf. Their number depends on its shape alone. If they are a share f of the leaf, the
-evidence is weaker by √f. Candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
+**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries; how many
+depends on shapes alone. If they are a share f of the leaf, the evidence is weaker by √f. All
+candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def auto_smooth(
     method: str = "auto",
     shard_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Put Laplacian smoothing in front of an optimizer; σ and layouts are chosen from past releases.
+    """Smooth releases in front of an optimizer, with σ and layouts chosen from past releases.
 
     `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
     your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
