@@ -267,11 +267,33 @@ BAD = {
     ),
     "other shapes": (
         lambda: add(BANDED).update(jnp.zeros(4), add(BANDED).init(jnp.zeros(3))),
-        "`updates` must have the structure, shapes and precision",
+        "`updates` must have the shapes and precision",
     ),
-    "fewer bands": (
-        lambda: add(BANDED).update(jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))),
-        "resume with the same correlation",
+    "fewer bands, in jit": (
+        lambda: jax.jit(add(BANDED).update)(
+            jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))
+        ),
+        "got another that needs 4 past noises for a state with 2; resume with the same",
+    ),
+    "no past noises, in jit": (
+        lambda: jax.jit(add(BANDED).update)(jnp.zeros(3), add(INVERSE).init(jnp.zeros(3))),
+        "got another that needs 4 past noises for a state with 0; resume with the same",
+    ),
+    "another correlation": (
+        lambda: add(INVERSE).update(jnp.zeros(3), add(banded_inverse(9, 3)).init(None)),
+        "`correlation` must be the one for which the state was made, got another; resume",
+    ),
+    "steps beyond the last": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), add(INVERSE).init(None)._replace(step=jnp.int32(STEPS))
+        ),
+        "fewer than 12 steps, those of the correlation, got 12 steps; start again with a new key",
+    ),
+    "another stddev": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), add(INVERSE).init(None)._replace(stddev=jnp.float32(2))
+        ),
+        "`stddev` must be that of the first step, 2.0, got 1.0",
     ),
     "stacked gradients": (
         lambda: add(INVERSE).update(jnp.zeros((2, 3)), add(INVERSE).init(None), jnp.zeros(3)),
