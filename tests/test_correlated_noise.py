@@ -53,8 +53,8 @@ def correlated_noise(correlation):
     return run(add(correlation, stddev=3.0), TREE)[0]
 
 
-@pytest.mark.parametrize("correlation", CORRELATIONS.values(), ids=list(CORRELATIONS))
-def test_noise_is_the_dense_solution_of_independent_noise(correlation):
+def check_solution(noises, correlation):
+    """Assert that the noises of all steps are 3·C⁻¹Z."""
     dense = toeplitz_dense(correlation.column())
 
     def compare(noise, drawn):
@@ -62,7 +62,23 @@ def test_noise_is_the_dense_solution_of_independent_noise(correlation):
         # Each step rounds a dozen terms to float32; all terms are below 100.
         np.testing.assert_allclose(noise.reshape(STEPS, -1), expected, atol=2e-4)
 
-    jax.tree.map(compare, correlated_noise(correlation), independent_noise())
+    jax.tree.map(compare, noises, independent_noise())
+
+
+@pytest.mark.parametrize("correlation", CORRELATIONS.values(), ids=list(CORRELATIONS))
+def test_noise_is_the_dense_solution_of_independent_noise(correlation):
+    check_solution(correlated_noise(correlation), correlation)
+
+
+def test_programs_for_accelerators_draw_the_same_noise(monkeypatch):
+    """They read eight past noises at once; here are eleven, and a matrix and a vector."""
+
+    def for_gpu(noise, *, cpu, tpu, default):
+        return default(noise)
+
+    correlation = square_root(STEPS, STEPS)
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_gpu)
+    check_solution(run(add(correlation, stddev=3.0), TREE)[0], correlation)
 
 
 def test_the_first_noise_is_not_below_the_claimed_scale():
