@@ -238,7 +238,7 @@ class CorrelatedGaussian(Mechanism):
         if self.neighbouring not in relations:
             choices = " or ".join(map(repr, relations))
             why = "a fixed order of the data" if self.sampling_rate is None else "these batches"
-            demand = f"{choices}, which is all that the analysis of {why} covers"
+            demand = f"{choices}, which the analysis of {why} covers"
             raise checks.refusal("neighbouring", demand, self.neighbouring, "pass one of these")
         _use_python_numbers(self)
 
