@@ -88,7 +88,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def check_bool(name: str, value: object) -> None:
-    """Raise unless `value` is True or False. A text such as "no" would count as True."""
+    """Raise unless `value` is True or False. In a condition, the text "no" would count as True."""
     if type(value).__name__ not in ("bool", "bool_"):  # of Python or NumPy
         raise refusal(name, "True or False", value)
 
@@ -110,13 +110,16 @@ def numbers(name: str, value: object, demand: str) -> tuple[float, ...]:
 
 
 def frozen_number(value: _Value) -> _Value:
-    """Return a number in place of a NumPy array of shape (), whose value could change later."""
+    """Return the number in a NumPy array of shape (), because the caller could change the array.
+
+    Return any other value unchanged.
+    """
     is_writable = hasattr(value, "flags") and getattr(value, "shape", None) == ()
     return cast(_Value, value.item()) if is_writable and hasattr(value, "item") else value
 
 
 def plain_number(value: _Value) -> _Value:
-    """Return a NumPy number as a number of Python, which JSON can hold, and anything else as it is.
+    """Return a NumPy number as a Python number, which JSON can hold, and other values unchanged.
 
     >>> import numpy as np
     >>> plain_number(np.float32(0.5))
@@ -127,7 +130,7 @@ def plain_number(value: _Value) -> _Value:
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text. Raise a ValueError if it is invalid, repeats a name or nests too deeply.
+    """Parse JSON. Raise a ValueError if the text is invalid, repeats a name or nests too deeply.
 
     >>> read_json('{"steps": 1, "steps": 2}')
     Traceback (most recent call last):

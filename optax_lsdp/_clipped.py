@@ -29,8 +29,8 @@ class Clipped:
 
     `Clipped` is a pytree node: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
-    The mark catches accidents, not adversaries: a sum that is changed afterwards keeps its mark.
-    Do not use `optax.apply_if_finite`: it cannot carry the mark, and nothing needs it, because an
+    The mark catches mistakes, but it is no proof: a sum keeps its mark when its values are changed.
+    Do not use `optax.apply_if_finite`, which cannot carry the mark. It is not needed, because an
     example whose gradient is not finite contributes zero.
 
     Attributes:
@@ -42,9 +42,10 @@ class Clipped:
             clipped separately, each to C, their joint sensitivity is √k·C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
             with padded batches refuse sums without a mask.
-        slack: on the first leaf of each group, if `clipped_grad` was asked for slack: how many
-            examples leave room for each coordinate, (K,), in whole numbers. None on other leaves.
-        coordinates: K, or 0 if the leaf has no slack. So sums with different K do not add up.
+        slack: (K,) on the first leaf of each group, if `clipped_grad` was called with `slack=K`:
+            how many examples fill each coordinate; see `norm_estimates`. None on other leaves.
+        coordinates: K, or 0 if the leaf has no slack. JAX refuses to add sums with different K,
+            because K is not an array but part of the mark.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -82,8 +83,8 @@ class WithSlack:
     Attributes:
         total: the clipped sum, with the structure of the parameters.
         slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
-        adapts: whether the clip norm is an `AdaptiveClip`. The sum is then in units of it.
-        is_noisy: whether `add_gaussian_noise` has added noise to both.
+        adapts: whether the clip norm is an `AdaptiveClip`. If so, the sum is divided by it.
+        is_noisy: whether `add_gaussian_noise` has added noise to the sum and the slack.
     """
 
     total: optax.Updates
@@ -95,10 +96,10 @@ class WithSlack:
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
 @dataclass(frozen=True)
 class CurrentClipNorm:
-    """The present value of an `AdaptiveClip`, a scalar that an optimizer has computed from noise.
+    """The present value of an `AdaptiveClip`: a scalar that is computed from noisy sums alone.
 
-    Gradient functions accept no other number, because a clip norm that is computed from gradients
-    without noise would let one example move the parts of all others.
+    Gradient functions accept no plain number in its place. If a clip norm were computed from
+    gradients without noise, one example could change what all other examples contribute.
 
     >>> f"{CurrentClipNorm(jnp.array(0.25)):.1f}"
     '0.2'
@@ -137,7 +138,7 @@ def is_marked(leaf: object) -> TypeGuard[Clipped]:
 
 
 def divide_by_clip_norm(total: optax.Updates, groups: Sequence[ClipGroup]) -> optax.Updates:
-    """Return a clipped sum in units of the clip norm of each leaf's group."""
+    """Divide each leaf of a clipped sum by the clip norm of the leaf's group."""
     leaves, structure = jax.tree.flatten(total)
     pairs = zip(leaves, groups, strict=True)
     divided = [x / jnp.asarray(group.clip_norm, x.dtype) for x, group in pairs]
@@ -189,7 +190,7 @@ def unmark(
         if leaf.leaves_in_group < counts[group.path]:
             raise ValueError(
                 f"`updates` must come from one call of `clipped_grad`, got {counts[group.path]} "
-                f"leaves, but only {leaf.leaves_in_group} of them were clipped together, at "
+                f"leaves, of which only {leaf.leaves_in_group} were clipped together with "
                 f"{path_name(path)!r}; clip all leaves in one call, or give the leaves of each "
                 "call their own group in `clip_norm`."
             )
@@ -199,7 +200,8 @@ def unmark(
             raise ValueError(
                 "`slack` must be the same in `clipped_grad` and in the optimizer, got "
                 f"{found} coordinates in the sum and {wanted} in the optimizer at "
-                f"{path_name(path)!r}; pass the same number to both, and all leaves of the sum."
+                f"{path_name(path)!r}; pass the same number to both, and pass all leaves of the "
+                "sum to the optimizer."
             )
         if leaf.slack is not None:
             slack[group.path] = leaf.slack
@@ -235,7 +237,7 @@ def has_noise(state: optax.OptState) -> bool:
 
 
 def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
-    """Return whether a transform, found by its state, precedes the noise in a chain."""
+    """Return whether a transform precedes the noise in a chain; `is_one` recognises its state."""
     parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or _adds_noise(x))
     first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))
     return has_noise(parts[first + 1 :])

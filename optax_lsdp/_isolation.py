@@ -6,8 +6,8 @@ traces a loss, forward and backward, and refuses losses that contain any of the 
 
 Batch normalisation needs the statistics of a batch, so it cannot be trained on one example at a
 time. `batch_norms` finds it by name: JAX stores the call stack with each equation, and the stack
-names the classes and functions of layers. So no library has to be imported, and layers of Flax,
-Haiku, Equinox, Keras and users are found alike. A layer with frozen statistics
+names the classes and functions of layers. This finds layers of Flax, Haiku, Equinox, Keras and of
+users, and imports none of these libraries. A layer with frozen statistics
 (`use_running_average=True`) computes no sum, so it is not reported.
 """
 
@@ -147,19 +147,21 @@ def _replicated_axes(example: PyTree) -> frozenset[str]:
 def _check_no_leak(equation: Equation, vouched: set[str], *, is_forward: bool) -> None:
     """Raise if an equation may read other examples under vmap, or may reveal an example.
 
-    XLA for CPUs computes a batched convolution from pixels of other examples if an axis of the
-    image is cropped at the low end and padded at the high end, which are negative and positive
-    padding. A gradient has such a padding if the convolution pads the low end by more than its
-    window. A loss may not crop by padding at all, because its gradient may have such a padding.
+    On CPUs, XLA computes a batched convolution from pixels of other examples if the padding of an
+    image axis is negative at the low end and positive at the high end. The gradient of a
+    convolution has such padding if the convolution pads the low end by more than its window. In the
+    loss itself, all negative padding at the low end is refused, because the gradient of such a
+    convolution may have this padding.
     """
     name = equation.primitive.name
     for low, high in equation.params["padding"] if name == "conv_general_dilated" else ():
         if low < 0 and (is_forward or high > 0):
             where = "" if is_forward else " in its gradient"
             raise ValueError(
-                "`loss_fn` must not crop the image of a convolution by negative padding, which XLA "
-                f"may compute from pixels of other examples, got the padding {(low, high)}{where}; "
-                "crop or pad the image with jax.lax.pad before the convolution."
+                "`loss_fn` must not crop the image of a convolution by negative padding, because "
+                "XLA may then read pixels of other examples, got the padding "
+                f"{(low, high)}{where}; crop or pad the image with jax.lax.pad before the "
+                "convolution."
             )
     function = getattr(equation.params.get("callback"), "callback_func", None)
     function = getattr(function, "func", function)  # inside functools.partial
@@ -224,10 +226,9 @@ def _axis_names(equation: Equation) -> MappedAxes:
 def batch_norm_sentence(layers: Sequence[str], demand: str = "must") -> str:
     """Return the error message for batch normalisation in a loss of one example."""
     return (
-        f"`loss_fn` {demand} normalise within one example, got batch normalisation in "
-        f"{', '.join(layers)}: it would normalise each example by itself, and its running "
-        "statistics would never change; replace it by GroupNorm or LayerNorm, or freeze its "
-        "statistics (use_running_average=True)."
+        f"`loss_fn` {demand} not use batch normalisation, which needs the statistics of a batch, "
+        f"got {', '.join(layers)}; replace it by GroupNorm or LayerNorm, or freeze its statistics "
+        "(use_running_average=True)."
     )
 
 
@@ -239,7 +240,7 @@ def batch_norms(program: ClosedJaxpr) -> list[str]:
 
 
 def warn_of_batch_norms(program: ClosedJaxpr) -> None:
-    """Warn if the loss of one example contains batch normalisation, which breaks the model."""
+    """Warn if the loss of one example contains batch normalisation, which needs a whole batch."""
     layers = batch_norms(program)
     if layers:  # no error: privacy holds, because the layer sees no other example
         warnings.warn(batch_norm_sentence(layers, "should"), stacklevel=2)

@@ -33,9 +33,9 @@ def equations(jaxpr: core.Jaxpr) -> Iterator[Equation]:
 def equations_with_mapped_axes(
     jaxpr: core.Jaxpr, mapped: MappedAxes
 ) -> Iterator[tuple[Equation, MappedAxes]]:
-    """Yield all equations, each with the axes that a shard_map or pmap around it maps over.
+    """Yield all equations, each with the mapped axes of all shard_maps and pmaps around it.
 
-    `mapped` are axes that are mapped around the whole program.
+    `mapped` are the axes that are mapped around the whole program.
     """
     for equation in jaxpr.eqns:
         yield equation, mapped

@@ -157,7 +157,10 @@ def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[
 
 
 def hashed_signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return public ±1 by hashing each entry's index, which fuses with the code that uses them."""
+    """Return an array of ±1, by hashing the index of each entry. The signs are public.
+
+    XLA fuses the hash with the code that uses the signs.
+    """
     mixed = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     mixed += seed.astype(jnp.uint32) * np.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # Wellons' lowbias32

@@ -3,8 +3,7 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module tries other calls that the author may have intended, such as a call
-with a batch. The error message suggests the first call that works.
+If a loss fails, this module tries other likely calls. The message suggests one that works, if any.
 """
 
 import inspect
@@ -183,7 +182,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
     loss(params, (examples, mask)) = Σⱼ maskⱼ · loss_fn(params, exampleⱼ) / max(1, Σⱼ maskⱼ)
 
     The losses are averaged before the gradient is clipped, so all examples of a user together
-    contribute at most the clip norm. `fit` calls this function itself; call it in your own loop.
+    contribute at most the clip norm. `fit` calls this function; call it yourself in your own loop.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example. If it takes a key as
@@ -207,7 +206,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         first = jnp.argmax(mask)
 
         def fill(x: jax.Array) -> jax.Array:
-            """Replace padding by the first example, because a NaN would remain."""
+            """Replace padding by the first example, because a NaN would reach the gradient."""
             one = jnp.where(mask[first], x[first], jnp.zeros_like(x[first]))
             return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
 
@@ -231,8 +230,8 @@ def _check_user(user: PyTree) -> tuple[PyTree, jax.Array]:
     lengths = {jnp.shape(leaf)[:1] for leaf in jax.tree.leaves(user[0])} if is_pair else set()
     if len(lengths) != 1 or () in lengths:
         raise ValueError(
-            "`user` must be a pair (examples, mask): a row and a bool for each example, got "
-            f"{describe_arrays(user)}; pass a row of a UserBatch, or to `fit` a loss of an example."
+            "`user` must be a pair (examples, mask), with a row and a bool for each example, got "
+            f"{describe_arrays(user)}; pass a row of a UserBatch, or an example's loss to `fit`."
         )
     check_mask(user[1], *lengths.pop())
     return user[0], user[1]
@@ -324,7 +323,8 @@ def _likely_calls(
     yield (
         average_examples(call_with_key),
         one,
-        ", got the loss of one example for a user; pass `training.average_examples(loss_fn)`.",
+        ", which is a user here, got the loss of a single example of a user; pass "
+        "`training.average_examples(loss_fn)`.",
     )
     calls_with_parts: dict[str, _Call] = {
         "*example": lambda params, example: loss_fn(params, *_parts(example, tuple | list)),

@@ -30,7 +30,7 @@ def are_shards_tracked() -> bool:
 
 
 def varying_axes(tree: PyTree) -> set[str]:
-    """Return the manual mesh axes over which any leaf varies. Results of `eval_shape` work too."""
+    """Return the manual mesh axes over which any leaf varies. Accept results of `eval_shape`."""
     return {axis for leaf in jax.tree.leaves(tree) for axis in _varying(leaf)}
 
 
@@ -74,15 +74,14 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        # Axes over which only one of the two varies split that one.
+        # If only the parameters or only the batch varies over an axis, the axis splits just that.
         unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)
     if unknown:
         raise ValueError(
-            "`replicated_axes` must name the mesh axes inside shard_map over which all parameters "
-            f"are replicated, got none for {', '.join(sorted(unknown))}, and JAX does not know "
-            "whether this axis splits the parameters or the batch; name the axis if all parameters "
-            "are replicated over it; if it splits parameters, use check_vma=True, give all its "
-            "shards the same batch, and make keys that differ between shards inside the loss."
+            "`replicated_axes` must name the mesh axes of shard_map over which all parameters are "
+            f"replicated, if JAX cannot tell, got none for {', '.join(sorted(unknown))}; name this "
+            "axis if it splits no parameters; if it does, use check_vma=True, give all its shards "
+            "the same batch, and if they need different keys, make these inside the loss."
         )
 
 
@@ -145,14 +144,14 @@ def check_shard_specs(specs: PyTree) -> None:
 
 
 def spread_specs(specs: PyTree, updates: PyTree) -> PyTree:
-    """Return a spec for each leaf of `updates`, if `specs` is a prefix of its tree."""
+    """Return a spec for each leaf of `updates` if `specs` is a prefix tree of `updates`."""
     if specs is None or _is_spec(specs):
         return specs
     try:
         return jax.tree.map(
             lambda spec, part: jax.tree.map(lambda _: spec, part), specs, updates, is_leaf=_is_spec
         )
-    except ValueError:  # `read_shards` counts the leaves
+    except ValueError:  # not a prefix tree; `read_shards` compares the numbers of leaves
         return specs
 
 
@@ -190,7 +189,10 @@ def read_shards(specs: PyTree, leaves: Sequence[jax.Array]) -> list[Shard]:
 def sum_leaves(
     shards: Sequence[Shard], terms: Callable[..., tuple[jax.Array, ...]], *trees: PyTree
 ) -> list[jax.Array]:
-    """Return one array per leaf: the sum of each of its `terms` over all entries and shards."""
+    """Return, for each leaf, the sums of its `terms` over all entries and shards.
+
+    `terms` computes one or more arrays from the same leaf of all `trees`.
+    """
     sums = []
     for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
         here = jnp.stack([jnp.sum(term).astype(float) for term in terms(*leaves)])

@@ -19,23 +19,23 @@ Unit = Literal["example", "user"]  # the unit of privacy; a user has several exa
 
 @dataclass(frozen=True)
 class Relation:
-    """One neighbouring relation."""
+    """How two neighbouring datasets differ."""
 
-    sensitivity: float  # the largest distance of two neighbouring clipped sums, in clip norms
+    sensitivity: float  # how far clipped sums of neighbouring datasets may differ, in clip norms
     change: str  # what happens to one example, in a few words
     secret: str  # what an attacker tries to find out, in the words of `accounting.statement`
-    secret_of_user: str  # the same, if the unit of privacy is a user
+    secret_of_user: str  # `secret`, if the unit of privacy is a user
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """One sampling scheme."""
+    """How batches are drawn, and what the accountant can say about them."""
 
     title: str  # the scheme's name in prose
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
-    batches: str  # how batches are drawn; `describe` fills in `{unit}`, `{rate}` and `{epoch}`,
-    # and for correlated noise `{chosen}`, how the part of an example is chosen
+    batches: str  # how batches are drawn. `describe` fills in `{unit}`, `{rate}` and `{epoch}`. For
+    # cyclic Poisson batches, it also fills in `{chosen}`: how the part of an example is chosen.
     remark: str = ""  # what the command line prints after the ε of this scheme
     amplified: bool = False  # whether the randomness of the batches lowers ε
     tight: bool = False  # whether the accountant's ε is the true ε up to rounding
@@ -46,7 +46,7 @@ class Scheme:
 
     @property
     def keeps_order(self) -> bool:
-        """Return whether a step depends on earlier steps, so that a restart begins a new count."""
+        """Return whether steps count by epoch or cycle, which begins again after a restart."""
         return self.once_per_epoch or self.correlated
 
     @property

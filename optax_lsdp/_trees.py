@@ -22,10 +22,10 @@ def path_name(path: tuple[object, ...]) -> str:
 def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None) -> list[str]:
     """Return one address per leaf: a text that is unique within the tree.
 
-    An address joins the texts of all keys on the leaf's path. The text of a plain key (of a dict, a
-    list or an attribute) is its `keystr`. Any other key may have the `keystr` of a sibling, or of
-    several keys together. So the text of such a key also has the length of its `keystr`, and a
-    count of earlier siblings with this `keystr`. Masking out other leaves changes no address.
+    An address joins one text for each key on the leaf's path. For a plain key (of a dict, a list or
+    an attribute), the text is the `keystr` of the key. Other keys may have the same `keystr` as a
+    sibling, or as several keys joined. Their texts also contain the length of the `keystr`, and the
+    number of earlier siblings with the same `keystr`. Masking out other leaves changes no address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:
@@ -50,8 +50,8 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
 def _is_plain(entry: object) -> bool:
     """Return whether a key on a leaf's path is plain; see `leaf_addresses`.
 
-    The `keystr` of a plain key differs from those of its plain siblings, and is not the joined
-    `keystr` of several keys.
+    The `keystr` of a plain key differs from those of its plain siblings, and never equals the
+    joined `keystr` of several keys.
     """
     if isinstance(entry, jax.tree_util.DictKey):
         return type(entry.key) in (str, int)
@@ -192,7 +192,7 @@ def applied_change(params: PyTree, updates: PyTree) -> PyTree:
         if param.dtype == wide_dtype(param):
             return widen(update)
         kind = jnp.finfo(param.dtype)
-        # Explicitly: XLA may leave out a rounding that is only a cast.
+        # Round explicitly, because XLA may leave out a rounding that is only a cast.
         new = jax.lax.reduce_precision(widen(param + update), kind.nexp, kind.nmant)
         return new - widen(param)
 
@@ -203,9 +203,9 @@ def row_norms(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the ℓ₂ norm of each row, taken over all leaves together, in float32 or float64.
 
     The leaves have shape (n, …), and the result has shape (n,). Each row is first divided by its
-    largest entry, so that squares neither overflow nor underflow. The true norm is at most 1 +
-    `norm_rounding(leaves)` times the result. Subnormal entries may count as zero because XLA
-    flushes them; their joint norm is far below any clip norm.
+    largest entry, so that squares neither overflow nor underflow. The true norm is at most (1 + r)
+    times the result, where r is `norm_rounding(leaves)`. Subnormal entries may count as zero
+    because XLA flushes them; their joint norm is far below any clip norm.
     """
     dtype = wide_dtype(*leaves)
     rows = [leaf.astype(dtype).reshape(leaf.shape[0], -1) for leaf in leaves if leaf.size]
@@ -234,7 +234,7 @@ def usable_scale(largest: jax.Array) -> jax.Array:
 
 
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
-    """Return a bound r: the true norm of a row is at most 1 + r times its computed `row_norms`.
+    """Return r such that the true norm of a row is at most (1 + r) times that of `row_norms`.
 
     Let u be half the machine epsilon. A sum of B non-negative numbers, added in any order, has a
     relative error of at most (B − 1)u. The block size bounds B, and the errors of nested blocks add
@@ -247,7 +247,7 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
 
 
 def _block_size(size: int) -> int:
-    """Return how many of `size` terms to add at a time: up to 128, and if possible a divisor."""
+    """Return how many of `size` terms to add at a time: at most 128, preferably a divisor."""
     if size <= _BLOCK:
         return max(size, 1)
     return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)

@@ -8,4 +8,5 @@ PyTree: TypeAlias = Any
 """Nested containers with arrays as leaves. JAX has no narrower type for them."""
 
 ClipNorm: TypeAlias = PyTree
-"""A positive number or `AdaptiveClip`, a prefix tree of them, or a function of the step."""
+"""A positive number, an `AdaptiveClip`, a prefix tree of numbers or `AdaptiveClip`s, or a function
+of the step."""

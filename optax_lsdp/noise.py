@@ -58,7 +58,7 @@ class AddGaussianNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Tell `watch` that what precedes this transform is private."""
+        """Mark this state, so that `watch` can refuse a place before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
@@ -126,7 +126,7 @@ def add_gaussian_noise(
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
         if not isinstance(state, AddGaussianNoiseState):
-            demand = "that of `add_gaussian_noise`"
+            demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
@@ -231,8 +231,8 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
 def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
     """Return a row of standard Gaussian noise for each key.
 
-    Without the condition, XLA would draw the rows again in every kernel that slices the noise of a
-    leaf from them. It always holds, because steps are never negative.
+    `lax.cond` keeps XLA from drawing the rows again in every kernel that takes the noise of one
+    leaf from them. Its condition always holds, because steps are never negative.
     """
     draw = partial(standard_normal, shape=(room,), dtype=dtype)
     return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
@@ -264,6 +264,6 @@ def _check_shards(
             raise ValueError(
                 f"`updates` must be equal on all shards inside shard_map, got {name!r}, which "
                 f"{reason} over {', '.join(sorted(repeated))}: unequal shards would get equal "
-                f"noise; {remedy}, call `update` outside shard_map, or name in `shard_specs` the "
-                "mesh axes that split a summed gradient."
+                f"noise; {remedy}, call `update` outside shard_map, or if a summed gradient is "
+                "split, name its mesh axes in `shard_specs`."
             )

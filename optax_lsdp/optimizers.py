@@ -79,8 +79,9 @@ def privatize(
             past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
-        correlation: how noise is correlated between steps; see `add_correlated_noise`. Schedules of
-            noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto" are refused.
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. It cannot be
+            combined with schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` or
+            smoothing="auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
             `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
@@ -88,16 +89,16 @@ def privatize(
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
-        watch_steps: how many steps to record for `training_curve(state)`, which costs no privacy
-            but a copy of the parameters; see `watch`. The default records nothing. Refused with
-            several groups of `AdaptiveClip`.
-        sampling_rate: q, which narrows the standard error of the recorded curve, and tells
-            smoothing="auto" how much sampling noise there is: 1 for full batches. Without it, both
-            assume batches from a much larger dataset.
+        watch_steps: how many steps to record for `training_curve(state)`; see `watch`. Recording
+            costs no privacy, but memory for a copy of the parameters. The default records nothing.
+            `watch_steps` cannot be combined with several groups of `AdaptiveClip`.
+        sampling_rate: q, or 1 for full batches. With it, the recorded curve has a smaller standard
+            error, and smoothing="auto" knows how much random batches add to the noise. Without it,
+            the curve and "auto" assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
-    which keeps the key out of the hyperparameters that people log; add `slack`, `watch_steps` and
-    `sampling_rate` if you set them. If parameters are in half precision, also pass
+    which keeps the key out of the hyperparameters that people log. Add `slack`, `watch_steps` and
+    `sampling_rate` to `static_args` if you set them. If parameters are in half precision, also pass
     `hyperparam_dtype=jnp.float32`, which keeps the noise multiplier precise.
 
     >>> import numpy as np
@@ -290,7 +291,11 @@ def steps_taken(state: optax.OptState) -> jax.Array:
 
 
 def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
-    """Raise if settings would change correlated noise, or assume independent noise."""
+    """Raise if a setting cannot be combined with correlated noise.
+
+    The settings in `constant` must not vary from step to step. Those in `absent` assume independent
+    noise, so they must be None.
+    """
     for name, value in (constant | absent).items():
         varies = any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value))
         if varies or (name in absent and value is not None):
@@ -339,7 +344,7 @@ def _with_known_noise(
     *,
     adapts: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain both, and tell the learner the noise's standard deviation, if this is known."""
+    """Chain `release` and `learner`. Pass the noise's `stddev`, unless it is None, to `learner`."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
         return release.init(params), learner.init(params)
@@ -382,15 +387,15 @@ def _with_clear_errors(
                 raise
             raise TypeError(
                 "`optimizer` must need gradients only, got one that also needs "
-                f"{names.lstrip('s: ')}, which would be released without noise; use one such as "
-                "optax.sgd or optax.adam."
+                f"{names.lstrip('s: ')}, which would be released without noise; use an optimizer "
+                "such as optax.sgd or optax.adam."
             ) from error
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def _cast_like(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
-    """Cast the updates, which are float32 or wider, to the dtypes of `params`, if there are any."""
+    """Cast updates to the dtypes of `params`. Return them unchanged if `params` is None."""
     if params is None:
         return updates
     return jax.tree.map(lambda u, p: u.astype(jnp.result_type(p)), updates, params)

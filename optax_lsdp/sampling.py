@@ -151,8 +151,9 @@ class CyclicPoissonSampler:
             its part with probability q·cycle, which must be at most 1.
         cycle: the number of parts, at least the number of bands of the correlation.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
-            probability 1e-15 or less. Any batch is truncated with at most twice the probability
-            that it exceeds this size. ε does not include this, except in a `PrivacyPlan`.
+            probability 1e-15 or less. The sampler truncates with at most twice the probability that
+            a batch exceeds this size, because it first draws examples of all parts, and may
+            truncate this draw too. Only a `PrivacyPlan` includes the truncation in ε.
         group_size: the probabilities also hold if this many examples are added to the dataset.
 
     >>> sampler = CyclicPoissonSampler(60_000, 256 / 60_000, cycle=8, key=jax.random.key(0))
@@ -169,7 +170,7 @@ class CyclicPoissonSampler:
     group_size: int = 1
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
-    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; no run has this step
+    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; of a step that no run takes
 
     def __post_init__(self) -> None:
         check_whole("cycle", self.cycle)
@@ -347,19 +348,19 @@ def choose_within(
     """Choose up to `room` examples of each user, uniformly and without replacement.
 
     A choice depends on the key, the step and the number of the user, but not on the other users.
-    For counts of c > room, it uses Floyd's algorithm: for j from c − room to c − 1, draw t
-    uniformly from 0 to j, and choose t, or j if t is already chosen.
+    For a user with c > room examples, this is Floyd's algorithm: for j from c − room to c − 1, draw
+    t uniformly from 0 to j, and choose t, or j if t is already chosen.
 
     Args:
         key: one Threefry key, used for nothing else.
         step: the number of the step.
         users: (n,) the numbers of the users.
-        counts: (n,) how many examples each of them has.
+        counts: (n,) how many examples each user has.
         room: the largest number of examples of one user.
 
     Returns:
-        Places of shape (n, room), each below the user's count, and a mask of the same shape that is
-        False for padding. Padding comes last.
+        Two arrays of shape (n, room): the chosen examples of each user, counted from 0, and a mask
+        that is False for padding. Padding comes last.
     """
     check_threefry_key("key", key)
     bits, zero = RandomBits(key, step), np.zeros((1, 1), np.uint32)

@@ -223,7 +223,7 @@ CASES = {
                 for name in PARAMS
             }
         ),
-        "`updates` must come from one call of `clipped_grad`, got 2 leaves, but only 1 of",
+        "`updates` must come from one call of `clipped_grad`, got 2 leaves, of which only 1 were",
     ),
     "sums in a stack": (
         lambda: update(jax.tree.map(lambda x: x[None], marked())),

@@ -136,7 +136,10 @@ USES = {
     ),
     "explain_clipping": lambda loss, params: lsdp.explain_clipping(loss, params, X[0]),
 }
-WORDS = ("got batch normalisation in BatchNorm", "replace it by GroupNorm or LayerNorm")
+WORDS = (
+    "not use batch normalisation, which needs the statistics of a batch, got BatchNorm",
+    "replace it by GroupNorm or LayerNorm",
+)
 
 
 PLACES = {"linen": "BatchNorm (LinenNet/BatchNorm_0)", "nnx": "BatchNorm (test_batch_norm.py:"}

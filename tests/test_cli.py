@@ -64,7 +64,7 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ("audit --seed -1", "--seed: must be a whole number, 0 or more, got -1;"),
         (
             "epsilon --dataset-size 9 --batch-size 3 --noise-multiplier 1 --epochs 1e300",
-            "--epochs must be few enough for 1e+09 steps at most, got 1e+300; lower --epochs or",
+            "--epochs must be low enough for at most 1e+09 steps, got 1e+300; lower --epochs or",
         ),
         (f"calibrate {SETTING} --epsilon 1 --plot e.gif", "must end in .png, got 'e.gif'"),
         ("dmo", "invalid choice: 'dmo'"),

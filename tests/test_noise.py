@@ -333,5 +333,6 @@ def test_the_state_of_another_noise_is_refused():
     key, zeros = jax.random.key(0), jnp.zeros(3)
     matrix = lsdp.correlation.square_root(10, 3)
     state = lsdp.add_correlated_noise(1.0, matrix, key=key).init(zeros)
-    with pytest.raises(TypeError, match="`state` must be that of `add_gaussian_noise`, got AddCor"):
+    message = "`state` must be the state of `add_gaussian_noise`, got AddCor"
+    with pytest.raises(TypeError, match=message):
         lsdp.add_gaussian_noise(1.0, key=key).update(zeros, state)

@@ -93,6 +93,18 @@ def test_features_have_one_length_which_private_examples_do_not_change():
     np.testing.assert_array_equal(fewer.private[0][0], found.private[0][0])
 
 
+def test_inner_products_of_smoothed_cosines_are_those_of_smoothed_images():
+    images = np.random.default_rng(0).normal(size=(2, 6, 6)).astype(np.float32)
+    grid = lsdp.smoothing.Grid((0, 1))
+    tx = lsdp.laplacian_smooth(3.0, layout=lambda path, shape: grid, boundary="neumann")
+    smoothed, _ = tx.update(jnp.asarray(images[1]), tx.init(images[1]))
+    found = _features.lowest_cosines(images, 6, 3.0)
+    rounding = 1e-5  # float32, 36 terms
+    assert np.sum(found[0] * found[1]) == pytest.approx(np.vdot(images[0], smoothed), abs=rounding)
+    few = _features.lowest_cosines(images, 2, 3.0)
+    np.testing.assert_array_equal(few, found[:, :2, :2])
+
+
 def test_all_kinds_of_noise_spend_at_most_epsilon():
     steps, epsilon = 100, 4.0
     for noise in (correlated.Noise(), correlated.Noise(4), correlated.Noise(3, is_inverse=True)):

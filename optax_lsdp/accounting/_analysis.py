@@ -61,8 +61,8 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
         rate = max(phase.sampling_rate, _LEAST_RATE)
         worse = dataclasses.replace(phase, noise_multiplier=noise, sampling_rate=rate)
         if phase.max_batch_size is not None and rate > phase.sampling_rate:
-            # A higher rate can reveal less in truncated batches. For so large a dataset,
-            # `_truncated_poisson` uses a bound that grows with the rate.
+            # With truncated batches, a higher rate can reveal less. For a dataset of this size,
+            # `_truncated_poisson` instead uses a bound that grows with the rate.
             worse = dataclasses.replace(worse, dataset_size=_LARGEST_DATASET + 1)
         return analyse(worse)._replace(lower=())
     if is_gaussian(phase) or _ignores_sampling(phase):
@@ -90,7 +90,7 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 
 
 def unamplified_mu(phase: "SampledGaussian") -> float:
-    """Return μ as if the attacker knew every batch. It bounds what the phase reveals.
+    """Return an upper bound on the μ of a phase, as if the attacker knew every batch.
 
     The bound assumes that every step uses every example. With shuffled batches, it assumes that
     every epoch uses every example once. A part of an epoch counts as a whole epoch.
@@ -106,14 +106,14 @@ def steps_per_epoch(phase: "SampledGaussian") -> int:
 
 
 def _shift(phase: "SampledGaussian") -> float:
-    """Return the largest distance of neighbouring sums, in standard deviations of the noise."""
+    """Return how far sums of neighbouring datasets can differ, in standard deviations of noise."""
     is_truncated = phase.max_batch_size is not None  # truncation can replace an example
     sensitivity = 2.0 if is_truncated else RELATIONS[phase.neighbouring].sensitivity
     return sensitivity * (phase.group_size / phase.noise_multiplier)
 
 
 def _ignores_sampling(phase: "SampledGaussian") -> bool:
-    """Return whether to ignore sampling: q is almost 1, or the steps are too many."""
+    """Return whether to ignore sampling, because the phase exceeds a limit of the analysis."""
     is_sure = phase.sampling_rate > _MOST_RATE and phase.max_batch_size is None
     if phase.steps > MOST_STEPS or is_sure:
         return True
@@ -167,9 +167,10 @@ def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     Lower bounds use datasets whose other examples contribute zero. In such datasets, truncation
     only makes it less likely that x is in the batch.
 
-    The probabilities of N < B and N ≥ B are known up to rounding. For the small probability that is
-    unknown, the analysis uses a pair that dominates both cases: `fixed_size_pair` at rate q, with
-    one example replaced. It also dominates `replacement_pair`, whose centres are no further apart.
+    The probabilities of N < B and N ≥ B are known up to a rounding error. The analysis gives the
+    probability of this error to a pair that dominates both cases: `fixed_size_pair` at rate q, with
+    one example replaced. This pair also dominates `replacement_pair`, whose centres are no further
+    apart.
     """
     rate, shift, size = phase.sampling_rate, 2 / phase.noise_multiplier, phase.dataset_size or 0
     dominates_both = dominating.fixed_size_pair(rate, shift)
@@ -263,7 +264,7 @@ class PrivacyProfile:
         return min(most, max(bounds.upper_delta(case, epsilon) for case in self.upper))
 
     def lower_epsilon(self, delta: float, upper: float) -> float:
-        """Return a lower bound on the smallest ε. `upper` must be an upper bound on it."""
+        """Return a lower bound on the smallest ε. `upper` must be an upper bound on this ε."""
         if not self.lower:
             return bounds.gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
         highest = 0.0
@@ -275,8 +276,8 @@ class PrivacyProfile:
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
         """Return a lower bound on the false-negative rate at each false-positive rate α.
 
-        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). The largest
-        of all counts.
+        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). Return the
+        largest of all these bounds.
         """
         if not self.upper and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)

@@ -22,7 +22,7 @@ from optax_lsdp.accounting._quadrature import LatticeSettings, Steps
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
 _LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ that `upper_profile` tries
 _PRECISION = 1e-8  # relative precision of the root search for ε
-_FEW = 256  # with more Fourier coefficients than this, the contour integral gives no value
+_FEW = 256  # with more Fourier coefficients, the contour integral is not tried: it would fail
 _LARGEST_EPSILON = 1e300
 _MOST_POINTS = 2_000_000  # most lattice points for a lower bound
 
@@ -107,7 +107,7 @@ def narrow(low: float, high: float, holds: Callable[[float], bool], precision: f
 def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
     """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if this ε reaches `limit`.
 
-    `upper_epsilons` proposes an ε, which is raised until `upper_delta` certifies it as well.
+    `upper_epsilons` proposes an ε. The search raises it until `upper_delta` certifies δ(ε) ≤ δ too.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
@@ -176,7 +176,7 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
         tilted = _compose(*_matrix(steps), settings)
         found = float(tilted.upper_delta(np.array([epsilon]))[0])
         is_worse, delta = found > delta, min(delta, found)
-        if is_worse and delta < 1:  # the settings were chosen for a tail that does not matter
+        if is_worse and delta < 1:  # the settings suit another part of the tail
             settings = quadrature.settings_for_epsilon(steps, 0.01**turn * delta, epsilon or None)
         elif tilted.infinite[0] > 1e-3 * delta:  # the settings cut off too much of a heavy tail
             settings = quadrature.settings_for_delta(steps, epsilon, math.log(delta) - 7)

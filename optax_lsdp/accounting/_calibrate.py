@@ -244,7 +244,7 @@ def steps_of_epochs(
     check_choice("sampling", sampling, SCHEMES)
     steps = epochs * SCHEMES[sampling].steps_per_epoch(dataset_size, batch_size) * (1 - 1e-12)
     if steps > MOST_STEPS:
-        demand = f"few enough for {MOST_STEPS:.0e} steps at most"
+        demand = f"low enough for at most {MOST_STEPS:.0e} steps"
         remedy = "lower `epochs` or raise `batch_size`"
         raise refusal("epochs", demand, epochs, remedy)
     return math.ceil(steps)  # 3 epochs of 100/30 steps are 10 steps, not 11
@@ -260,7 +260,8 @@ def check_batch_size(batch_size: int, dataset_size: int) -> None:
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    `spent` must not decrease. It grows like a power of n, so the search interpolates log spent(n).
+    `spent` must not decrease. It usually grows like a power of n, so the search interpolates
+    log spent(n) linearly in log n.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

@@ -41,7 +41,7 @@ class Mechanism:
     def parts(self) -> "tuple[SampledGaussian, ...]":
         """The phases in no particular order, with equal phases merged.
 
-        For correlated noise, they are its dominating phases.
+        A phase with correlated noise is replaced by its `dominating` phase.
         """
         return merge(phase.dominating for phase in self.phases)
 
@@ -84,9 +84,10 @@ class Mechanism:
         """Return certified lower and upper bounds on the smallest ε.
 
         The lower bound is the ε of two particular neighbouring datasets. It is 0 for shuffled
-        batches. For groups with the generic bound (see `group`), it is the lower bound for one
-        example. If large privacy losses are rare, the lower bound may be far below the true ε, or
-        0. This happens at noise multipliers below 1 with sampling rates near 1/steps.
+        batches and for correlated noise. For groups with the generic bound (see `group`), it is the
+        lower bound for one example. If large privacy losses are rare, the lower bound may be far
+        below the true ε, or 0. This happens at noise multipliers below 1 with sampling rates near
+        1/steps.
         """
         check_delta("delta", delta)
         found = profile(self.parts)
@@ -113,7 +114,7 @@ class Mechanism:
     def advantage(self) -> float:
         """Return δ(0), the largest value of 1 − α − f(α), where f is `trade_off`.
 
-        It is the most that a test between neighbouring datasets can gain over guessing.
+        No test between neighbouring datasets can gain more over guessing.
         """
         return self.delta(0.0)
 
@@ -186,7 +187,10 @@ def profile(phases: "tuple[SampledGaussian, ...]") -> analysis.PrivacyProfile:
 def simplify(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Make similar phases equal. Round noise down and rates up; vice versa if `more_private`."""
+    """Make similar phases equal.
+
+    Round noise down and rates up or, if `more_private`, noise up and rates down.
+    """
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
         ratio *= 1.5

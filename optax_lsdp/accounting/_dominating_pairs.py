@@ -129,8 +129,10 @@ def fixed_size_pair(rate: float, shift: float) -> Pair:
 def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
     """Return m, and an upper bound on the probability that a batch has more than m group members.
 
-    A group has `size` examples, and a pair models batches with at most m of them. A batch with more
-    is improbable, or its members may move the sum by more than `_LARGEST_REACH`.
+    A group has `size` examples, and a pair models batches with at most m members of the group. m is
+    the smallest number that batches exceed with a negligible probability. If this many members
+    would move the sum by more than `_LARGEST_REACH` standard deviations, m is smaller, but at least
+    1.
     """
 
     def exceeds(m: int) -> float:

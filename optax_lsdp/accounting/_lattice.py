@@ -55,7 +55,7 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
     Mass below the lattice moves to the lowest end, and mass above the lattice to infinity. Bounds
     on rounding errors are added to P and u. The losses at the ends of cells are known up to an
     error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and none
-    exceeds the cell's upper end by more than 2s. The slack of 3s covers both errors.
+    exceeds the cell's upper end by more than 2s. The slack of 3s covers the 2s and the factor on Q.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
@@ -195,7 +195,7 @@ class TiltedSum(NamedTuple):
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
-        """Return lower bounds on δ(ε) for one ε per row. They hold for losses on the lattice."""
+        """Return lower bounds on δ(ε) for one ε per row, if all losses are on the lattice."""
         value, weight, wrapped, growth = self._sums(epsilon)
         above = epsilon + self.size * self.settings.mesh
         beyond = np.exp(np.minimum(0.0, self.log_moment - self.settings.extra_tilt * above))
@@ -213,9 +213,9 @@ class TiltedSum(NamedTuple):
         series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
 
         Losses above the window are read too low. Their true contribution to δ is at most
-        weight·e^(−θNh), which upper bounds add. The contribution that is read is at most weight
-        times their tilted mass. Lower bounds subtract a Chernoff bound on this mass. Losses below
-        the window are read too high. They contribute at most
+        weight·e^(−θNh), which upper bounds add. The sum counts them with at most the weight times
+        their tilted mass, and lower bounds subtract a Chernoff bound on this product. Losses below
+        the window are read too high. The sum counts them with at most
         Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
         """
         mesh, tilt = self.settings.mesh, self.settings.tilt

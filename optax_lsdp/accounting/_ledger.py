@@ -20,7 +20,7 @@ from optax_lsdp.correlation import Correlation
 
 _VERSION = 1
 _LONGEST = 10**8  # most steps for which `epsilons` returns an array
-_PARTS = 4  # of the steps of groups with the generic bound; ε is computed after each part
+_PARTS = 4  # for groups with the generic bound, ε is computed after each quarter of the steps
 _RATIO = 5e-4  # relative distance of the numbers of steps at which `epsilons` computes ε
 
 _KINDS: tuple[type[Phase], ...] = (SampledGaussian, CorrelatedGaussian)
@@ -31,8 +31,8 @@ class Ledger(Mechanism):
 
     A ledger has the methods of a `SampledGaussian`, such as `epsilon`. It merges a step with the
     last phase if they are equal, so 10⁵ equal steps take no more memory than one. Append shuffled
-    batches and correlated noise with `continues=True`; otherwise each part of an epoch or cycle
-    counts as a whole, as it must after a restart with new noise.
+    batches and correlated noise with `continues=True`. Without it, a part of an epoch or cycle
+    counts as a whole one, which is right only after a restart with new batches or noise.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -55,16 +55,16 @@ class Ledger(Mechanism):
         """Record the steps of `phase`, taken after all steps so far.
 
         With `continues`, shuffled batches continue the epochs of the last phase, and correlated
-        noise continues that of the last phase.
+        noise continues the noise of the last phase.
         """
         if type(phase) not in _KINDS:
             raise TypeError(
                 "`phase` must be a SampledGaussian or a CorrelatedGaussian, got "
-                f"{repr(phase)[:200]}; append each phase separately, and correlated noise itself "
-                "instead of its `dominating` phase."
+                f"{repr(phase)[:200]}; append each phase separately, and for correlated noise, the "
+                "CorrelatedGaussian instead of its `dominating` phase."
             )
         can_merge = continues or not SCHEMES[phase.sampling].keeps_order
-        if phase is not self._last or not can_merge:  # in the usual case, they are checked
+        if phase is not self._last or not can_merge:  # the same object needs no second check
             Composition((*self._kinds[:1], phase))  # raises if relations or group sizes differ
             kind = replace(phase, steps=1)
             if not (self._kinds and self._kinds[-1] == kind and can_merge):
@@ -93,8 +93,8 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return an upper bound on ε after each step: the ε of this or a slightly later step.
 
-        Groups that have only the generic bound get the ε of a much later step: that at the end of
-        the same quarter of the steps.
+        For groups that have only the generic bound, it is the ε at the end of the same quarter of
+        the steps, which may be much later.
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
@@ -210,9 +210,10 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
 
 
 def _coarse_curve(phases: Sequence[Phase], total: int, delta: float) -> np.ndarray:
-    """Return upper bounds on ε for groups that have only the generic bound, which is slow.
+    """Return upper bounds on ε for groups that have only the generic bound.
 
-    A step gets the ε at the end of its part of the steps. There are `_PARTS` parts.
+    The generic bound is slow to compute. So the steps are cut into `_PARTS` parts, and a step gets
+    the ε at the end of its part.
     """
     curve, start = np.zeros(total), 0
     for end in sorted({-(-total * part // _PARTS) for part in range(1, _PARTS + 1)}):
@@ -235,7 +236,7 @@ def _knots(total: int) -> np.ndarray:
 
 
 def _one_use(phase: Phase) -> SampledGaussian:
-    """Return one step of a phase, or one use of an example with correlated noise."""
+    """Return one step of a phase. For correlated noise, return the phase's `use` instead."""
     return phase.use if isinstance(phase, CorrelatedGaussian) else replace(phase, steps=1)
 
 

@@ -79,8 +79,8 @@ class SampledGaussian(Mechanism):
     max_batch_size: int | None = None
     dataset_size: int | None = None
     group_size: int = 1
-    has_group_analysis: ClassVar[bool] = True  # whether Poisson batches of groups have one
-    is_exact: ClassVar[bool] = True  # or the phase only dominates another, and ε may be smaller
+    has_group_analysis: ClassVar[bool] = True  # whether Poisson batches have one for groups
+    is_exact: ClassVar[bool] = True  # False if the phase stands for one that may reveal less
 
     def __post_init__(self) -> None:
         is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
@@ -137,7 +137,7 @@ class SampledGaussian(Mechanism):
 
 @dataclass(frozen=True)
 class _Dominating(SampledGaussian):
-    """A phase that dominates correlated noise, so it says nothing about lower bounds on ε."""
+    """A phase that dominates correlated noise. So it gives an upper but no lower bound on ε."""
 
     is_exact: ClassVar[bool] = False
 
@@ -147,7 +147,7 @@ class _Cycles(_Dominating):
     """The dominating phase of cyclic Poisson batches, one step for each cycle.
 
     Members of a group may be in different parts of the data, so the tight analysis of groups does
-    not hold. The generic bound does, as for any mechanism.
+    not hold. The generic bound holds, as for any mechanism.
     """
 
     has_group_analysis: ClassVar[bool] = False
@@ -158,26 +158,27 @@ class CorrelatedGaussian(Mechanism):
     """Steps of `add_correlated_noise`, with cyclic Poisson batches or one order for all epochs.
 
     With `sampling_rate`, batches come from a `CyclicPoissonSampler`. Two uses of an example are a
-    multiple of `cycle` steps apart. If C has at most `cycle` bands, the columns of C for these
-    steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉ steps of a
-    Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified) Banded
-    Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that the part of each example
-    is chosen beforehand: for "add_remove" independently of all other examples, as that sampler
-    does. An equal split of the data supports "zero_out" and "replace_one" only. A matrix with a
-    banded inverse has T bands, so this analysis does not help it.
+    multiple of `cycle` steps apart. If the matrix of the correlation has at most `cycle` bands, its
+    columns for these steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉
+    steps of a Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified)
+    Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that the part of each
+    example is chosen beforehand. For "add_remove", it must be chosen independently of all other
+    examples, as `CyclicPoissonSampler` does. An equal split of the data supports "zero_out" and
+    "replace_one" only. A matrix with a banded inverse has T bands, so it gains nothing from this
+    analysis.
 
-    With `min_separation`, two uses of an example are at least that many steps apart, such as ⌊n/b⌋
-    with `ShuffledSampler(…, reshuffle=False)`. A new order in every epoch can bring two uses next
-    to each other. All steps together are one Gaussian mechanism, whose sensitivity is
+    With `min_separation`, two uses of an example are at least that many steps apart. This number is
+    ⌊n/b⌋ with `ShuffledSampler(…, reshuffle=False)`. With a new order in every epoch, it would be
+    one. All steps together are one Gaussian mechanism, whose sensitivity is
     `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
 
     The noise multiplier is the same in all steps. A run that goes on with new noise is a second
     mechanism: add both, or append the second to a `Ledger` without `continues`.
 
     Attributes:
-        noise_multiplier: z, the standard deviation of Z divided by C, the largest norm that one
-            example can contribute to a sum; see `SampledGaussian`.
-        correlation: the matrix.
+        noise_multiplier: z, the standard deviation of the noise before it is correlated, divided by
+            the largest norm that one example can contribute to a sum; see `SampledGaussian`.
+        correlation: the matrix that correlates the noise.
         steps: how many steps have been taken; all, if None.
         sampling_rate: q, the expected share of the dataset in a batch.
         cycle: the number of parts of the data; if None, the number of bands.
@@ -222,8 +223,8 @@ class CorrelatedGaussian(Mechanism):
         if (self.sampling_rate is None) == (self.min_separation is None):
             got = f"{self.sampling_rate!r} and {self.min_separation!r}"
             raise ValueError(
-                "Either `sampling_rate` or `min_separation` must be given, and not both, because "
-                f"correlated noise has no other analysis, got {got}."
+                "Either `sampling_rate` or `min_separation` must be given, and not both, got "
+                f"{got}; pass the one that describes the batches."
             )
         if self.sampling_rate is None:
             if self.cycle is not None:
@@ -238,7 +239,7 @@ class CorrelatedGaussian(Mechanism):
         if self.neighbouring not in relations:
             choices = " or ".join(map(repr, relations))
             why = "a fixed order of the data" if self.sampling_rate is None else "these batches"
-            demand = f"{choices}, which the analysis of {why} covers"
+            demand = f"{choices}, because the analysis of {why} covers no other relation"
             raise checks.refusal("neighbouring", demand, self.neighbouring, "pass one of these")
         _use_python_numbers(self)
 
@@ -287,14 +288,17 @@ class CorrelatedGaussian(Mechanism):
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
 
     def uses(self) -> np.ndarray:
-        """Return how often `use` counts after each step: cycles, or squared sensitivities."""
+        """Return, for each step, how many `use`s together reveal as much as all steps up to it.
+
+        With `sampling_rate`, this is the number of cycles, otherwise the squared sensitivity.
+        """
         if self.sampling_rate is None:
             return self.correlation.sensitivities(self.min_separation or 1, self.steps) ** 2
         return np.ceil(np.arange(1, self.steps + 1) / (self.cycle or 1))
 
     @property
     def dominating(self) -> SampledGaussian:
-        """A phase with independent noise that reveals at least as much, about one example."""
+        """A phase with independent noise that reveals at least as much about one example."""
         if not self.steps:
             return replace(self.use, steps=0)
         uses = float(self.uses()[-1])

@@ -96,7 +96,10 @@ def settings_for_epsilon(
 
 
 def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> LatticeSettings:
-    """Return settings to find δ(ε). `log_delta` guesses log δ(ε), and so how much to cut off."""
+    """Return settings to find δ(ε).
+
+    `log_delta` is a guess of log δ(ε). It decides how much mass is cut off the tails.
+    """
     quadratures, tail = _quadratures(steps, log_delta)
 
     def excess(tilt: float) -> float:
@@ -112,7 +115,8 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, consecutive steps share the quadrature of the widest.
+    If there are too many different steps, consecutive steps share one quadrature: that of the step
+    whose Gaussians are furthest apart.
     """
     total = sum(count for _, count in steps)
     tail = math.exp(max(log_delta + math.log(_CUT / total), -650.0))
@@ -183,8 +187,8 @@ def _settings(
 ) -> LatticeSettings:
     """Return settings for the tilt θ, with a mesh h that raises ε by at most `_LOOSENESS`·ε.
 
-    If such a mesh needed too many lattice points, h is larger. Rounding to the lattice adds a
-    variance V to the loss ℓ of each of T steps. V is the smaller of h²/6 and h|ℓ|. It raises ε by
+    If such a mesh would need too many lattice points, h is larger. Rounding to the lattice adds a
+    variance V to the loss ℓ of each of T steps, the smaller of h²/6 and h|ℓ|. This raises ε by
     about T·V·(θ + 1)/2.
     """
     spread = math.sqrt(_cumulants(quadratures, tilt)[2])
@@ -228,10 +232,10 @@ def _window(
     """Return the extra tilt, and the width w of the window of losses from ε to ε + w.
 
     The width is the smallest one with two properties. First, e^(−θw) is at most δ·e^(−25). Second,
-    a Chernoff bound on the mass that the sum of losses, tilted by θ, has above the window is at
-    most e^(−20). The extra tilt is the one, among a few, for which this bound allows the smallest
-    width. The bound assumes that the mass `tail`, which the quadratures lack at each end, has the
-    largest loss.
+    tilt the distribution of the sum of losses by θ: then a Chernoff bound on its mass above the
+    window is at most e^(−20). A few extra tilts are tried in this bound, and the one that allows
+    the smallest width is returned. The quadratures lack a mass of `tail` at each end. The bound
+    assumes that this mass has the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -251,11 +255,11 @@ def _window(
 def contour_delta(
     quadratures: Quadratures, epsilon: float, tilt: float, decay: float
 ) -> float | None:
-    """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ, or None if unsure.
+    """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ.
 
     M(s) is the product of E_P[e^(sL)] over all steps. The trapezoidal rule has the spacing
-    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Two
-    spacings along two lines must agree.
+    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Both
+    spacings are tried along two lines. If their results differ, return None.
     """
     sums = [
         _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)
@@ -270,7 +274,7 @@ def contour_delta(
 def _trapezoids(
     quadratures: Quadratures, epsilon: float, line: float, spacing: float
 ) -> tuple[float, float]:
-    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or NaN twice."""
+    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or two NaNs."""
     terms = np.zeros(0)
     while len(terms) < _MOST_POINTS:
         heights = spacing * (len(terms) + np.arange(_BLOCK))
@@ -291,7 +295,10 @@ def _trapezoids(
 
 
 def _log_moments(nodes: Quadrature, line: float, heights: np.ndarray) -> np.ndarray:
-    """Return log E_P[e^(sL)] at s = line + i·heights, or NaN if the nodes are too coarse."""
+    """Return log E_P[e^(sL)] for the loss L of a step, at the points s = line + i·heights.
+
+    Return NaN if the nodes are too coarse for these heights.
+    """
     losses, masses = nodes
     tilted, top, rest = _tilt(nodes, line)
     held = tilted > 1e-14 * tilted.max()

@@ -157,15 +157,15 @@ def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
 
 
 def audit_correlated_plan(key: jax.Array) -> ClaimsReport:
-    """Check plans with correlated noise: their matrix, their ε, and who is used when."""
+    """Check plans with correlated noise: their matrix, their ε, and when examples are used."""
     cyclic, ordered = correlated_plans()
     checks: dict[str, Callable[[], str]] = {
         "no column of a banded matrix is too long": partial(_check_columns, cyclic),
         "no column is too long if the inverse is banded": partial(_check_columns, ordered),
         "ε of cyclic batches is at least a numerical bound": partial(_check_cycles, cyclic),
         "ε of a fixed order is at least the closed form": partial(_check_fixed_order, ordered),
-        "cyclic batches keep the bands apart": partial(_check_separation, cyclic, key),
-        "a fixed order keeps epochs apart": partial(_check_separation, ordered, key),
+        "cyclic batches use no example twice in a cycle": partial(_check_separation, cyclic, key),
+        "a fixed order repeats no example too early": partial(_check_separation, ordered, key),
         "steps with new noise are a second mechanism": partial(_check_second_mechanism, cyclic),
         "estimates for independent noise are refused": partial(_check_watching, cyclic, key),
     }
@@ -181,7 +181,7 @@ def correlated_plans() -> tuple[PrivacyPlan, PrivacyPlan]:
 
 
 def dense_matrix(plan: PrivacyPlan) -> np.ndarray:
-    """Return C, entry by entry, from the coefficients alone."""
+    """Return the matrix C of a plan's correlation, built from its coefficients."""
     correlation = cast(Correlation, plan.correlation)
     lags = np.subtract.outer(np.arange(plan.steps), np.arange(plan.steps))
     column = np.zeros(plan.steps)
@@ -207,7 +207,7 @@ def _check_fixed_order(plan: PrivacyPlan) -> str:
 
 
 def _check_separation(plan: PrivacyPlan, key: jax.Array) -> str:
-    """Compare the steps between two uses of an example with the bands of the matrix."""
+    """Check that two uses of an example are as many steps apart as the accountant assumes."""
     correlation = cast(Correlation, plan.correlation)
     least = _SIZE // _BATCH if correlation.is_inverse else len(correlation.coefficients)
     sampler, last = plan.sampler(key), np.full(_SIZE, -least)
@@ -257,7 +257,7 @@ def _check_steps_beyond(key: jax.Array) -> str:
 
 
 def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
-    """Return all random keys in a state or, if not `keys`, all other leaves."""
+    """Return the random keys in a state if `keys` is true, otherwise all other leaves."""
     leaves = jax.tree.leaves(state)
     return [x for x in leaves if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) == keys]
 

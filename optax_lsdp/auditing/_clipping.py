@@ -3,7 +3,7 @@
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
 comparison measures the contribution of an example to a clipped sum in two ways: as the sum of a
 batch whose mask keeps only this example, and as the difference between the sums of a full batch
-with and without it. Some audits split the batch or the parameters over eight devices.
+with and without this example. Some audits split the batch or the parameters over eight devices.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,7 +37,7 @@ _Collective = Callable[[jax.Array], jax.Array]
 CLIP_NORM = 0.5
 _SLACK = 16  # slack coordinates
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-UNCERTAIN = ("cancelling",)  # models of which Gram matrices overestimate the norms by far
+UNCERTAIN = ("cancelling",)  # models whose norms are far overestimated by Gram matrices
 EXACT = tuple(name for name in hard.ALL_MODELS if name not in UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32
@@ -46,7 +46,8 @@ _PRECISION_OF_ROUNDED = 3e-2  # relative error of gradients from operands in bfl
 _STABILITY = 0.01  # the constant of automatic clipping; see `clipped_grad`
 _ROUNDING = 1e-5  # error of one contribution in float32, relative to the clip norm
 _SUM_ROUNDING = 1e-4  # error of the difference of two sums, relative to the clip norm
-# An example must add at least this share of its clipped gradient, because engines may clip harder:
+# Engines may clip harder than necessary, but an example must add at least this share of its clipped
+# gradient:
 _LEAST = 0.99  # in float32
 _LEAST_OF_ROUNDED = 0.95  # if operands are rounded to bfloat16
 _LEAST_OF_UNCERTAIN = 0.05  # for models in UNCERTAIN, which usually add a sixth
@@ -90,9 +91,9 @@ def audit_hard_models(
 ) -> ClaimsReport:
     """Compare clipped sums of hard models with sums computed in float64.
 
-    A hard model uses its parameters in ways that are hard to clip; see `_hard_models.py`. Each has
-    its own clip norm. If `platform` is set, the clipping engine rounds as that
-    platform does; see `emulate_platform`.
+    A hard model uses its parameters in ways that are hard to clip; see `_hard_models.py`. Each
+    model has its own clip norm. If `platform` is set, the clipping engine rounds as that platform
+    does; see `emulate_platform`.
     """
     loss, params, cases = hard_cases(key, models, hard.PLAIN_SCALES, hard.ODD_SCALES)
     groups, clip_norms = one_group_per_model(models)
@@ -186,7 +187,7 @@ def audit_split_parameters(key: jax.Array) -> ClaimsReport:
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:
-    """Check that the library refuses a loss that reads other shards, and equal noise on shards."""
+    """Check that losses that read other shards are refused, and equal noise on all shards, too."""
     batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
     noise = add_gaussian_noise(1.0, key=key)
 

@@ -87,8 +87,8 @@ def audit_epsilon(
             train yourself and call `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
-        trials: how often to train with the canary, and as often without it. One half of the scores
-            gives the best threshold, and the other half gives the bound.
+        trials: the number of trainings with the canary, which is also the number without it. One
+            half of the scores gives the best threshold, and the other half gives the bound.
         failure: an upper bound on the probability that a bound is wrong.
         gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
             and needs few trials.
@@ -132,9 +132,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε from below by the scores of independent trainings with and without a canary.
 
-    `inside` holds the scores of n trainings with the canary, and `outside` of n trainings without
-    it. Scores with the canary may be larger or smaller. NaN counts as larger than any number. The
-    other arguments are those of `audit_epsilon`.
+    `inside` holds the scores of n trainings with the canary, and `outside` holds those of n other
+    trainings without it. Scores with the canary may be larger or smaller. NaN counts as larger than
+    any number. The other arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed
@@ -263,8 +263,8 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
 
     If the sensitivity is μ standard deviations of the noise, every threshold obeys
     Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side is a lower bound on μ, and ε grows with μ. This bound
-    needs few trials, because it is good even if both rates are near ½. `epsilon_of_rates` needs
-    thresholds with few false positives.
+    needs few trials, because it is tight even if both rates are near ½. `epsilon_of_rates` is tight
+    only at thresholds with few false positives, so it needs many trials.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
     if not 0 < mu < math.inf:

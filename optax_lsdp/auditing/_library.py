@@ -185,8 +185,8 @@ class Audit(NamedTuple):
     """An audit of the library: a function of a key that returns a report."""
 
     run: Callable[[jax.Array], AuditReport]
-    in_child: bool = False  # whether it may run in a child process with eight devices
-    needs_orbax: bool = False  # whether it calls `fit`, which needs Orbax and tqdm
+    in_child: bool = False  # whether the child process, if there is one, runs this audit
+    needs_orbax: bool = False  # whether the audit calls `fit`, which needs Orbax and tqdm
 
 
 _by_search, _hard_models = clipping.audit_clipping_by_search, clipping.audit_hard_models

@@ -73,7 +73,7 @@ class SensitivityReport:
 
 
 class _Neighbours(NamedTuple):
-    """Two batches and their masks. The second batch is the first with `example` at `row`."""
+    """Two batches and their masks. The second batch is `batch` with `example` in row `row`."""
 
     batch: PyTree
     example: PyTree
@@ -99,7 +99,7 @@ def audit_sensitivity(
     tolerance: float = 1e-4,
     key: jax.Array,
 ) -> SensitivityReport:
-    """Search for neighbouring batches whose releases differ by more than declared.
+    """Search for neighbouring batches whose releases differ by more than `declared`.
 
     The search finds common mistakes, but cannot prove that there is none. It builds batches of many
     or few examples, of large or small examples, or of a thousand equal examples. It removes or
@@ -208,7 +208,7 @@ def _settings(
         row = int(rng.choice(np.flatnonzero(mask)))
         scale = _SCALES[number % len(_SCALES)]
         scales, by = np.full(size, scale), f"{scale:g}"
-        if kind == "two scales":  # one more example then changes the median of the scales
+        if kind == "two scales":  # each for half of the examples, so `row` can move the median
             scales, by = np.full(size, max(_SCALES)), f"{max(_SCALES):g} or {min(_SCALES):g}"
             small = rng.permutation(np.flatnonzero(np.arange(size) != row))[: size // 2]
             scales[small] = min(_SCALES)

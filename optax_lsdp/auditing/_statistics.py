@@ -23,7 +23,7 @@ _MOST_PAIRS = 2000  # pairs of leaves to test; of more pairs, a random choice is
 _DEVICE_COUNTS = (2, 3, 4, 8)  # the numbers of devices that may have drawn equal parts of an axis
 _MOST_VALUES = 50_000  # numbers to search for repetitions, or to compare with a Gaussian
 _COLLISION = 4e-7  # 3 × the probability that two float32 Gaussians have the same magnitude
-_LEAST_VARIANCE = 10  # a count needs it for the gamma approximation in `_spread_p_value`
+_LEAST_VARIANCE = 10  # of a count; below it, the gamma approximation in `_spread_p_value` is poor
 _CHUNK = 2**16  # examples in one matrix product
 _MOST_EXAMPLES = 2**12  # examples of which all pairs are tested
 
@@ -44,9 +44,8 @@ def audit_noise(
     """Test whether steps add independent Gaussian noise of a given scale.
 
     To detect a relative error s of the scale, the audit needs about 40/s² numbers: 4,000 for 10 %,
-    and 400,000 for 1 %. The audit rejects noise whose floats repeat. So if the noise
-    is quantized, as that of `discrete`, `release` must return integers: entries divided by the
-    quantum.
+    and 400,000 for 1 %. The audit rejects noise whose floats repeat. So if the noise is quantized,
+    like that of `discrete`, `release` must return integers: entries divided by the quantum.
 
     The audit detects noise that repeats with period p if two audited steps are a multiple of p
     apart. The first 32 steps reveal periods up to 31. To detect every period up to 4,096, pass
@@ -54,8 +53,7 @@ def audit_noise(
 
     Args:
         release: `release(step)` returns what a step releases for a batch without examples: only
-            noise, before smoothing. To audit resuming, take later steps
-            from a resumed run.
+            noise, before smoothing. To audit resuming, take later steps from a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -266,7 +264,7 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield each leaf with itself moved by one entry, and parts that two devices may have drawn."""
+    """Yield pairs: a leaf and its copy moved by one entry, and parts that two devices may draw."""
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
         if flat.shape[1] > 1:

@@ -41,7 +41,8 @@ _OWNERS = (2, 0, 1, 3, 1, 2, 3, 3, 1, 3)  # the users of ten examples
 _MOST = 3  # examples of a user in a step; user 3 has four
 _ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
-_BANDS, _MANY, _MOST_ERRORS = 5, 4000, 8.0  # of correlated noise; its entries; standard errors
+_BANDS, _MANY = 5, 4000  # bands of the correlated noise, and entries of each noise
+_MOST_ERRORS = 8.0  # the largest error of a product of two noises, in standard errors
 _LEAST_DIFFERENT = 10  # two random 64-bit numbers differ in fewer bits with P < 1e-8
 _FIXED_TIME = 1_750_000_000
 
@@ -144,10 +145,10 @@ def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
     parts = Ledger.from_json(json.dumps(ledger)).parts
     seen, counted = f"{_INTERRUPTED} + {plan.steps - _SAVED}", sum(part.steps for part in parts)
     claims = {
-        "a resumed run knows its past noises": ""
+        "a resumed run draws the same correlated noise": ""
         if np.array_equal(first[_SAVED], same[0])
         else "the noise of a repeated step has changed",
-        "a restart begins with an empty past": _what_is_remembered(plan, first, restarted),
+        "noise after a restart is independent": _what_is_remembered(plan, first, restarted),
         "a restart counts its own cycles": ""
         if counted == 3
         else f"{seen} steps with {_BANDS} bands count as {counted} cycles instead of 1 + 2",
@@ -158,7 +159,7 @@ def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
 def _what_is_remembered(
     plan: PrivacyPlan, first: list[np.ndarray], restarted: list[np.ndarray]
 ) -> str:
-    """Return why the noise after a restart is not that of a new mechanism, or "" if it may be."""
+    """Return what shows that noise after a restart depends on earlier noise, or "" if nothing."""
     coefficients = cast(Correlation, plan.correlation).coefficients[: len(restarted)]
     scale = plan.noise_multiplier * _CLIP_NORM / plan.expected_batch_size
     rows = np.stack(restarted).astype(np.float64) / scale

@@ -116,7 +116,7 @@ def _add_demo_options(command: Parser) -> None:
 
 
 def _add_run_options(command: Parser, target: str, meaning: str) -> None:
-    """Add the options that describe a training run. `target` names the noise or the budget."""
+    """Add the options that describe a run. `target` is "noise_multiplier" or "epsilon"."""
     schemes = (
         textwrap.fill(f"{name}: {scheme.describe()}.", 96, subsequent_indent="    ")
         for name, scheme in INDEPENDENT.items()

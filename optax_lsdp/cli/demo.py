@@ -1,7 +1,7 @@
 """The command `demo`: where smoothing helps and where it does not, at one (ε, δ).
 
-On spectra, neighbouring weights belong together, and smoothing removes noise. On the digits of
-scikit-learn, with 8 × 8 pixels, neighbouring weights differ, and smoothing removes signal.
+On spectra, neighbouring weights are similar, so smoothing removes noise. On the digits of
+scikit-learn, with 8 × 8 pixels, neighbouring weights differ, so smoothing removes signal.
 """
 
 import argparse
@@ -56,10 +56,10 @@ def digits() -> Examples:
 
 
 def spectra(channels: int = 256, substances: int = 5, size: int = 2637) -> Examples:
-    """Return spectra of mixtures, which are drawn here. The label is the main substance.
+    """Return random spectra of mixtures. The label of a mixture is its main substance.
 
     The spectrum of a substance is the sum of four peaks, which are 4 to 12 channels wide. At least
-    60 % of a mixture is its main substance. Each channel has a measurement error of its own.
+    60 % of a mixture is its main substance. The measurement errors of channels are independent.
     """
     random = np.random.default_rng(0)
     shape = (substances, 4, 1)
@@ -134,7 +134,10 @@ def trainer(
 
 
 def compare(steps: int, seeds: int, noise_multiplier: float) -> list[Result]:
-    """Train on every problem at every σ and step size. Keep the step size that validates best."""
+    """Train on every problem with every σ and step size.
+
+    For each problem and σ, keep the step size with the highest accuracy on validation data.
+    """
     keys = jax.vmap(jax.random.key)(jnp.arange(seeds))
     results = []
     total = len(PROBLEMS) * len(SMOOTHINGS) * len(STEP_SIZES)
@@ -175,7 +178,7 @@ Privacy of each training run
            public; the noise is secret. (Here it comes from the seeds 0 to {seeds - 1}, so that you
            can reproduce the results; for real training, use `lsdp.fresh_key()`.)
   Not      the {VALIDATION} validation examples, which choose step sizes and count as public; nor
-           all {trainings} training runs of this comparison together, which spend more than one run.
+           all {trainings} training runs of this comparison together, whose ε is larger.
   Smoothing comes after the noise, so it neither costs nor gains privacy. σ = auto is chosen from
   noisy gradients alone.
 """

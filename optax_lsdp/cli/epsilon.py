@@ -120,8 +120,8 @@ def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
     """Return the run under all sampling schemes and neighbouring relations, each with its ε.
 
-    Schemes that need the whole dataset are left out. So are relations with the same sensitivity as
-    an earlier relation.
+    Schemes that need the whole dataset are left out, and relations with the same sensitivity as an
+    earlier relation.
     """
     if mechanism.sampling_rate == 1:
         return []

@@ -113,7 +113,7 @@ def quantized_grad(
         most = quantized_sensitivity(resolution, sum(leaf.size for leaf in leaves))
         if most > _LARGEST_SENSITIVITY:
             raise ValueError(
-                f"`resolution` must keep the sensitivity at {_LARGEST_SENSITIVITY} quanta at most, "
+                f"`resolution` must give a sensitivity of at most {_LARGEST_SENSITIVITY} quanta, "
                 f"got {resolution}, which gives {most} quanta; pass a smaller `resolution`."
             )
         _check_outside_shard_map("quantized_grad")
@@ -150,7 +150,7 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return quantized gradients, int32: zero if masked, not finite, or of a norm above `most`."""
+    """Quantize gradients to int32. Those that are masked, not finite or above `most` become 0."""
     rows = trees.compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
@@ -250,7 +250,7 @@ def add_discrete_gaussian_noise(
         scale = math.ceil(float(noise_multiplier) * leaves[0].sensitivity)
         if scale > LARGEST_SCALE:
             raise ValueError(
-                f"`noise_multiplier` must keep the noise at {LARGEST_SCALE} quanta at most, got "
+                f"`noise_multiplier` must give noise of at most {LARGEST_SCALE} quanta, got "
                 f"{noise_multiplier} times a sensitivity of {leaves[0].sensitivity} quanta; pass a "
                 "smaller `resolution` to `quantized_grad`."
             )

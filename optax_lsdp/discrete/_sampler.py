@@ -30,8 +30,8 @@ class Stream:
     def below(self, bounds: np.ndarray) -> np.ndarray:
         """Return a uniform integer in [0, bound) for each bound.
 
-        The result is a word modulo the bound. The largest 2⁶⁴ mod bound words would favour small
-        results, so they are drawn again.
+        The result is a word modulo the bound. If a word is among the largest (2⁶⁴ mod bound) ones,
+        another word is drawn, because these words would make small results more likely.
         """
         excess = (np.uint64(0) - bounds) % bounds
         found, missing = np.empty_like(bounds), np.arange(len(bounds))

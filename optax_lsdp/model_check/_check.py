@@ -67,7 +67,7 @@ def check_model(
 
     - layers that mix examples: the loss or gradient of one example depends on other examples, as in
       batch normalisation, batch statistics and auxiliary losses. Only losses of whole batches are
-      searched for them: a loss of one example cannot mix examples, except in a callback;
+      searched for such layers: a loss of one example can mix examples only in a callback;
     - layers of batch normalisation in a loss of one example;
     - losses and gradients that are not finite;
     - random numbers that are the same for all examples, as a note;
@@ -135,7 +135,7 @@ def check_model(
     if any(_begins_with(constant, few) for constant in constants(program)):
         problems.append(
             "The loss closes over the examples of its batch, which then count as public; use only "
-            "the example that the loss is called with."
+            "the example that is passed to the loss."
         )
     if batched and not problems:
         problems += mixing(loss, params, few, count)
@@ -223,7 +223,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Check losses and gradients of some examples. If `batched`, the loss takes all at once."""
+    """Check losses and gradients of some examples. If `batched`, the loss takes them as a batch."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)

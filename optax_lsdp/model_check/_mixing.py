@@ -1,10 +1,11 @@
 """Find the layer that mixes examples, in a loss that takes a whole batch.
 
-Split the examples into two halves, x and y. Let f be a loss or gradient. If f is a sum of terms
-that each depend on one example, two quantities are zero: ∂²f/∂x∂y, and the mixed difference f(x, y)
-− f(x′, y) − f(x, y′) + f(x′, y′), where x′ and y′ are changed halves. If one of them is not zero,
-the module evaluates the program on all four batches, the *corners*, and reports the first equation
-whose output has a non-zero mixed difference.
+Split the examples into two halves, x and y, and let x′ and y′ be changed halves. Let f be a loss or
+a gradient. Suppose that f is a sum of terms that each depend on one example. Then the derivative
+∂²f/∂x∂y is zero, and so is the *mixed difference* f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′). If the
+derivative or the difference is not zero, the loss mixes examples. The module then evaluates the
+program on the four batches of the difference, the *corners*, and reports the first equation whose
+output has a mixed difference that is not zero.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -74,7 +75,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return the loss, or the loss of each example, and the gradient of the sum."""
+    """Return the value of the loss, a scalar or one per example, and the gradient of its sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -114,7 +115,7 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     """Return whether the second derivative along both halves of the batch is not zero.
 
-    Without mixing, it is exactly zero. The derivative shows mixing that is too small for
+    Without mixing, this derivative is exactly zero. It shows mixing that is too small for
     `_is_mixed`, but only in floating-point examples, and only if all functions allow forward
     differentiation.
     """
@@ -144,9 +145,9 @@ def _shows_mixing(
 ) -> bool:
     """Return whether the values at the four corners show mixing.
 
-    The corners are the batches of `_corners`, with values a, b, c and d. They show mixing if a − b
-    − c + d is not zero. With `rows`, the rows of the values may belong to examples. A row of the
-    second half then shows mixing if it changes with the first half.
+    The corners are the batches of `_corners`, with values a, b, c and d. The values show mixing if
+    a − b − c + d is not zero. With `rows`, values that have rows for each example show mixing also
+    if a row of the second half changes when the first half changes.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):

@@ -21,7 +21,7 @@ RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because resta
 
 
 def planned_steps(plan: "PrivacyPlan") -> Composition:
-    """Return a plan's steps with noise multiplier 1 times its noise schedule."""
+    """Return a plan's steps for z = 1, in which the noise multipliers are the noise schedule."""
     size, batch = plan.dataset_size, plan.expected_batch_size
     shared: dict[str, Any] = {"neighbouring": plan.neighbouring, "group_size": plan.group_size}
     if plan.correlation is not None:
@@ -50,7 +50,7 @@ def _scheduled(step: SampledGaussian, steps: int, factors: Piecewise) -> Composi
 
 
 def with_noise(unit: Composition, noise_multiplier: float) -> Composition:
-    """Return the same steps with all noise multipliers multiplied by `noise_multiplier`."""
+    """Return the steps of `unit`, with noise multipliers multiplied by `noise_multiplier`."""
     return Composition(tuple(_scaled(phase, noise_multiplier) for phase in unit.phases))
 
 
@@ -111,7 +111,10 @@ def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
 
 
 def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) -> Ledger:
-    """Return a ledger with further phases. With `continues`, the first continues the last phase."""
+    """Return a copy of a ledger with `phases` appended.
+
+    With `continues`, the first of them continues the ledger's last phase.
+    """
     whole = Ledger(ledger.phases)
     for phase in phases:
         whole.append(phase, continues=bool(continues))
@@ -120,7 +123,7 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
 
 
 def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> int:
-    """Return for how many more steps the ledger and, if it continues, the correlation have room."""
+    """Return how many more steps fit into the ledger and, if `continues`, into the correlation."""
     left = RECORDED_AT_MOST * plan.steps - ledger.steps
     if continues and isinstance(plan.correlation, Correlation) and ledger.phases:
         left = min(left, plan.correlation.steps - ledger.phases[-1].steps)
@@ -132,8 +135,10 @@ def affordable(
 ) -> int:
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
-    A curve of ε lies slightly above ε. One step too few would waste a whole cycle of correlated
-    noise, so the next cycle is looked at without the curve. Groups, whose ε may take long, are not.
+    `plan.epsilons` is quick but lies slightly above `Ledger.epsilon`. Correlated noise spends
+    budget by the cycle, so one step too few would waste a cycle. After the last step that the curve
+    allows, one more cycle is therefore tried with `Ledger.epsilon`. Groups skip this search,
+    because their ε may take long to compute.
     """
 
     def fits(count: int) -> bool:
@@ -159,9 +164,10 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 
 
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
-    """Return whether `step` is the next planned step after those in the ledger, each taken once.
+    """Return whether `step` is the next planned step of a run that has repeated no step.
 
-    It is not if it starts a new order or new correlated noise.
+    The ledger must have each planned step before `step` once. `step` must not start a new order or
+    new correlated noise.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0

@@ -143,7 +143,7 @@ class PrivacyPlan:
 
     @cached_property
     def _unit(self) -> Composition:
-        """Return the planned steps with noise multiplier 1 times the noise schedule."""
+        """Return the planned steps for z = 1; see `planned_steps`."""
         return budget.planned_steps(self)
 
     @property
@@ -283,7 +283,7 @@ class PrivacyPlan:
 
     @cached_property
     def _events(self) -> tuple[list[int], list[budget.Phase]]:
-        """Return, for all phases, the number of the first step after each, and one step of each."""
+        """Return the number of the first step after each phase, and one step of each phase."""
         phases = self.mechanism.phases
         ends = list(itertools.accumulate(phase.steps for phase in phases))
         return ends, [replace(phase, steps=1) for phase in phases]
@@ -309,7 +309,8 @@ class PrivacyPlan:
         """Return whether the budget covers the steps in the ledger and the planned step `step`.
 
         `continues` says whether the step continues the noise and the order of the ledger's last
-        step; see `Ledger.append`. By default, it does if each planned step was taken once.
+        step; see `Ledger.append`. By default, it does if the ledger has each planned step before
+        `step` exactly once.
         """
         if step >= self.steps:
             return False
@@ -321,7 +322,7 @@ class PrivacyPlan:
         return whole.epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> np.ndarray:
-        """Return ε after each planned step from `step` on, taken after those in the ledger.
+        """Return ε after each planned step from `step` on, if they follow the ledger's steps.
 
         For `continues`, see `allows`.
         """
@@ -335,8 +336,8 @@ class PrivacyPlan:
     ) -> int:
         """Return how many planned steps the budget still covers, starting at the next step.
 
-        By default, the next step is `ledger.steps`, as in a run that has repeated no step. For
-        `continues`, see `allows`.
+        By default, the next step is `ledger.steps`, which is right for a run that has repeated no
+        step. For `continues`, see `allows`.
         """
         budget.check_ledger(ledger)
         step = ledger.steps if step is None else step
@@ -390,7 +391,7 @@ class PrivacyPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the plan that `to_json` wrote. Raise a ValueError if it costs more than its ε."""
+        """Return the plan that `to_json` wrote. Raise if its steps spend more than its ε."""
         return cls(**settings.read_settings(text, set(_setting_names())))
 
 

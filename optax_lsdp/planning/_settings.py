@@ -131,7 +131,7 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
 
 
 def check_scheme(sampling: Sampling, correlation: object) -> None:
-    """Raise unless the sampling scheme has an analysis for correlated noise, if there is any."""
+    """Raise if noise is correlated, and the sampling scheme has no analysis for it."""
     checks.check_choice("sampling", sampling, SCHEMES)
     if correlation is not None and not SCHEMES[sampling].correlated:
         demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
@@ -149,7 +149,7 @@ def default_sampling(correlation: object) -> Sampling:
 def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
     """Return a plan's correlation, found by `optimize_banded` if it is a number of bands.
 
-    Raise unless it has as many steps as the plan, and an analysis with the plan's other settings.
+    Raise unless it covers all steps of the plan, and has an analysis with its other settings.
     """
     wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
     if wanted is None:
@@ -183,22 +183,22 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
 
 
 def _check_constant(plan: "PrivacyPlan") -> None:
-    """Raise if ε would not cover changes of noise, clip norm or batches, or σ assumes others."""
+    """Raise if a setting of a plan cannot be combined with correlated noise."""
     remedy = "leave it out, or train with independent noise"
     if plan.smoothing == "auto":
         demand = "a number with a correlation, because 'auto' assumes independent noise"
         raise checks.refusal("smoothing", demand, plan.smoothing)
     for name in ("noise_schedule", "max_batch_size"):
         if (value := getattr(plan, name)) is not None:
-            demand = "None with a correlation, for which it has no analysis"
+            demand = "None with a correlation, because there is no analysis of both together"
             raise checks.refusal(name, demand, value, remedy)
     if not all(map(checks.is_number, jax.tree.leaves(plan.clip_norm))):
-        demand = "constant with a correlation: the noise multiplies it, and must not change"
+        demand = "constant with a correlation, because the noise is proportional to it"
         raise checks.refusal("clip_norm", demand, plan.clip_norm, "pass a number")
 
 
 def check_slack(correlation: object, slack: int | None) -> None:
-    """Raise if a gradient has slack of its own, which the plan's optimizer would not expect."""
+    """Raise if `slack` is passed to a gradient function, as the plan's optimizer expects none."""
     if slack is not None and correlation is not None:
         demand = "None with a correlation, because estimates of norms assume independent noise"
         raise checks.refusal("slack", demand, slack, "leave it out")
@@ -212,8 +212,8 @@ def warn_of_long_search(
 ) -> None:
     """Warn if an `AdaptiveClip` needs a large share of the steps for its first estimate.
 
-    The estimate has the variance z²·G/b² + 1/b in each step, with G groups, and must be averaged
-    until its standard error is a quarter of the target; see `AdaptiveClip`.
+    With G groups, the estimate of one step has the variance z²·G/b² + 1/b. Estimates are averaged
+    until their standard error is a quarter of the target; see `AdaptiveClip`.
     """
     norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
     variance = len(norms) * (noise_multiplier / batch_size) ** 2 + 1 / batch_size
@@ -224,15 +224,15 @@ def warn_of_long_search(
     ]
     if waits and 4 * max(waits) > steps:
         warnings.warn(
-            f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, and "
-            f"changes no parameter until then, got a plan of {steps} steps; take larger batches or "
-            "a larger `target`, or fix the clip norm.",
+            f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, during "
+            f"which no parameter changes, got a plan of {steps} steps; take larger batches or a "
+            "larger `target`, or fix the clip norm.",
             stacklevel=4,
         )
 
 
 def describe_adaptive(clip_norm: ClipNorm) -> str:
-    """Return what a statement has to add if the clip norm is adaptive, or no text."""
+    """Return what a statement says about an adaptive clip norm, or "" if it is not adaptive."""
     norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
     if not norms:
         return ""
@@ -241,7 +241,7 @@ def describe_adaptive(clip_norm: ClipNorm) -> str:
         "be\nreleased as well."
     )
     if len(norms) > 1:
-        text += f" Each of {len(norms)} groups of parameters has a C of its own, and noise of\n"
+        text += f" Each of {len(norms)} groups of parameters has its own C, and noise of\n"
         text += f"√{len(norms)} times the stated standard deviation."
     if norms[0].method == "quantile":
         factor = math.sqrt(1 + norms[0].indicator_weight ** 2 / 4)
@@ -253,7 +253,7 @@ def describe_adaptive(clip_norm: ClipNorm) -> str:
 
 
 def check_watchable(sampling: Sampling, clip_norm: ClipNorm) -> None:
-    """Raise unless batches and noise are drawn independently of earlier steps."""
+    """Raise if a run with these settings cannot be watched."""
     norms = jax.tree.leaves(clip_norm)
     if len(norms) > 1 and any(isinstance(norm, AdaptiveClip) for norm in norms):
         raise ValueError(
@@ -290,7 +290,7 @@ def read_settings(text: str, names: set[str]) -> dict[str, PyTree]:
         found = _OMITTED | found
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         got = f"{str(text)[:40]!r} ({error})"
-        raise ValueError(f"`text` must be a text that to_json returned, got {got}.") from error
+        raise ValueError(f"`text` must be what to_json returned, got {got}.") from error
     if version != _VERSION or set(found) != names:
         raise ValueError(
             f"`text` must be a plan of version {_VERSION} with the keys {sorted(names)}, got "

@@ -116,7 +116,7 @@ class RunFolder:
             if not same:
                 raise ValueError(
                     f"`plan` must be the plan of the run in {str(self.path)!r}, got a different "
-                    "plan; read its plan with PrivacyPlan.from_json, or choose another folder."
+                    "plan; load its plan with PrivacyPlan.from_json, or choose another folder."
                 )
             return
         if self._manifests() or (self.path / "journal.jsonl").exists():

@@ -42,7 +42,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of a run."""
+    """The size of a run's data, and how to read examples by their indices."""
 
     size: int  # the number of examples
     first: PyTree  # the first example
@@ -130,8 +130,8 @@ def _open_source(source: Source) -> Examples:
             return source[index]
         except Exception as error:
             raise validation.DataError(
-                f"`data` must return example {index}, got {error!r}; repair the source, or "
-                "check the order of arguments, `fit(plan, loss_fn, params, data)`."
+                f"`data[{index}]` must return example {index}, got {error!r}; repair the source, "
+                "or check the order of arguments, `fit(plan, loss_fn, params, data)`."
             ) from error
 
     def read(indices: np.ndarray) -> PyTree:
@@ -294,7 +294,7 @@ class BatchReader:
             return next(self._reads)
 
     def _read_steps(self, steps: range) -> Iterator[Read]:
-        """Read the rows of this process's devices. Skip microbatches of padding."""
+        """Read the rows of this process's devices. Skip microbatches that hold only padding."""
         # If a batch can have several microbatches, the compiled step needs at least two.
         least = min(2, self.sampler.size // self._size)
         for step in steps:
@@ -308,7 +308,7 @@ class BatchReader:
                 if self._hashed:
                     update_digest(digest, (indices[rows], mask[rows], found))
                 examples, masks = jax.tree.map(self._put, (found, mask[rows]))
-                # With users, a loss gets its keys by step and user, in any microbatch.
+                # With users, the keys of a loss depend on step and user, not on the microbatch.
                 part = 0 if self._examples.has_user_axis else place
                 key = jax.random.fold_in(jax.random.fold_in(self._key, step), part)
                 key = self._placement.replicate(key)

@@ -29,7 +29,7 @@ _READ_HEADER = {
 
 
 def export_params(path: Path | str, params: optax.Params) -> None:
-    """Write parameters to an .npz file for release. It holds no random keys or optimizer state.
+    """Write parameters to an .npz file for release, without random keys or optimizer state.
 
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:

@@ -73,7 +73,7 @@ def fit(
     """Train a model as planned. If `folder` holds an interrupted run, resume that run.
 
     Args:
-        plan: the privacy budget, and how to spend it.
+        plan: the `PrivacyPlan`: the budget, batches, noise, clip norm and number of steps.
         loss_fn: `loss_fn(params, example)` returns the scalar loss of one example, which has no
             batch axis. For dropout or `average_views`, write a loss with a third argument, `key`.
             `fit` then passes a different key for each example. See also `check_model`,
@@ -101,8 +101,8 @@ def fit(
         mesh: the devices over which the examples of a batch are split.
         folder: the folder for the run's plan, journal and checkpoints. Checkpoints hold the noise
             key, so keep the folder as secret as the data. If other users have permissions on it,
-            `fit` removes them and warns, or raises an error. To release parameters, write them with
-            `export_params`.
+            `fit` removes these permissions and warns, or raises an error. To release parameters,
+            write them with `export_params`.
         save_every: how many steps to take between two checkpoints.
         callbacks: functions that receive a `StepReport` after each step. If a callback raises
             `StopTraining`, `fit` saves the run and returns the result so far. After any other
@@ -177,7 +177,7 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         check_params(params)
         state = initial_state(broadcast_fresh_key() if key is None else key)
-        # Like the engines, the trace of the loss leaves all shardings to XLA.
+        # Trace the loss without shardings, which XLA chooses here as in the clipping engines.
         shapes = _step.describe(state.params, False)
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
@@ -255,7 +255,8 @@ def _train(
                 if is_due:
                     run.save(at)
     finally:
-        # If a step was interrupted, the ledger may lack it, or a callback may lack its report.
+        # After an interruption within a step, do not save: the ledger may not have the step yet, or
+        # a callback may not have received its report.
         if is_between_steps:
             run.save(at)
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"

@@ -2,9 +2,9 @@
 
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
-journal stores the run's fingerprint, and a hash of the examples that each step has read. If one of
-them has changed, the run restarts with a new nonce, a random label that gives new noise and new
-batches. The repeated steps then count twice.
+journal stores the run's fingerprint, and a hash of the examples that each step has read. If the
+fingerprint or such a hash has changed, the run restarts with a new nonce, a random label that gives
+new noise and new batches. The repeated steps then count twice.
 
 The files hold one JSON object per line:
 
@@ -38,7 +38,7 @@ class Journal:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self._steps = folder, steps
-        # One line announces a hundredth of all steps, because writing it waits for the disk.
+        # One line announces a hundredth of all steps, because each line waits for the disk.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
@@ -91,14 +91,14 @@ class Journal:
         self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step has read different examples before, with the same nonce."""
+        """Return whether this step, with the same nonce, has read different examples before."""
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
         """Announce a step before it is taken, with a hash of the examples that it has read.
 
-        With `sync`, wait until the hash is on the disk. Use it if the fingerprint does not cover
-        all examples.
+        With `sync`, wait until the hash is on the disk. This is needed if the fingerprint does not
+        cover all examples.
         """
         seen = self._seen[self.nonce]
         if step >= seen.stop:
@@ -111,7 +111,7 @@ class Journal:
     def seen_since(self, step: int, nonce: str) -> list[range]:
         """Return the steps that may have been seen since a checkpoint, one range per nonce.
 
-        `step` and `nonce` are those of the checkpoint. The first range belongs to its nonce.
+        `step` and `nonce` are those of the checkpoint. The first range belongs to this nonce.
         """
         first = self.seen_with(nonce)
         later = list(self._seen.values())[list(self._seen).index(nonce) + 1 :]
@@ -176,7 +176,7 @@ class _Lines:
         return text.decode(errors="replace")
 
     def parse(self, text: str, use: Callable[[dict[str, Any]], None]) -> None:
-        """Call `use` on each line. Raise if a line is no JSON object, or if `use` fails on it."""
+        """Call `use` on each line. Raise if a line is not a JSON object, or if `use` fails."""
         for number, line in enumerate(text.split("\n")[:-1], 1):
             got = repr(line[:40])
             try:

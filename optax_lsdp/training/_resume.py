@@ -3,7 +3,7 @@
 The fingerprint of a run holds hashes of everything that affects the exact result of a step. If it
 is unchanged, a run resumes: it repeats the steps after the last checkpoint with the same noise, so
 these steps count once. Otherwise the run restarts: a new nonce, a random label, gives new noise and
-new batches. Later steps then count twice if their first results may have been seen.
+new batches. Steps after the checkpoint then count twice if someone may have seen their results.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class Compiler:
                 )
             update_digest(self.digest, values)
         lowered = traced.lower()
-        # JAX numbers `group_id` over all programs of a process, so equal programs may differ in it.
+        # JAX counts `group_id` over all programs of a process, so it may differ in equal programs.
         self.digest.update(re.sub(r"group_id=\d+", "", lowered.as_text()).encode())
         return lowered.compile()
 
@@ -100,7 +100,7 @@ def compute_fingerprint(
 
 
 def _processor() -> str:
-    """Return a description of the first processor: XLA compiles for its features."""
+    """Return a description of the first processor, because XLA compiles for its features."""
     try:
         text = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -110,7 +110,7 @@ def _processor() -> str:
 
 
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
-    """Return hashes of the initial parameters and optimizer state, but not of keys."""
+    """Return hashes of the initial parameters and optimizer state, and leave out keys."""
     hashes: dict[str, str] = {}
     if jax.process_count() == 1:  # with several processes, each holds only a part of the arrays
         for name, tree in (("params", params), ("optimizer", optimizer_state)):
@@ -121,7 +121,10 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn that a resumed run ignores `params` or optimizer state whose hashes have changed."""
+    """Warn if parameters or optimizer state are not those with which the run began.
+
+    A resumed run ignores the passed values. The arguments are hashes of `hash_initial`.
+    """
     remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
     for name, digest in passed.items():
         if initial.get(name, digest) != digest:
@@ -261,16 +264,16 @@ class Run:
             self.folder.save(at)
 
     def _draw_nonce(self, folder: RunFolder, at: Checkpoint) -> Checkpoint:
-        """Draw a new nonce and write it to the journal. Save and return `at` with this nonce."""
+        """Draw a new nonce and write it to the journal. Save and return `at` with the new nonce."""
         folder.journal.restart(self.fingerprint, at.step)
         checkpoint = self._with_keys(at, folder.journal.nonce, restarts=True)
         folder.save(checkpoint)
         return checkpoint
 
     def _with_keys(self, at: Checkpoint, nonce: str, *, restarts: bool = False) -> Checkpoint:
-        """Return `at` with this nonce and a noise key derived from the run's key and the nonce.
+        """Return the checkpoint with this nonce, and with a noise key for this run and nonce.
 
-        If it `restarts`, correlated noise begins again.
+        With `restarts`, correlated noise begins again.
         """
         key = self.plan.derive_key(fold_in_text(at.state.key, nonce), "noise")
         change = restart_noise if restarts else with_noise_key

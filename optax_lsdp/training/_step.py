@@ -206,7 +206,7 @@ class CompiledStep:
 def explain_out_of_memory(
     size: int, devices: int, compile_step: Callable[[int], CompiledStep]
 ) -> Iterator[None]:
-    """Turn XLA's error RESOURCE_EXHAUSTED into a MemoryError that names a microbatch that fits.
+    """Turn XLA's error RESOURCE_EXHAUSTED into a MemoryError that names a size that fits.
 
     `size` is the number of examples in a microbatch, a multiple of the number of `devices`. To find
     a size that fits, `compile_step` compiles the step for half of `size`, a quarter, and so on.
@@ -229,7 +229,7 @@ def explain_out_of_memory(
 
 
 def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
-    """Return whether a step with microbatches of this size fits, as far as the devices tell."""
+    """Return whether microbatches of this size fit. Devices that tell no limit count as large."""
     try:
         needed = compile_step(size).needed_bytes()
     except jax.errors.JaxRuntimeError:

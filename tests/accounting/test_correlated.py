@@ -216,7 +216,7 @@ BAD = {
     "steps beyond the end": (lambda: made(101, sampling_rate=0.1), "`steps` .* 100, got 101"),
     "fixed order without a relation": (
         lambda: made(min_separation=8),
-        "`neighbouring` must be 'zero_out' or 'replace_one', which is all .* got None; pass one",
+        "`neighbouring` must be 'zero_out' or 'replace_one', because .* got None; pass one",
     ),
     "add and remove in a fixed order": (
         lambda: made(min_separation=8, neighbouring="add_remove"),

@@ -224,9 +224,9 @@ def test_updates_and_arguments_that_allow_no_exact_noise_are_refused():
     with pytest.raises(ValueError, match="`updates` must come from one call of `quantized_grad`"):
         total = quantized(BATCH)
         link.update({"bias": total["bias"]}, link.init(None))
-    with pytest.raises(ValueError, match="`resolution` must keep the sensitivity"):
+    with pytest.raises(ValueError, match="`resolution` must give a sensitivity"):
         quantized_grad(loss, clip_norm=1.0, resolution=50_000)(PARAMS, BATCH)
-    with pytest.raises(ValueError, match="`noise_multiplier` must keep the noise at"):
+    with pytest.raises(ValueError, match="`noise_multiplier` must give noise of at most"):
         add_discrete_gaussian_noise(1e4, key=jax.random.key(0)).update(total, link.init(None))
     with pytest.raises(ValueError, match="discrete noise on sampled batches has no analysis"):
         accounting.DiscreteGaussian(1.0, 10, sampling="poisson")

@@ -81,7 +81,7 @@ def test_a_plan_that_claims_too_small_an_epsilon_is_refused():
     found["surprise"] = 1
     with pytest.raises(ValueError, match="`text` must be a plan of version 1"):
         lsdp.PrivacyPlan.from_json(json.dumps(found))
-    with pytest.raises(ValueError, match="`text` must be a text that to_json returned"):
+    with pytest.raises(ValueError, match="`text` must be what to_json returned"):
         lsdp.PrivacyPlan.from_json("[]")
 
 

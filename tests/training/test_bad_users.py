@@ -143,7 +143,7 @@ CASES = {
     ),
     "a mask of numbers": (
         lambda: average_examples(jnp.vdot)(jnp.ones(2), (jnp.ones((3, 2)), jnp.ones(3))),
-        r"`user` must be a pair \(examples, mask\): a row and a bool for each example, got",
+        r"`user` must be a pair \(examples, mask\), with a row and a bool for each example, got",
     ),
     "a loss of several numbers": (
         lambda: average_examples(jnp.multiply)(1.0, (jnp.ones((3, 2)), jnp.ones(3, bool))),
@@ -155,7 +155,7 @@ CASES = {
     ),
     "a user without mask": (
         lambda: of_user(jnp.ones((2, 3))),
-        r"`user` must be a pair \(examples, mask\): .*, got float32\[2, 3\]; pass",
+        r"`user` must be a pair \(examples, mask\), .*, got float32\[2, 3\]; pass",
     ),
     "a user of one part": (lambda: of_user((jnp.ones(3),)), "`user` must be a pair"),
     "a user without arrays": (lambda: of_user(((), jnp.ones(3, bool))), "`user` must be a pair"),
@@ -164,17 +164,17 @@ CASES = {
     "a user with a number": (lambda: of_user((1.0, jnp.ones(3, bool))), "`user` must be a pair"),
     "a user with arrays of different lengths": (
         lambda: of_user(((jnp.ones(3), jnp.ones(2)), jnp.ones(3, bool))),
-        r"`user` must be a pair \(examples, mask\): a row and a bool for each example",
+        r"`user` must be a pair \(examples, mask\), with a row and a bool for each example",
     ),
     "a loss that averages already": (
         lambda: fit(PEOPLE, USERS, loss_fn=average_examples(loss)),
-        "`user` must be a pair .* or to `fit` a loss of an example",
+        "`user` must be a pair .* or an example's loss to `fit`",
     ),
     "the loss of one example for users": (
         lambda: PEOPLE.clipped_grad(loss)(
             make_params(), USERS.batch(EVERYONE, 0, key=KEY), EVERYONE.mask
         ),
-        r"`loss_fn` .* loss of one example for a user; pass `training.average_examples\(loss_fn\)",
+        r"`loss_fn` .* a single example of a user; pass `training.average_examples\(loss_fn\)",
     ),
     "no batch": (
         lambda: USERS.batch(None, 0, key=KEY),
