@@ -247,8 +247,8 @@ def _subtract_past(
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
     """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
 
-    Accelerators read eight rows in one kernel. XLA's CPU backend would copy each row and, twice,
-    the whole past. So would XLA:TPU for vectors, whose rows are interleaved in its memory.
+    Accelerators read eight rows in one kernel. On a CPU, XLA would then copy each row and, twice,
+    the whole past. On a TPU, it would copy the rows of a vector, which its memory interleaves.
     """
 
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
