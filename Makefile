@@ -19,7 +19,7 @@ demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # All tests, including the slow ones, with fifty times as many examples of each law (see tests/conftest.py).
 # The parts run one by one. A part that passed runs again only if the code has changed. The last part runs the
@@ -35,7 +35,7 @@ $(VENV)/full/%.txt: TRIED = FULL=1 $(BIN)/python -m pytest -m "" tests/$*
 $(VENV)/full/oldest.txt: $(OLDEST)/.ready
 $(VENV)/full/%.txt: $(SOURCES) | $(READY)
 	mkdir -p $(@D)
-	$(TRIED) -n 2 -q 2>&1 | tee $@.log
+	$(TRIED) -n 2 --dist worksteal -q 2>&1 | tee $@.log
 	echo "$*: $$(tail -n 1 $@.log)" > $@
 
 # More than 10,000 random trees, batches and models, in one process. tests/fuzz/last.txt keeps the results.

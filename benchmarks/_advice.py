@@ -123,20 +123,21 @@ def estimates() -> str:
     if not is_run("estimates"):
         return NOT_RUN
     found = load("estimates")["milliseconds"]
-    for row in found.values():
-        if "probe" in row:  # what a run pays per step on average
+    columns = {"norms": "with norms", "curve": "with a curve"}
+    if any("probe" in row for row in found.values()):
+        columns |= {"probe": "… in a step that probes", "between": "… in a step between"}
+        for row in found.values():  # what a run pays per step on average
             row["curve"] = (row["probe"] + 7 * row["between"]) / 8
     ratios = {
-        way: {name: row[way] / row["plain"] for name, row in found.items()}
-        for way in ("norms", "curve")
+        way: {name: row[way] / row["plain"] for name, row in found.items()} for way in columns
     }
     rows = [
         [name, f"{row['plain']:.3g} ms", *(f"{ratios[way][name]:.2f}" for way in ratios)]
         for name, row in found.items()
     ]
     means = [geometric_mean(ratio.values()) for ratio in ratios.values()]
-    rows.append(["geometric mean", "", *(f"**{mean:.2f}**" for mean in means)])
-    return markdown(["model", "private step", "with norms", "with a curve"], rows)
+    rows.append(["geometric mean", "", *(f"**{mean:.3f}**" for mean in means)])
+    return markdown(["model", "private step", *columns.values()], rows)
 
 
 def auto_smoothing_costs() -> str:

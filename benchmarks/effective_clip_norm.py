@@ -32,16 +32,17 @@ LENGTHS = (64, 128, 256, 512)  # of texts, in tokens
 
 
 class WideDecoder(nn.Module):
-    """A decoder as wide as BERT and GPT-2, with two layers and tied embeddings."""
+    """A decoder as wide as BERT and GPT-2, with a few layers and tied embeddings."""
 
     width: int = 768
+    layers: int = 2
 
     @nn.compact
     def __call__(self, text: jax.Array) -> jax.Array:
         """Return the logits of every next token."""
         table, normal = nn.Embed(VOCABULARY, self.width), nn.initializers.normal(0.02)
         x = table(text) + self.param("positions", normal, (len(text), self.width))
-        for _ in range(2):
+        for _ in range(self.layers):
             x = Block(self.width, causal=True)(x)
         return table.attend(nn.LayerNorm()(x))
 

@@ -4,7 +4,8 @@ A step clips, adds noise, smooths with σ = 1 and updates by SGD. It estimates n
 distribution of norms from 16 slack coordinates, or a training curve. A training curve probes the
 optimizer in every eighth step, so steps that probe ("probe") and steps between probes ("between")
 are timed apart. A run pays (probe + 7·between)/8 per step on average. Every round calls all steps
-in turn. Results are written model by model, and an interrupted run continues.
+in turn. Results are written model by model, and an interrupted run continues. `--again` deletes the
+record first; all of it takes about ten minutes on a quiet machine.
 """
 
 from collections.abc import Callable
@@ -18,17 +19,11 @@ import optax_lsdp as lsdp
 from benchmarks import _timing
 from benchmarks.zoo import ZOO, Model
 
-WAYS: dict[str, dict[str, int]] = {
-    "plain": {},
-    "norms": {"slack": 16},
-    "probe": {"watch_steps": 1000},
-    "between": {"watch_steps": 1000},
-}
 PERIOD = 8  # steps from one probe to the next
 
 
-def make_step(model: Model, options: dict[str, int], taken: int) -> Callable[[], Any]:
-    """Return a function that takes one step, always from the state after `taken` steps."""
+def make_steps(model: Model, taken: tuple[int, ...], **options: int) -> list[Callable[[], Any]]:
+    """Return functions that take one step, always from the states after `taken` steps."""
     private = lsdp.privatize(
         optax.sgd(0.1),
         clip_norm=1.0,
@@ -46,18 +41,23 @@ def make_step(model: Model, options: dict[str, int], taken: int) -> Callable[[],
         updates, state = private.update(gradient(params, batch), state, params)
         return optax.apply_updates(params, updates), state
 
-    params, state = model.params, private.init(model.params)
-    for _ in range(taken):
+    params, state, found = model.params, private.init(model.params), []
+    for number in range(max(taken) + 1):
+        if number in taken:
+            found.append(partial(step, params, state, model.batch))
         params, state = step(params, state, model.batch)
-    return partial(step, params, state, model.batch)
+    return found
 
 
 def measure(name: str, rounds: int) -> dict[str, float]:
     """Return the median milliseconds of each way."""
     model = ZOO[name](None)
-    taken = {"between": PERIOD + 1}
+    probe, between = make_steps(model, (PERIOD, PERIOD + 1), watch_steps=1000)
     steps = {
-        way: make_step(model, options, taken.get(way, PERIOD)) for way, options in WAYS.items()
+        "plain": make_steps(model, (PERIOD,))[0],
+        "norms": make_steps(model, (PERIOD,), slack=16)[0],
+        "probe": probe,
+        "between": between,
     }
     once = _timing.medians(steps, 1)["plain"]
     return _timing.medians(steps, max(3, min(rounds, int(3000 / once))))
@@ -65,7 +65,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure every model that has no record yet."""
-    options = _timing.arguments(__doc__ or "", "estimates.json")
+    options = _timing.arguments(__doc__ or "", "estimates.json", can_repeat=True)
     names = list(ZOO)[:1] if options.smoke else list(ZOO)
     rounds = 3 if options.smoke else 100
     work = {"milliseconds": {name: partial(measure, name, rounds) for name in names}}

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from optax_lsdp._checks import check_function, check_whole
 from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
-from optax_lsdp._trees import check_mask, describe_arrays, dtype_name, is_floating
+from optax_lsdp._trees import check_mask, describe_arrays, dtype_name, is_floating, widen
 from optax_lsdp._types import PyTree
 
 LossFn: TypeAlias = Callable[..., PyTree]
@@ -190,13 +190,12 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     Returns:
         The loss of one user. Its second argument is one row of a `UserBatch`, or a pair: arrays
-        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. The
-        gradient of a user without examples is zero.
+        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. A user
+        without examples contributes zero to the sum of `clipped_grad`.
 
-    >>> def loss_fn(params, x):
-    ...     return params * x
+    >>> loss = average_examples(lambda params, x: params * x)
     >>> examples, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
-    >>> print(jax.grad(average_examples(loss_fn))(5.0, (examples, mask)))
+    >>> print(jax.grad(loss)(5.0, (examples, mask)))
     2.0
     """
     check_function("loss_fn", loss_fn, "of parameters and one example")
@@ -219,7 +218,8 @@ def average_examples(loss_fn: LossFn) -> LossFn:
         if getattr(losses, "shape", None) != mask.shape:
             got = f"{describe_arrays(losses)} for {len(mask)} examples"
             raise ValueError(f"`loss_fn` must return a scalar for one example, got {got}.")
-        return jnp.sum(jnp.where(mask, losses, 0)) / jnp.maximum(mask.sum(dtype=losses.dtype), 1)
+        wide = jnp.where(mask, widen(losses), 0)  # a sum can overflow float16, but no average does
+        return (jnp.sum(wide) / jnp.maximum(mask.sum(dtype=wide.dtype), 1)).astype(losses.dtype)
 
     return _with_arguments_of(loss_fn, loss)
 

@@ -98,8 +98,8 @@ class Probe(NamedTuple):
     steps: jax.Array  # how many steps with noise have used it
 
 
-# Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe.
-Advance: TypeAlias = tuple[optax.Updates, optax.OptState, list[jax.Array], Probe]
+# Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe, in one array.
+Advance: TypeAlias = tuple[optax.Updates, optax.OptState, jax.Array, jax.Array]
 
 
 class WatchState(NamedTuple):
@@ -109,11 +109,8 @@ class WatchState(NamedTuple):
     step: jax.Array  # how many releases were seen
     noisy: jax.Array  # how many of them had noise; an `AdaptiveClip` can make a release zero
     move: optax.Updates  # Δ, the last step
-    length: jax.Array  # ‖Δ‖²
-    end: jax.Array  # the last ⟨Δₜ, yₜ₊₁⟩
-    probe: Probe
-    sums: WatchSums
-    ratio: PyTree  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
+    numbers: jax.Array  # ‖Δ‖², the last ⟨Δₜ, yₜ₊₁⟩, a `Probe` and `WatchSums`, in this order: (15,)
+    ratio: jax.Array  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
     curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
 
@@ -213,11 +210,12 @@ def watch(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: optax.Params) -> WatchState:
-        zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
-        probe, sums = Probe(*[zero] * len(Probe._fields)), WatchSums(*[zero] * 7)
-        move, ratio = (jax.tree.map(f, params) for f in (jnp.zeros_like, lambda _: zero))
+        step = jnp.zeros([], jnp.int32)
+        # Each array of a state costs time in each call of a compiled step, so there are few.
+        numbers = jnp.zeros(2 + len(Probe._fields) + len(WatchSums._fields))
+        move, ratio = jax.tree.map(jnp.zeros_like, params), jnp.zeros(len(jax.tree.leaves(params)))
         curve = jnp.zeros((steps, 2))
-        state = WatchState(None, step, step, move, zero, zero, probe, sums, ratio, curve[0], curve)
+        state = WatchState(None, step, step, move, numbers, ratio, curve[0], curve)
         first = inner.init(params)
         if has_noise(first):
             raise ValueError(
@@ -237,16 +235,23 @@ def watch(
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * scale for x in settings)
         check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
-        shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
+        leaves = jax.tree.leaves(releases)
+        shards = mesh.read_shards(shard_specs, leaves)
+        length, last_end, *others = state.numbers
+        before, sums = (
+            Probe(*others[: len(Probe._fields)]),
+            WatchSums(*others[len(Probe._fields) :]),
+        )
 
         def advance(ys: optax.Updates) -> Advance:
             moves, after = inner.update(ys, state.optimizer, params, **extra_args)
             move = applied_change(params, moves)
             by_leaf = mesh.sum_leaves(shards, _products, ys, state.move, move)
-            return moves, after, by_leaf, state.probe
+            together = jnp.stack(by_leaf) if by_leaf else jnp.zeros((0, 5))
+            return moves, after, together, jnp.stack(before)
 
         def advance_and_probe(ys: optax.Updates) -> Advance:
-            moves, after, by_leaf, last = advance(ys)
+            moves, after, by_leaf, _ = advance(ys)
             signs, h = _public_signs(ys, state.step, shards), _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
             other, _ = inner.update(there, state.optimizer, params, **extra_args)
@@ -255,28 +260,31 @@ def watch(
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
-            doubt = jnp.minimum(jnp.square(trace - last.trace) / 2 + 2 * square / count, 2 * square)
+            doubt = jnp.minimum(
+                jnp.square(trace - before.trace) / 2 + 2 * square / count, 2 * square
+            )
             steepest = mesh.largest_entry(shards, turn) / h
             unused = [jnp.zeros_like(s)] * 2
-            return moves, after, by_leaf, Probe(trace, square, steepest, doubt, *unused)
+            return moves, after, by_leaf, jnp.stack([trace, square, steepest, doubt, *unused])
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         parts = jax.tree.leaves(state.optimizer, is_leaf=_collects_updates)
         is_due |= any(map(_collects_updates, parts))
         # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
-        moves, after, by_leaf, found = jax.lax.cond(is_due, advance_and_probe, advance, releases)
-        end, ahead, both, length, _ = sum(by_leaf, jnp.zeros(5))
+        moves, after, by_leaf, probe = jax.lax.cond(is_due, advance_and_probe, advance, releases)
+        end, ahead, both, ahead_length, _ = jnp.sum(by_leaf, axis=0)
+        found = Probe(*probe)
         used = found.used + s**2 / 2
-        share = jnp.where(is_due & (s > 0), (1 - 1 / jnp.maximum(state.probe.steps, 1)) / 2, 0)
-        drift = share * state.probe.used * (found.trace - state.probe.trace)
-        sums, jump = state.sums, jnp.where(state.step > 1, jnp.square(end - state.end) / 2, 0)
+        share = jnp.where(is_due & (s > 0), (1 - 1 / jnp.maximum(before.steps, 1)) / 2, 0)
+        drift = share * before.used * (found.trace - before.trace)
+        jump = jnp.where(state.step > 1, jnp.square(end - last_end) / 2, 0)
         ended = sums._replace(
             ends=sums.ends + end,
-            ends_noise=sums.ends_noise + s**2 * state.length,
-            sampling=sums.sampling + v**2 * state.length,
+            ends_noise=sums.ends_noise + s**2 * length,
+            sampling=sums.sampling + v**2 * length,
             jumps=sums.jumps + jump,
             middle=sums.middle + end / 2,
-            middle_noise=sums.middle_noise + s**2 * state.length / 4,
+            middle_noise=sums.middle_noise + s**2 * length / 4,
         )
         point = _combine(ended, state.step)
         started = ended._replace(
@@ -287,20 +295,16 @@ def watch(
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
         is_noisy, energy = s**2 > 0, jnp.where(s**2 > 0, s**2, 1)
-        leaves, structure = jax.tree.flatten(releases)
         sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
-        each = [x[4] / (energy * d) - 1 for x, d in zip(by_leaf, sizes, strict=True)]
-        ratios = jax.tree.unflatten(structure, [jnp.where(is_noisy, x, 0) for x in each])
+        each = by_leaf[:, 4] / (energy * jnp.asarray(sizes, by_leaf.dtype)) - 1
+        used_once = found._replace(used=used, steps=found.steps + jnp.where(s > 0, 1, 0))
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
             noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
             move=optax.tree.cast_like(applied_change(params, moves), state.move),
-            length=length,
-            end=end,
-            probe=found._replace(used=used, steps=found.steps + jnp.where(s > 0, 1, 0)),
-            sums=started,
-            ratio=jax.tree.map(jnp.add, state.ratio, ratios),
+            numbers=jnp.stack([ahead_length, end, *used_once, *started]),
+            ratio=state.ratio + jnp.where(is_noisy, each, 0),
             last=point,
             curve=state.curve.at[state.step].set(point, mode="drop"),
         )
@@ -338,7 +342,8 @@ def training_curve(state: PyTree) -> TrainingCurve:
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
-    mean = jax.tree.map(lambda x: float(x) / max(int(found.noisy), 1), found.ratio)
+    each = [float(x) / max(int(found.noisy), 1) for x in found.ratio]
+    mean = jax.tree.unflatten(jax.tree.structure(watched.move), each)
     return TrainingCurve(np.arange(len(work)), work, stderr, mean)
 
 

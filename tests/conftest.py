@@ -10,6 +10,7 @@ FUZZ=1 is the same for tests/fuzz.
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -43,6 +44,12 @@ hypothesis.settings.load_profile("full" if {"FULL", "FUZZ"} & set(os.environ) el
 def pytest_configure(config):
     # Another process may still be writing a program: JAX then warns, and compiles it itself.
     config.addinivalue_line("filterwarnings", "ignore:Error reading persistent compilation cache")
+
+
+def pytest_collection_finish(session):
+    # Modules stay, and tracing makes many objects without cycles: collect garbage less often.
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,7 @@ def test_large_models_take_little_memory_on_record():
 
 def test_a_smoke_run_of_effective_clip_norms_goes_on_where_it_stopped(tmp_path, monkeypatch):
     output = tmp_path / "effective_clip_norm.json"
-    narrow = {64: (effective_clip_norm.WideDecoder(64), 2)}
+    narrow = {64: (effective_clip_norm.WideDecoder(64, layers=1), 2)}
     monkeypatch.setattr(effective_clip_norm, "DECODERS", narrow)
     monkeypatch.setattr(sys, "argv", ["effective_clip_norm", "--smoke", "--output", str(output)])
     effective_clip_norm.main()

@@ -92,12 +92,17 @@ def _is_quantile(norm: CheckedClipNorm) -> bool:
 
 
 class GroupEstimates(NamedTuple):
-    """Estimates of the norms of one group; see `NormEstimates` and `AdaptiveClip`."""
+    """Estimates of the norms of one group; see `NormEstimates`."""
 
     shares: jax.Array  # (K,) means over all steps
     variance: jax.Array  # of the noise in each share
     clipped: jax.Array  # the share that is clipped, in the last steps
     clipped_variance: jax.Array
+
+
+class ClipRule(NamedTuple):
+    """What the rule of an `AdaptiveClip` remembers of one group."""
+
     excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
     waited: jax.Array  # how many steps are in this sum
     settled: jax.Array  # whether the search for the clip norm is over
@@ -111,14 +116,14 @@ class EstimateNormsState(NamedTuple):
     Attributes:
         step: how many steps were taken.
         clip_norm: the clip norm of the next step, a number or one number per group.
-        radii: K norms in units of the clip norm; see `NormEstimates`.
         groups: the estimates of each group.
+        rules: what moves the clip norm of each group; empty without an `AdaptiveClip`.
     """
 
     step: jax.Array
     clip_norm: PyTree
-    radii: jax.Array
     groups: tuple[GroupEstimates, ...]
+    rules: tuple[ClipRule, ...]
 
 
 class NormEstimates(NamedTuple):
@@ -133,8 +138,7 @@ class NormEstimates(NamedTuple):
         shares: for each of the K `radii`, an estimate of the share of examples whose clipped
             gradient is at most radius · C long: the mean over all steps. A share is a number of
             examples, divided by the expected batch size. Noise can move it below 0 or above 1.
-            Norms are rounded up; see `explain_clipping`. No share counts gradients that are not
-            finite.
+            Norms are rounded up; see `explain_clipping`. Only finite gradients count.
         standard_errors: the standard deviation of the noise in each of the `shares`. It does not
             include the random choice of the batches.
         clipped: an estimate of the share of examples that are clipped or longer than
@@ -165,16 +169,15 @@ def estimate_norms(
 
     Put this transform right after `add_gaussian_noise`, in a chain that starts with
     `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
-    estimates with `norm_estimates(state)`. They are computed from noisy numbers alone, so they cost
-    no privacy.
+    estimates with `norm_estimates(state)`. They cost no privacy, because they come from noisy sums.
 
     The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
     the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
     `AdaptiveClip`, this transform also moves it, and multiplies the sum by it.
 
     Args:
-        clip_norm: C, as in `clip_per_example`.
-        slack: K, as in `clip_per_example`. An `AdaptiveClip` has its own K.
+        clip_norm: C, as in `clip_per_example`. An `AdaptiveClip` has its own K.
+        slack: K, as in `clip_per_example`.
         stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
         expected_batch_size: b, by which counts are divided.
 
@@ -187,8 +190,7 @@ def estimate_norms(
     ...     lsdp.estimate_norms(1.0, slack=4, stddev=1e-6, expected_batch_size=2),
     ... )
     >>> _, state = tx.update(stacked, tx.init(params), params)
-    >>> shares = lsdp.norm_estimates(state).shares
-    >>> print(np.asarray(shares).round(3))  # norms up to √¾, √½, ½ and 0
+    >>> print(np.asarray(lsdp.norm_estimates(state).shares).round(3))  # up to √¾, √½, ½ and 0
     [0.5 0.5 0.5 0. ]
     """
     norm = checked_clip_norm(clip_norm, slack)
@@ -208,12 +210,12 @@ def estimate_norms(
     def init(params: optax.Params) -> EstimateNormsState:
         del params
         step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
-        radii = jnp.sqrt(1 - jnp.arange(1, norm.slack + 1, dtype=jnp.float32) / norm.slack)
-        group = GroupEstimates(radii * 0, zero, zero, zero, zero, step, step > 0, step > 0, zero)
-        groups = (group,) * len(norm.addresses)
-        radii = jnp.ones(1) if _is_quantile(norm) else radii
+        shares = jnp.zeros(norm.slack, jnp.float32)
+        groups = (GroupEstimates(shares, zero, zero, zero),) * len(norm.addresses)
+        rule = ClipRule(zero, step, step > 0, step > 0, zero)
+        rules = (rule,) * len(groups) if norm.adaptive else ()
         # Copies, because a caller can donate each array only once.
-        return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), radii, groups))
+        return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), groups, rules))
 
     def update(
         updates: WithSlack,
@@ -226,27 +228,23 @@ def estimate_norms(
         scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
         step = optax.safe_increment(state.step)
         groups, moved = [], []
-        settings = jax.tree.leaves(norm.value) if norm.adaptive else [None] * len(state.groups)
         noisy, now = jax.tree.leaves(updates.slack), jax.tree.leaves(state.clip_norm)
-        for group, one, clip, setting in zip(state.groups, noisy, now, settings, strict=True):
-            unit = slack_value(1.0 if setting else clip, norm) * expected_batch_size
+        settings = jax.tree.leaves(norm.value)
+        for index, (group, one, clip) in enumerate(zip(state.groups, noisy, now, strict=True)):
+            unit = slack_value(1.0 if norm.adaptive else clip, norm) * expected_batch_size
             shares = one / unit + (0.5 if _is_quantile(norm) else 0.0)
-            group = _averaged(group, shares, scale / unit, step)
-            if setting is not None:
-                new, group = _moved(setting, group, clip, shares, scale / unit, expected_batch_size)
-                # If the clip norm falls, the update is mostly noise: the new one scales it.
-                group = group._replace(factor=jnp.where(group.useful, jnp.minimum(clip, new), 0.0))
-                moved.append(new)
-            groups.append(group)
-        structure = jax.tree.structure(state.clip_norm)
-        after = jax.tree.unflatten(structure, moved) if moved else fixed_norms(step)
-        state = EstimateNormsState(step, after, state.radii, tuple(groups))
+            groups.append(_averaged(group, shares, scale / unit, step))
+            if norm.adaptive:
+                one_step = (clip, shares, scale / unit, expected_batch_size)
+                moved.append(_moved(settings[index], state.rules[index], *one_step))
         if not moved:
-            return updates.total, state
+            return updates.total, EstimateNormsState(step, fixed_norms(step), tuple(groups), ())
+        structure, (norms, rules) = jax.tree.structure(state.clip_norm), zip(*moved, strict=True)
+        after = jax.tree.unflatten(structure, norms)
+        state = EstimateNormsState(step, after, tuple(groups), rules)
         leaves, shape = jax.tree.flatten(updates.total)
-        factors = jax.tree.unflatten(structure, [group.factor for group in groups])
-        by_leaf = norm.groups(updates.total, factors)
-        pairs = zip(leaves, by_leaf, strict=True)
+        factors = jax.tree.unflatten(structure, [rule.factor for rule in rules])
+        pairs = zip(leaves, norm.groups(updates.total, factors), strict=True)
         scaled = [leaf * group.clip_norm.astype(leaf.dtype) for leaf, group in pairs]
         return jax.tree.unflatten(shape, scaled), state
 
@@ -286,24 +284,22 @@ def _averaged(
 
 def _moved(
     setting: AdaptiveClip,
-    group: GroupEstimates,
+    rule: ClipRule,
     clip_norm: jax.Array,
     shares: jax.Array,
     error: jax.Array,
     expected_batch_size: float,
-) -> tuple[jax.Array, GroupEstimates]:
+) -> tuple[jax.Array, ClipRule]:
     """Return the next clip norm by the rule of `AdaptiveClip`, and the state of the rule."""
     if setting.method == "fixed" or setting.least == setting.most:
-        return clip_norm, group._replace(useful=jnp.ones_like(group.useful))
+        return clip_norm, rule._replace(factor=clip_norm)
     if setting.method == "quantile":
-        off = 1 - shares[0] - setting.target
-        new = clip_norm * jnp.exp(setting.rate * off)
-        useful = jnp.ones_like(group.useful)
-        return jnp.clip(new, setting.least, setting.most), group._replace(useful=useful)
+        new = clip_norm * jnp.exp(setting.rate * (1 - shares[0] - setting.target))
+        new = jnp.clip(new, setting.least, setting.most)
+        return new, rule._replace(factor=jnp.minimum(clip_norm, new))
     # ⌊K(1 − t²)⌋/(K − 1) has the mean 1 − t² if t² is uniform.
-    excess = group.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
-    waited = group.waited + 1
-    count = waited.astype(jnp.float32)
+    excess = rule.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
+    count = (rule.waited + 1).astype(jnp.float32)
     found, target = excess / count, setting.target
     doubt = jnp.sqrt((jnp.square(error) / setting.slack + 1 / expected_batch_size) / count)
     is_known = doubt <= target / 4
@@ -311,19 +307,22 @@ def _moved(
     is_low = (found < target / 2) & (clip_norm > setting.least)
     margin = jnp.where(doubt <= (1 - target) / 8, 0.0, 2 * doubt)
     is_right = ~is_low & (found + margin < (1 + target) / 2)
-    is_due = is_known & (group.settled | is_high | is_low | is_right)
+    is_due = is_known & (rule.settled | is_high | is_low | is_right)
     ratio = jnp.clip(found, jnp.maximum(0.5 / setting.slack, doubt), 1.0) / target
     search = jnp.where(is_high, _FAST_RISE, jnp.sqrt(ratio)) ** setting.rate
     search = jnp.where(is_right, _SHARE, 1.0) * search
-    factor = jnp.where(group.settled, ratio ** (_SLOW / 2 * setting.rate), search)
+    factor = jnp.where(rule.settled, ratio ** (_SLOW / 2 * setting.rate), search)
     new = jnp.clip(clip_norm * factor, setting.least, setting.most)
-    group = group._replace(
+    new = jnp.where(is_due, new, clip_norm)
+    useful = rule.settled | jnp.where(is_known, ~is_low, rule.useful)
+    return new, ClipRule(
         excess=jnp.where(is_due, 0.0, excess),
-        waited=jnp.where(is_due, 0, waited),
-        settled=group.settled | (is_due & is_right),
-        useful=group.settled | jnp.where(is_known, ~is_low, group.useful),
+        waited=jnp.where(is_due, 0, rule.waited + 1),
+        settled=rule.settled | (is_due & is_right),
+        useful=useful,
+        # If the clip norm falls, the update is mostly noise: the new one scales it.
+        factor=jnp.where(useful, jnp.minimum(clip_norm, new), 0.0),
     )
-    return jnp.where(is_due, new, clip_norm), group
 
 
 def norm_estimates(state: optax.OptState) -> NormEstimates:
@@ -344,12 +343,14 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
      [0.5   0.5   0.5   0.   ]]
     """
     found = _find_state(state)
-    structure = jax.tree.structure(found.clip_norm)
-    shares, variance, clipped, clipped_variance, *_ = (
+    structure, size = jax.tree.structure(found.clip_norm), found.groups[0].shares.shape[-1]
+    squares = 1 - jnp.arange(1, size + 1, dtype=jnp.float32) / size
+    is_quantile = size == 1 and found.rules  # whose one coordinate counts norms up to C
+    shares, variance, clipped, clipped_variance = (
         jax.tree.unflatten(structure, values) for values in zip(*found.groups, strict=True)
     )
     return NormEstimates(
-        radii=found.radii,
+        radii=jnp.ones(1) if is_quantile else jnp.sqrt(squares),
         shares=shares,
         standard_errors=jax.tree.map(jnp.sqrt, variance),
         clipped=clipped,
@@ -366,8 +367,7 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
     noisy numbers, so it may be released. `float` and `jnp.asarray` turn it into a number.
 
     >>> import optax_lsdp as lsdp
-    >>> clip = lsdp.AdaptiveClip(2.0)
-    >>> private = dict(clip_norm=clip, noise_multiplier=1.0, expected_batch_size=4)
+    >>> private = dict(clip_norm=lsdp.AdaptiveClip(2.0), noise_multiplier=1, expected_batch_size=4)
     >>> tx = lsdp.privatize(optax.sgd(1.0), **private, key=jax.random.key(0))
     >>> float(lsdp.current_clip_norm(tx.init(jnp.zeros(3))))
     2.0
@@ -377,7 +377,7 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
 
 def last_factor(state: optax.OptState) -> jax.Array:
     """Return the factor by which the one `AdaptiveClip` of an optimizer multiplied its last sum."""
-    return _find_state(state).groups[0].factor
+    return _find_state(state).rules[0].factor
 
 
 def has_estimates(state: optax.OptState) -> bool:

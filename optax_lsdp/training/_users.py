@@ -80,10 +80,10 @@ class UserData:
         ids = _as_ids(users)
         lengths = {leaf.shape[:1] for leaf in jax.tree.leaves(self.arrays)}
         if lengths != {ids.shape}:
+            remedy = "flatten them with users.ravel()" if ids.ndim > 1 else "pass one id per row"
             raise ValueError(
                 f"`users` must have one id per example, got ids of shape {ids.shape} for arrays of "
-                f"shapes {[leaf.shape for leaf in jax.tree.leaves(self.arrays)]}; pass an array "
-                "with one axis, such as users.ravel()."
+                f"shapes {[leaf.shape for leaf in jax.tree.leaves(self.arrays)]}; {remedy}."
             )
         if not len(ids):
             raise ValueError("`arrays` must hold at least one example, got none.")

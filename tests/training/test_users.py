@@ -155,6 +155,12 @@ def test_padding_counts_nothing_whatever_it_holds(engine):
     np.testing.assert_allclose(totals[0].value, wanted, rtol=1e-5)
 
 
+def test_an_average_of_float16_losses_does_not_overflow():
+    loss = average_examples(lambda params, x: (params * x).astype(jnp.float16))
+    found, slope = jax.value_and_grad(loss)(1.0, (jnp.full(64, 3000.0), jnp.ones(64, bool)))
+    assert found == slope == 3000 and found.dtype == jnp.float16
+
+
 @pytest.mark.parametrize("engine", ["bookkeeping", "vmap"])
 def test_a_user_without_examples_contributes_exactly_zero(engine):
     grad = lsdp.value_and_clipped_grad(average_examples(root_loss), clip_norm=1.0, engine=engine)
