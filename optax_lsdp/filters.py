@@ -7,6 +7,7 @@ filters, `denoised` follows it through a sequence of `Denoiser`s, leaf by leaf.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -14,17 +15,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import (
-    check_non_negative,
-    check_positive,
-    frozen_number,
-    is_number,
-    refusal,
-)
+import optax_lsdp._checks as checks
 from optax_lsdp._clipped import unmarked_leaves
 from optax_lsdp._trees import check_shapes, describe_arrays, wide_dtype, widen
 from optax_lsdp._types import PyTree
-from optax_lsdp.smoothing import Denoiser, TimeFilter, check_followed, laplacian_smooth, read_filter
+from optax_lsdp.smoothing import (
+    Denoiser,
+    TimeFilter,
+    check_followed,
+    find_auto_state,
+    laplacian_smooth,
+    read_filter,
+)
 
 Stage: TypeAlias = optax.ScalarOrSchedule | Literal["auto"] | optax.GradientTransformation
 Smoothing: TypeAlias = Stage | Sequence[Stage]
@@ -67,13 +69,12 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
     """Filter the sequence of updates: y_t = Σₖ bₖ x_(t−k) − Σₖ aₖ y_(t−k), corrected at the start.
 
     The gradient changes slowly from step to step, and the noise does not. So a filter that keeps
-    slow changes removes noise. It comes after the noise and does not change ε. As every filter, it
-    also delays the gradient, which can make large step sizes unstable.
+    slow changes removes noise, at no cost in ε. As every filter, it also delays the gradient, which
+    can make large step sizes unstable.
 
-    At the start, the filter has seen few updates. So its output is divided by its response to the
-    constant signal 1. Constant updates therefore pass unchanged from the first step on, and
-    multiplying `numerator` by a number changes nothing. `smoothing.low_pass_gain` is the share of
-    the noise's variance that the filter leaves.
+    The output is divided by the filter's response to the constant signal 1. So constant updates
+    pass unchanged from the first step on, and multiplying `numerator` by a number changes nothing.
+    `smoothing.low_pass_gain` is the share of the noise's variance that the filter leaves.
 
     The filter treats every entry by itself, so it runs on any mesh. Its state holds N copies of the
     parameters in float32 or float64, where N is the order of the filter. Put it in front of the
@@ -92,8 +93,7 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
         ValueError: if the filter is unstable in float32, or its response to a constant signal does
             not stay positive.
 
-    Reference: Zhang et al. 2024, DOPPLER: Differentially Private Optimizers with Low-pass Filter
-    for Privacy Noise Reduction.
+    Reference: Zhang et al. 2024, DOPPLER: Differentially Private Optimizers with Low-pass Filter.
 
     >>> tx = low_pass([0.5], [1, -0.5])
     >>> state = tx.init(jnp.zeros([]))
@@ -203,15 +203,15 @@ def scale_by_debiased_adam(
     [1.25]
     """
     for name, decay in (("b1", b1), ("b2", b2)):
-        check_non_negative(name, decay)
-        if is_number(decay) and decay >= 1:
-            raise refusal(name, "below 1", decay)
-    check_non_negative("eps", eps)
-    check_positive("floor", floor)
+        checks.check_non_negative(name, decay)
+        if checks.is_number(decay) and decay >= 1:
+            raise checks.refusal(name, "below 1", decay)
+    checks.check_non_negative("eps", eps)
+    checks.check_positive("floor", floor)
     if not callable(noise_stddev):
-        noise_stddev = jax.tree.map(frozen_number, noise_stddev)  # a copy
+        noise_stddev = jax.tree.map(checks.frozen_number, noise_stddev)  # a copy
         for stddev in jax.tree.leaves(noise_stddev):
-            check_non_negative("noise_stddev", stddev)
+            checks.check_non_negative("noise_stddev", stddev)
 
     def init(params: optax.Params) -> ScaleByDebiasedAdamState:
         zeros = jnp.zeros(len(jax.tree.leaves(params)))
@@ -233,11 +233,12 @@ def scale_by_debiased_adam(
             now = noise_stddev(state.step) if callable(noise_stddev) else noise_stddev
             noise_variance = _per_leaf(now, updates) ** 2
         variance = _known(noise_variance, state)
-        noise = _average(state.noise, variance, b2)
-        mu = jax.tree.map(lambda m, u: _average(m, widen(u), b1), state.mu, updates)
-        nu = jax.tree.map(lambda v, u: _average(v, jnp.square(widen(u)), b2), state.nu, updates)
+        noise = b2 * state.noise + (1 - b2) * variance
+        mu = jax.tree.map(lambda m, u: b1 * m + (1 - b1) * widen(u), state.mu, updates)
+        nu = jax.tree.map(lambda v, u: b2 * v + (1 - b2) * widen(u) ** 2, state.nu, updates)
         step = optax.safe_increment(state.step)
-        seen1, seen2 = (1 - jnp.asarray(b, float) ** step.astype(float) for b in (b1, b2))
+        logs = (math.log(max(b, 1e-300)) if checks.is_number(b) else jnp.log(b) for b in (b1, b2))
+        seen1, seen2 = (-jnp.expm1(step.astype(float) * log) for log in logs)  # 1 − bᵗ, for b ≈ 1
         error = jnp.sqrt(2 * (1 - b2) * (2 - seen2) / ((1 + b2) * seen2))
         least = floor * error * noise / seen2
 
@@ -266,12 +267,12 @@ def read_stages(
     for stage in stages[is_auto:]:
         if isinstance(stage, str):
             demand = "a number, a schedule, a transform or a list of these, and 'auto' only first"
-            raise refusal("smoothing", demand, stage)
+            raise checks.refusal("smoothing", demand, stage)
         if isinstance(stage, optax.GradientTransformation):
             transforms.append(stage)
             continue
-        check_non_negative("smoothing", stage, schedule=True)
-        if not (is_number(stage) and stage == 0):
+        checks.check_non_negative("smoothing", stage, schedule=True)
+        if not (checks.is_number(stage) and stage == 0):
             transforms.append(laplacian_smooth(stage, shard_specs=shard_specs))
     return is_auto, transforms
 
@@ -281,24 +282,30 @@ def denoised(
     optimizer: optax.GradientTransformation,
     *,
     smooths: bool = False,
+    varies: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Chain denoisers and an optimizer, and tell the optimizer how much noise is left.
 
     `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. A
     debiased optimizer then gets `noise_variance`: that behind the stages, with shape (leaves,). A
     stage that is not a `Denoiser` could do anything to the noise, so then it gets nothing.
-    `smooths` says whether `auto_smooth` stands in front of the stages.
+    `smooths`: `auto_smooth` stands in front. `varies`: no `stddev` of a stage can be right.
     """
     transforms = [optax.with_extra_args_support(stage) for stage in (*stages, optimizer)]
     *before, last = transforms
 
     def init(params: optax.Params) -> tuple[optax.OptState, ...]:
         states = tuple(transform.init(params) for transform in transforms)
+        if varies and find_auto_state(states) is not None:
+            raise ValueError(
+                "`smoothing` must be 'auto' with an AdaptiveClip, and a fixed σ with a "
+                "`correlation`, got `auto_smooth`, whose `stddev` cannot follow them."
+            )
         is_debiased = ScaleByDebiasedAdamState in _kinds(states[-1])
         in_time = [isinstance(state, LowPassState) for state in states[:-1]]
         if is_debiased and max(sum(in_time), len(in_time) - sum(in_time) + smooths) > 1:
             demand = "one smoothing and one filter at most with debiased moments"
-            raise refusal("smoothing", demand, f"{len(in_time) + smooths} stages", "combine them")
+            raise checks.refusal("smoothing", demand, f"{len(in_time) + smooths} stages")
         if {LowPassState, ScaleByDebiasedAdamState} <= _kinds(states[-1]):
             raise ValueError(
                 "`smoothing` must hold the `low_pass` filter if the optimizer is debiased, got an "
@@ -353,10 +360,6 @@ def _next_delays(
 def _zeros_like(params: optax.Params) -> optax.Updates:
     """Return zeros in float32 or wider, sharded like the parameters."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(jnp.asarray(x))), params)
-
-
-def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
-    return decay * old + (1 - decay) * new
 
 
 def _per_leaf(value: PyTree, updates: optax.Updates) -> jax.Array:

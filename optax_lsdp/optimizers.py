@@ -145,7 +145,7 @@ def privatize(
     release.append(optax.scale(1 / expected_batch_size))
     is_auto, stages = read_stages(smoothing, shard_specs)
     learner = optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
-    learner = denoised(stages, learner, smooths=is_auto)
+    learner = denoised(stages, learner, smooths=is_auto, varies=adapts or correlation is not None)
     several_adapt = adapts and len(jax.tree.leaves(clip_norm)) > 1
     for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
         if value is not None and several_adapt:

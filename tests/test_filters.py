@@ -1,5 +1,6 @@
 """Filters in time and debiased moments: their definitions, and the noise that they leave."""
 
+import copy
 from functools import partial
 
 import jax
@@ -180,11 +181,12 @@ def test_debiased_adam_agrees_with_weighted_means_in_float64():
 
 
 def test_debiased_adam_without_noise_is_adam():
-    updates = {"a": jax.random.normal(KEY, (6, 5))}
-    debiased, _ = run(lsdp.scale_by_debiased_adam(noise_stddev=0.0), updates)
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        updates = {"a": jax.random.normal(KEY, (6, 5), float)}
+        debiased, _ = run(lsdp.scale_by_debiased_adam(noise_stddev=0.0), updates)
         adam, _ = run(optax.scale_by_adam(), updates)
-    np.testing.assert_allclose(debiased["a"], adam["a"], rtol=1e-5)
+        exact = 1e-12  # float64; Optax computes 1 − b2ᵗ with an error of 1e-5 in float32
+        np.testing.assert_allclose(debiased["a"], adam["a"], rtol=exact)
 
 
 def test_debiased_adam_does_not_depend_on_the_unit_of_gradients():
@@ -352,3 +354,16 @@ def test_noise_that_debiased_moments_cannot_follow_is_refused(stages, sentence):
     params = jnp.zeros(3)
     with pytest.raises(ValueError, match=sentence):
         tx.update(jnp.zeros((1, 3)), tx.init(params), params)
+
+
+def test_denoisers_can_be_copied():
+    tx = lsdp.low_pass([1.0, 1.0])
+    again = copy.deepcopy(tx)
+    assert again == tx and again.variance_after is tx.variance_after
+
+
+def test_decays_close_to_one_keep_the_size_of_steps():
+    """In float32, 1 − 1e-8 is 1, and 1 − bᵗ would be 0. The result is 2 / √(2² − 1)."""
+    tx = lsdp.scale_by_debiased_adam(b1=1 - 1e-7, b2=1 - 1e-8, noise_stddev=1.0, floor=1e-6)
+    outputs, _ = run(tx, jnp.full((3, 2), 2.0))
+    np.testing.assert_allclose(outputs, 2 / np.sqrt(3), rtol=1e-5)

@@ -1,6 +1,7 @@
 """Laplacian smoothing of noisy gradients."""
 
 from optax_lsdp.smoothing._auto import auto_smooth, chosen_smoothing
+from optax_lsdp.smoothing._auto import find_auto_state as find_auto_state
 from optax_lsdp.smoothing._layout import Grid
 from optax_lsdp.smoothing._spectrum import TimeFilter as TimeFilter
 from optax_lsdp.smoothing._spectrum import check_followed as check_followed

@@ -7,7 +7,7 @@ matrix A = (I − σL)⁻¹ of its layout. One of the candidates is A = I, no sm
 **One release says too little.** In one step, noise is far larger than signal. Let D be the sum of
 all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n. An entry of N has
 variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
-but V grows only in proportion. The releases have equal weights, which need no learning rate.
+but V grows only in proportion.
 
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
@@ -38,8 +38,8 @@ that, nothing is smoothed. Evidence fades when training has converged: D stops g
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
 least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most.
-But ℓ raises the rate of smooth directions, and of means: a rate near the largest stable one becomes
-too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
+But ℓ makes steps of smooth directions and of means longer: a learning rate near the largest stable
+one becomes too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
 
 **What the rule cannot see.** Length counts noise alike in all directions, but the loss feels it as
 the curvature H says: V·tr(A H A), not V·tr A². If H has the spectrum of S and noise dominates, no A
@@ -48,15 +48,16 @@ gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the
 **What remains true.** The choice is post-processing of the releases before this step. So the update
 is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
 
-**Cost.** D is one copy of the parameters. Each candidate smooths D once, after 1 to 8, 10, 12, 14,
-16, 20, 24, 28, 32, … steps. The number of these steps grows with the logarithm of all steps.
+**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries; how many
+depends on shapes alone. If they are a share f of the leaf, the evidence is weaker by √f. All
+candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import partial
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
@@ -69,18 +70,19 @@ from jax.typing import ArrayLike
 import optax_lsdp._checks as checks
 import optax_lsdp._mesh as mesh
 from optax_lsdp._clipped import has_noise, is_before_noise, unmarked_leaves
-from optax_lsdp._trees import check_shapes, compute_once, widen
+from optax_lsdp._trees import check_shapes, check_structure, compute_once, widen
 from optax_lsdp._types import PyTree
 from optax_lsdp.smoothing._dispatch import METHODS, check_leaf, smooth_leaves
 from optax_lsdp.smoothing._layout import (
-    Arrangement,
     Layout,
     Leaf,
     arrange_leaf,
     centre_units,
     check_layout,
+    enough_units,
+    first_units,
 )
-from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, grid_beta, grid_gamma
+from optax_lsdp.smoothing._spectrum import BOUNDARIES, Boundary, Candidates, list_candidates
 from optax_lsdp.smoothing.methods.spectral import Operator
 
 SmoothLeaf: TypeAlias = Callable[[Leaf, jax.Array, jax.Array], jax.Array]
@@ -104,20 +106,10 @@ class AutoSmoothState(NamedTuple):
 
     optimizer: optax.OptState
     step: jax.Array
-    total: optax.Updates  # D
+    total: optax.Updates  # D; of a large leaf, of its first output units only
     variance: jax.Array  # V, of the noise in each entry of D
     sampling: jax.Array  # M, which bounds the squared norm of the sampling noise in D
     choice: Choice
-
-
-class Candidates(NamedTuple):
-    """The candidates for one leaf; the first is no smoothing. Arrays of shape (candidates,)."""
-
-    layout: np.ndarray
-    smoothing: np.ndarray
-    gamma: np.ndarray  # tr A / size
-    beta: np.ndarray  # tr A² / size
-    size: int  # of the leaf
 
 
 def auto_smooth(
@@ -131,14 +123,14 @@ def auto_smooth(
     method: str = "auto",
     shard_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with Laplacian smoothing in front, whose σ and layout find themselves.
+    """Smooth releases in front of an optimizer, with σ and layouts chosen from past releases.
 
-    `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". Use it yourself
-    in a chain of your own, around everything that follows the noisy mean. It needs no learning
-    rate. Each leaf has its own σ and layout. They are chosen from past releases, so they cost no
-    privacy. A leaf is smoothed if the sum of its past releases shows that neighbouring entries
-    belong together, and is left alone otherwise. Smoothed steps keep their length, so a learning
-    rate that was tuned without smoothing stays tuned. `chosen_smoothing(state)` shows the choices.
+    `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
+    your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
+    layout, chosen from past releases, which costs no privacy. A leaf is smoothed if the sum of its
+    past releases shows that neighbouring entries belong together. Smoothed steps keep their length,
+    so a learning rate that was tuned without smoothing usually stays tuned. `chosen_smoothing`
+    shows the choices.
 
     The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
     Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
@@ -150,7 +142,7 @@ def auto_smooth(
         optimizer: everything that follows the noisy mean.
         stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
             pass `release_scale` to `update`, it multiplies both standard deviations in this step.
-            Noise that is correlated between steps adds up to less, so it is smoothed less.
+            For correlated noise, pass s·|c₀ + … + cₜ| in step t, with c = `noise_column()`.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.
@@ -180,17 +172,23 @@ def auto_smooth(
     mesh.check_shard_specs(shard_specs)
     stddev, sampling_stddev = checks.frozen_number(stddev), checks.frozen_number(sampling_stddev)
     kind = Operator(0.0, boundary, order or 1)
+    # With other layouts, entries of different units may be neighbours.
+    has_units = all(layout in ("inputs", "images") for layout in layouts)
     inner = optax.with_extra_args_support(optimizer)
 
     def smooth(leaf: Leaf, array: jax.Array, smoothing: jax.Array) -> jax.Array:
         operator = kind._replace(smoothing=smoothing)
         return smooth_leaves([leaf._replace(array=array)], operator, "leaf", method)[0]
 
+    def begin(path: tuple[object, ...], leaf: ArrayLike) -> jax.Array:
+        array = jnp.zeros_like(widen(jnp.asarray(leaf)))
+        return first_units(path, array, enough_units(path, array.shape)) if has_units else array
+
     def init(params: optax.Params) -> AutoSmoothState:
         zero, step = jnp.zeros([]), jnp.zeros([], jnp.int32)
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
-        total = jax.tree.map(lambda x: jnp.zeros_like(widen(jnp.asarray(x))), params)
+        total = jax.tree.map_with_path(begin, params)
         state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
         if has_noise(first := inner.init(params)):
             raise ValueError("`optimizer` must be what follows the noise, got one that adds noise.")
@@ -209,14 +207,15 @@ def auto_smooth(
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
-        """Return ℓ A y, and D with y added."""
-        options, _ = candidates(updates)
-        arrays, structure = jax.tree.flatten(compute_once(updates))
+        """Return ℓ A y, and D with the first units of y added."""
+        named, structure = jax.tree.flatten_with_path(compute_once(updates))
         smoothed, sums = [], []
-        rows = zip(arrays, options, jax.tree.leaves(total), _split(choice), strict=True)
-        for array, leaves, before, now in rows:
-            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
-            # The branches return y, or XLA on CPUs would draw the noise again at each use.
+        options, totals = candidates(updates)[0], jax.tree.leaves(total)
+        rows = zip(named, options, totals, _split(choice), strict=True)
+        for (path, array), leaves, before, now in rows:
+            first = partial(first_units, path, shape=before.shape)
+            branches = [_branch(smooth, leaf, now.smoothing, first) for leaf in (None, *leaves)]
+            # The branches return units of y, or XLA on CPUs would draw the noise again for D.
             result, y = jax.lax.switch(now.layout, branches, array)
             smoothed.append(result * now.length.astype(result.dtype))
             sums.append(before + y.astype(before.dtype))
@@ -232,9 +231,11 @@ def auto_smooth(
             arrays = jax.tree.leaves(total)
             rows = zip(names, arrays, shards, options, _split(state.choice), strict=True)
             for name, array, shard, leaves, last in rows:
-                these = _candidates(tuple(leaf and leaf.arrangement for leaf in leaves), kind)
-                centred = centre_units(name, array, shard.spec)
-                sums = _sums(centred, shard, [leaf for leaf in leaves if leaf], smooth)
+                grids = tuple(leaf and leaf.arrangement.grid for leaf in leaves)
+                usable = [leaf for leaf in leaves if leaf]
+                size = max((math.prod(leaf.arrangement.shape) for leaf in usable), default=1)
+                these = list_candidates(size, grids, SMOOTHINGS, kind.boundary, kind.order)
+                sums = _sums(centre_units(name, array, shard.spec), shard, usable, smooth)
                 noise = state.variance, state.sampling
                 found.append(_choose_candidate(*sums, these, *noise, last))
             return Choice(*map(jnp.stack, zip(*found, strict=True)))
@@ -251,7 +252,11 @@ def auto_smooth(
         **extra_args: object,
     ) -> tuple[optax.Updates, AutoSmoothState]:
         unmarked_leaves("auto_smooth", updates)
-        check_shapes(updates, state.total, "smooth what follows `add_gaussian_noise`")
+        check_structure(updates, state.total)
+        kept = jax.tree.map_with_path(
+            lambda p, y, d: first_units(p, y, d.shape), updates, state.total
+        )
+        check_shapes(kept, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
         if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
             whole = jnp.asarray(extra_args["noise_stddev"])
@@ -260,9 +265,8 @@ def auto_smooth(
         moves, after = inner.update(smoothed, state.optimizer, params, **extra_args)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * jnp.asarray(release_scale, float) for x in settings)
-        step = optax.safe_increment(state.step)
-        noise = state.variance + s**2, state.sampling + v**2
-        state = AutoSmoothState(None, step, total, *noise, state.choice)
+        seen = optax.safe_increment(state.step), total, state.variance + s**2, state.sampling + v**2
+        state = AutoSmoothState(None, *seen, state.choice)
         choice = choose(state) if jax.tree.leaves(total) else state.choice
         return moves, state._replace(optimizer=after, choice=choice)
 
@@ -276,13 +280,12 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     `beta` is the share of the noise's variance that remains. `length` lengthens smoothed releases.
 
     Args:
-        state: the state of `auto_smooth`, or a tree that contains it, such as the state of
-            `privatize`, or a `TrainState`.
+        state: a tree that contains the state of `auto_smooth`, such as that of `privatize`.
 
     >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
     {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
     """
-    found = next(filter(_is_auto, jax.tree.leaves(state, is_leaf=_is_auto)), None)
+    found = find_auto_state(state)
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with smoothing='auto', got one without; "
@@ -290,9 +293,19 @@ def chosen_smoothing(state: PyTree) -> PyTree:
         )
     if is_before_noise(state, _is_auto):
         raise ValueError("`state` must have `auto_smooth` after the noise, got a private choice.")
+    if isinstance(found.step, jax.core.Tracer):
+        raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
+    if found.step.ndim:
+        got = f"{found.step.size} runs; pass jax.tree.map(lambda x: x[0], state) for the first"
+        raise ValueError(f"`state` must belong to one run, got {got}.")
     choice = jax.device_get(found.choice)
     each = [Choice(*(x[i].item() for x in choice)) for i in range(len(choice.layout))]
     return jax.tree.unflatten(jax.tree.structure(found.total), each)
+
+
+def find_auto_state(state: PyTree) -> AutoSmoothState | None:
+    """Return the first state of `auto_smooth` in a tree, or None if there is none."""
+    return next(filter(_is_auto, jax.tree.leaves(state, is_leaf=_is_auto)), None)
 
 
 def _is_auto(node: object) -> bool:
@@ -326,9 +339,11 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
     return found
 
 
-def _branch(smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array) -> Callable[..., PyTree]:
-    """Return a function that returns a release smoothed, and the release."""
-    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), y)
+def _branch(
+    smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array, first: Callable[..., jax.Array]
+) -> Callable[..., PyTree]:
+    """Return a function that returns a release smoothed, and its first units."""
+    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), first(y))
 
 
 def _is_due(step: jax.Array) -> jax.Array:
@@ -352,21 +367,6 @@ def _sums(
     return products, squares
 
 
-@lru_cache(maxsize=1024)
-def _candidates(arrangements: tuple[Arrangement | None, ...], kind: Operator) -> Candidates:
-    """Return the candidates of a leaf with these layouts."""
-    rows, size = [(0, 0.0, 1.0, 1.0)], 1
-    for place, one in enumerate(arrangements, 1):
-        if one is not None:
-            size = math.prod(one.shape)
-            for now in SMOOTHINGS:
-                gamma = grid_gamma(now, one.grid, boundary=kind.boundary, order=kind.order)
-                beta = grid_beta(now, one.grid, boundary=kind.boundary, order=kind.order)
-                rows.append((place, now, gamma, beta))
-    layout, smoothing, gammas, betas = map(np.array, zip(*rows, strict=True))
-    return Candidates(layout.astype(np.int32), smoothing, gammas, betas, size)
-
-
 def _choose_candidate(
     products: jax.Array,
     squares: jax.Array,
@@ -376,7 +376,7 @@ def _choose_candidate(
     last: Choice,
 ) -> Choice:
     """Return the choice for one leaf from ⟨D, A D⟩ and ‖A D‖²; see the top of this module."""
-    trace, trace_square = candidates.size * candidates.gamma, candidates.size * candidates.beta
+    trace, trace_square = candidates.trace, candidates.trace_square
     quantile = NormalDist().inv_cdf(1 - _FALSE_ALARM / len(trace))
     margin = quantile + (quantile**2 - 1) / 6 * np.sqrt(8 / trace_square)  # κ
     signal = products - variance * trace - sampling
@@ -392,7 +392,7 @@ def _choose_candidate(
     new = Choice(
         layout=jnp.asarray(candidates.layout)[best],
         smoothing=smoothings[best],
-        beta=jnp.asarray(candidates.beta, last.beta.dtype)[best],
+        beta=jnp.asarray(trace_square / trace_square[0], last.beta.dtype)[best],
         length=length.astype(last.length.dtype),
     )
     none = Choice(*(jnp.asarray(x, y.dtype) for x, y in zip((0, 0, 1, 1), last, strict=True)))

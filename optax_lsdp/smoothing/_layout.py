@@ -12,10 +12,13 @@ import numpy as np
 
 from optax_lsdp._checks import check_choice
 from optax_lsdp._mesh import Shard, axis_names, axis_size
+from optax_lsdp._trees import path_name
 
 LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
 _SMALLEST_SIDE = 4  # pixels of an image that "images" looks for
+_ENOUGH = 2**16  # entries of a leaf, to choose its smoothing
+_UNITS = 32  # the number of units that are kept is a multiple, which meshes can split
 
 
 @dataclass(frozen=True)
@@ -159,9 +162,38 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
     return (rank - 1, rank - 2, *range(rank - 2))
 
 
+def _unit_axis(path: str, rank: int) -> int | None:
+    """Return the axis of the output units. A vector has none."""
+    return None if rank < 2 else 0 if _has_outputs_first(path) else rank - 1
+
+
+def enough_units(path: tuple[object, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of the first output units of a leaf: enough to choose its smoothing.
+
+    The number of units is halved while they have more than `_ENOUGH` entries together, and half of
+    them is a multiple of `_UNITS`.
+    """
+    axis = _unit_axis(path_name(path), len(shape))
+    if axis is None:
+        return shape
+    size, units = math.prod(shape), shape[axis]
+    kept = units
+    while kept * size > _ENOUGH * units and kept % (2 * _UNITS) == 0:
+        kept //= 2
+    return (*shape[:axis], kept, *shape[axis + 1 :])
+
+
+def first_units(path: tuple[object, ...], array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return the first output units of a leaf, as many as `shape` has."""
+    axis = _unit_axis(path_name(path), array.ndim)
+    if axis is None or len(shape) != array.ndim or shape[axis] >= array.shape[axis]:
+        return array
+    return jax.lax.slice_in_dim(array, 0, shape[axis], axis=axis)
+
+
 def centre_units(path: str, array: jax.Array, spec: jax.P) -> jax.Array:
     """Subtract from the inputs of each output unit their mean. `spec` says how they are split."""
-    unit = None if array.ndim < 2 else 0 if _has_outputs_first(path) else array.ndim - 1
+    unit = _unit_axis(path, array.ndim)
     axes = tuple(axis for axis in range(array.ndim) if axis != unit)
     names = tuple(x for axis in axes for x in axis_names(spec[axis] if axis < len(spec) else None))
     mean = array.mean(axis=axes, keepdims=True)
@@ -169,7 +201,7 @@ def centre_units(path: str, array: jax.Array, spec: jax.P) -> jax.Array:
 
 
 def _has_outputs_first(path: str) -> bool:
-    name = path.rpartition("/")[2]
+    name = path.removesuffix("/value").rpartition("/")[2]
     return name == "weight" or name.startswith("weight_")
 
 

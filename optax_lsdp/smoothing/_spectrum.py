@@ -175,6 +175,38 @@ def _grid_means(
     return float(first.mean().real), float(second.mean().real)
 
 
+class Candidates(NamedTuple):
+    """What "auto" may choose for one leaf. Arrays of shape (candidates,); the first is σ = 0."""
+
+    layout: np.ndarray  # 0 for no smoothing, 1 for the first of the layouts, and so on
+    smoothing: np.ndarray
+    trace: np.ndarray  # of A
+    trace_square: np.ndarray  # of A²
+
+
+@lru_cache(maxsize=1024)
+def list_candidates(
+    size: int,
+    grids: tuple[tuple[int, ...] | None, ...],
+    smoothings: tuple[float, ...],
+    boundary: Boundary,
+    order: int,
+) -> Candidates:
+    """Return all σ on the grid of each layout, for a leaf of this size.
+
+    None stands for a layout that does not apply.
+    """
+    rows = [(0, 0.0, 1.0, 1.0)]
+    for place, grid in enumerate(grids, 1):
+        for now in smoothings:
+            if grid is None:
+                continue
+            gamma = grid_gamma(now, grid, boundary=boundary, order=order)
+            rows.append((place, now, gamma, grid_beta(now, grid, boundary=boundary, order=order)))
+    layout, smoothing, gammas, betas = map(np.array, zip(*rows, strict=True))
+    return Candidates(layout.astype(np.int32), smoothing, size * gammas, size * betas)
+
+
 class TimeFilter(NamedTuple):
     """A recursive filter as a linear system: d' = A d + B x and y = d₀ + D x, with N delays d.
 

@@ -46,6 +46,9 @@ class Denoiser(optax.GradientTransformationExtraArgs):
         self.variance_after = variance_after
         return self
 
+    def __getnewargs__(self) -> tuple[object, ...]:  # so that copies have all three
+        return (*self, self.variance_after)
+
 
 class LaplacianSmoothState(NamedTuple):
     """The number of steps taken so far, at which a schedule of σ is evaluated."""

@@ -27,6 +27,7 @@ from optax_lsdp.accounting import Ledger
 from optax_lsdp.clipping import ClipStyle
 from optax_lsdp.optimizers import Smoothing
 from optax_lsdp.planning import PrivacyPlan
+from optax_lsdp.smoothing import chosen_smoothing, find_auto_state
 from optax_lsdp.training import _resume, _step
 from optax_lsdp.training._checkpoint import Checkpoint, RunFolder
 from optax_lsdp.training._data import (
@@ -264,8 +265,10 @@ def _train(
         stopped = "callback" if any_process(wants_stop) else "signal"
     watched, norms = find_watch_state(at.state.optimizer), released_norms(at.state)
     curve = None if watched is None else training_curve(watched)
+    auto = find_auto_state(at.state.optimizer)
+    chosen = None if auto is None else chosen_smoothing(auto)
     params, average = at.state.params, at.state.average
-    return FitResult(params, average, at.step, at.ledger, stopped, curve, norms)
+    return FitResult(params, average, at.step, at.ledger, stopped, curve, norms, chosen)
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class FitResult(NamedTuple):
         curve: how far the clipped loss has come down, or None if the run was not watched.
         norms: the estimated distribution of norms and the clip norm, if the plan's clip norm is an
             `AdaptiveClip`, else None.
+        smoothing: what smoothing="auto" chose last, as `chosen_smoothing` shows it, else None.
     """
 
     params: optax.Params
@@ -82,6 +83,7 @@ class FitResult(NamedTuple):
     stopped: Stopped
     curve: TrainingCurve | None = None
     norms: NormEstimates | None = None
+    smoothing: PyTree = None
 
     def __repr__(self) -> str:
         params, average = _summary(self.params), _summary(self.average)

@@ -64,10 +64,6 @@ def _without_rounding(outer_bound, terms, platform):
     return known._replace(rounding=jnp.zeros_like(known.rounding))
 
 
-def _joined_backwards(joined):
-    return lambda formed: joined(formed._replace(rows=dict(reversed(formed.rows.items()))))
-
-
 def _first_for_all(to_leaves, use, leaf, rounded, gradient):
     parts = to_leaves(use, leaf, rounded, gradient)
     return dict.fromkeys(parts, parts[leaf.indices[0]])
@@ -241,9 +237,13 @@ MUTATIONS_OF_CLIPPING = {
         ),
         ("many positions",),
     ),
-    "sums of small leaves swapped": Mutation(
+    "the norm of one of several leaves of equal shape": Mutation(
         ON_TPU,
-        (Patch(f"{STRATEGIES}.leaves:Formed.joined", _joined_backwards),),
+        rewrite(
+            f"{STRATEGIES}.bounds:lengths",
+            "squares[x.shape] + y if x.shape in squares else y",
+            "y",
+        ),
         ("small",),
     ),
     "half of the unit roundoff of weighted rows": Mutation(

@@ -307,6 +307,45 @@ def test_bad_input_is_refused_in_one_sentence():
         tx.update(jnp.zeros((4, 3)), tx.init(jnp.zeros(3)))
 
 
+def test_choices_are_shown_for_one_run_outside_jit():
+    tx = lsdp.auto_smooth(optax.identity(), stddev=1.0)
+    states = jax.vmap(tx.init)(jnp.zeros((3, 5)))
+    assert lsdp.chosen_smoothing(jax.tree.map(lambda x: x[0], states)).smoothing == 0
+    with pytest.raises(ValueError, match="`state` must belong to one run, got 3 runs; pass"):
+        lsdp.chosen_smoothing(states)
+    with pytest.raises(ValueError, match="`state` must have values, got one inside `jit`"):
+        jax.jit(lsdp.chosen_smoothing)(tx.init(jnp.zeros(5)))
+
+
+@pytest.mark.parametrize("place", ["smoothing", "list", "optimizer"])
+def test_a_stage_that_cannot_know_the_noise_is_refused(place):
+    stage = lsdp.laplacian_smooth("auto", stddev=0.5)
+    optimizer = optax.chain(stage, optax.sgd(0.1)) if place == "optimizer" else optax.sgd(0.1)
+    smoothing = {"smoothing": stage, "list": ["auto", stage], "optimizer": 0.0}[place]
+    adaptive = PRIVATE | {"clip_norm": lsdp.AdaptiveClip(1.0)}
+    correlated = PRIVATE | {"correlation": lsdp.correlation.optimize_banded(4, bands=2)}
+    options = {"smoothing": smoothing, "key": jax.random.key(0)}
+    for kind in (adaptive, correlated) if place != "list" else (adaptive,):
+        tx = lsdp.privatize(optimizer, **kind, **options)
+        with pytest.raises(ValueError, match="`smoothing` must be 'auto' with an AdaptiveClip"):
+            tx.init(jnp.zeros(3))
+    lsdp.privatize(optimizer, **PRIVATE, **options).init(jnp.zeros(3))
+
+
+def test_a_schedule_counts_correlated_noise():
+    correlation = lsdp.correlation.optimize_banded(8, bands=4)
+    sums = jnp.abs(jnp.cumsum(jnp.asarray(correlation.noise_column(), jnp.float32)))
+    noise = lsdp.add_correlated_noise(1.0, correlation, key=jax.random.key(0))
+    tx = optax.chain(noise, lsdp.auto_smooth(optax.identity(), stddev=lambda step: sums[step]))
+    zeros = jnp.zeros(20_000)
+    state, update = tx.init(zeros), jax.jit(tx.update)
+    for count in range(1, 7):
+        _, state = update(zeros, state)
+        measured = float(jnp.mean(state[1].total ** 2))
+        assert measured == pytest.approx(float(state[1].variance), rel=0.04)  # four errors
+        assert measured > 1.05 or count > 1  # more than independent noise, at first
+
+
 def test_the_plain_transform_chooses_between_the_layouts_that_are_named():
     tx = lsdp.laplacian_smooth("auto", stddev=1.0, layout="inputs")
     rows, rings = releases(9, signal=1.0, steps=4), matrices()[:7]

@@ -5,9 +5,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+import pytest
 from flax import nnx
 
 import optax_lsdp as lsdp
+from optax_lsdp.smoothing import _layout
 from tests import oracles
 
 
@@ -125,3 +128,79 @@ def test_a_function_chooses_leaf_by_leaf():
         expected = oracles.smooth_dense(np.asarray(want["kernel"]).reshape(-1), 2.0)
         np.testing.assert_allclose(np.asarray(got["kernel"]).reshape(-1), expected, atol=1e-5)
     assert seen == {"params/Dense_0/kernel": (4, 3), "params/Dense_0/bias": (3,)}
+
+
+AXIS_TYPES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisType.Explicit}
+
+
+def few_units(monkeypatch):
+    """Keep 32 of 64 units of a leaf, as otherwise of large leaves only."""
+    monkeypatch.setattr(_layout, "_ENOUGH", 32 * 9)
+    rng = np.random.default_rng(3)
+    wave = 2 * np.sin(np.arange(9 * 64).reshape(64, 9).T / 2)
+    return (rng.normal(size=(6, 9, 64)) + wave).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["kernel", "weight"])
+def test_of_a_large_leaf_the_first_units_choose_for_all(name, monkeypatch):
+    rows = few_units(monkeypatch)
+    others = rows.copy()
+    others[:, :, 32:] = np.random.default_rng(4).normal(size=(6, 9, 32))  # without a signal
+    if name == "weight":  # stores outputs first
+        rows, others = rows.transpose(0, 2, 1), others.transpose(0, 2, 1)
+    tx, moves, states = lsdp.auto_smooth(optax.identity(), stddev=1.0), [], []
+    update = jax.jit(tx.update)
+    for run in (rows, others):
+        state = tx.init({name: run[0]})
+        for y in run:
+            last, (move, state) = state, update({name: y}, state)
+        moves.append(move[name]), states.append(state)
+    total = states[0].total[name]
+    assert total.shape == ((9, 32) if name == "kernel" else (32, 9))
+    half = rows[:, :, :32] if name == "kernel" else rows[:, :32]
+    np.testing.assert_allclose(total, half.sum(axis=0), atol=1e-5)
+    chosen, same = map(lsdp.chosen_smoothing, states)
+    assert chosen == same and chosen[name].smoothing > 0
+    now = lsdp.chosen_smoothing(last)[name]  # of the last move, which smooths all units as one ring
+    fixed = lsdp.laplacian_smooth(now.smoothing)
+    expected = fixed.update({name: others[-1]}, fixed.init(None))[0][name]
+    np.testing.assert_allclose(moves[1], now.length * expected, atol=1e-5)
+    whole = lsdp.auto_smooth(optax.identity(), stddev=1.0, layouts=["stored"])
+    assert whole.init({name: rows[0]}).total[name].shape == rows[0].shape
+
+
+@pytest.mark.parametrize("axis_type", list(AXIS_TYPES))
+def test_meshes_split_the_units_that_are_kept(axis_type, monkeypatch):
+    rows = few_units(monkeypatch)
+    tx = lsdp.auto_smooth(optax.identity(), stddev=1.0)
+
+    def run(state, rows):
+        return jax.lax.scan(lambda s, y: tx.update(y, s)[::-1], state, rows)[::-1]
+
+    whole = jax.jit(run)(tx.init(rows[0]), rows)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AXIS_TYPES[axis_type],))
+    with jax.set_mesh(mesh):
+        split = jax.device_put(rows, jax.NamedSharding(mesh, jax.P(None, None, "x")))
+        got = jax.jit(run)(tx.init(split[0]), split)
+    assert whole[1].choice.smoothing[0] > 0
+    for one, other in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_shards_keep_their_own_units(monkeypatch):
+    rows = few_units(monkeypatch)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    tx = lsdp.auto_smooth(optax.identity(), stddev=1.0, shard_specs=jax.P(None, "x"))
+    state = tx.init(rows[0])  # outside, so D keeps 32 units, and each shard keeps 8 of its 16
+    inside = jax.tree.map(lambda x: jax.P(), state)._replace(total=jax.P(None, "x"))
+    run = jax.shard_map(
+        tx.update,
+        mesh=mesh,
+        in_specs=(jax.P(None, "x"), inside),
+        out_specs=(jax.P(None, "x"), inside),
+    )
+    for y in rows:
+        _, state = jax.jit(run)(y, state)
+    kept = np.arange(64).reshape(4, 16)[:, :8].reshape(-1)
+    np.testing.assert_allclose(state.total, rows.sum(axis=0)[:, kept], atol=1e-5)
+    assert lsdp.chosen_smoothing(state).smoothing > 0

@@ -95,6 +95,16 @@ def test_a_resumed_run_chooses_the_same_smoothing(tmp_path):
     crash(tmp_path, step=9, plan=plan, data=data)  # the last checkpoint has 7 steps
     resumed = fit(plan, data, folder=tmp_path)
     assert bits(resumed.params) == bits(expected.params)
+    assert resumed.smoothing == expected.smoothing
+    assert (
+        max(
+            choice.smoothing
+            for choice in jax.tree.leaves(
+                expected.smoothing, is_leaf=lambda node: hasattr(node, "length")
+            )
+        )
+        > 0
+    )
 
 
 def test_a_callback_that_raised_gets_the_report_of_its_step_again(tmp_path):

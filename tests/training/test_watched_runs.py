@@ -16,7 +16,8 @@ FULL = make_plan(
 
 
 def test_a_run_is_watched_only_if_asked():
-    assert fit(SHORT).curve is None
+    done = fit(SHORT)
+    assert done.curve is None and done.smoothing is None
 
 
 @pytest.mark.parametrize("clip", [1.0, lsdp.AdaptiveClip(0.1)], ids=["fixed", "adaptive"])

@@ -243,21 +243,25 @@ def round_recorded(
             a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
         key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
         if key not in known:  # uses of one operand share its rounded copy
-            known[key] = _round_once(a, platform)
-        pairs[path] = known[key], _round_once(g, platform)
+            known[key] = _round_once(a, use, platform)
+        pairs[path] = known[key], _round_once(g, use, platform)
     gradients = {
         i: compute_once(_scaled(widen(x), scales[i])) for i, x in recorded.gradients.items()
     }
     return Rounded(pairs, gradients, scales, leaves, platform)
 
 
-def _round_once(x: jax.Array, platform: Platform) -> jax.Array:
+def _round_once(x: jax.Array, use: Use, platform: Platform) -> jax.Array:
     """Return a rounded array that XLA computes once, so that norms and sums use equal numbers.
 
     Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
-    keep XLA from fusing the rounding with the product that computes x.
+    keep XLA from fusing the rounding with the product that computes x. A use with a single row is
+    rounded after it is stored: XLA then rounds the stored numbers within the kernels that read
+    them, which all get equal numbers.
     """
     dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
+    if use.size.rows == 1:
+        return platform.rounded(compute_once(dense)).reshape(x.shape)
     return compute_once(platform.rounded(dense)).reshape(x.shape)
 
 

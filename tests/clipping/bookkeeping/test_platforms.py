@@ -60,8 +60,8 @@ def tied_embedding(w, a, g):
 
 
 def several_leaves(p, a, g):
-    """Use an outer product, a matrix with several rows and a bias."""
-    return jnp.vdot(a @ p["rows"] + p["bias"], g) + jnp.vdot(a[0] @ p["row"], g[0])
+    """Use an outer product, a matrix with several rows, and two biases of equal shape."""
+    return jnp.vdot(a @ p["rows"] + p["bias"], g) + jnp.vdot(a[0] @ p["row"] + p["shift"], g[0])
 
 
 class Model(NamedTuple):
@@ -72,7 +72,7 @@ class Model(NamedTuple):
     weight: Any
     a: tuple[int, ...]
     g: tuple[int, ...]
-    has_bias: bool = False  # a bias is materialised
+    has_bias: bool = False  # biases are materialised
     groups: dict[str, float] | None = None  # the clip norms of the weights, if they differ
 
 
@@ -138,7 +138,7 @@ MODELS = {
     "several leaves": Model(
         "Gram matrices",
         several_leaves,
-        {"row": (6, 5), "rows": (6, 5), "bias": (5,)},
+        {"row": (6, 5), "rows": (6, 5), "bias": (5,), "shift": (5,)},
         (4, 6),
         (4, 5),
         has_bias=True,

@@ -50,7 +50,7 @@ def gram_matrices(platform):
 
 def kept(platform):
     factors = constant_factors(1, 100_000, 1)
-    return factors, kept_bound(factors.a[:, 0, 0] * factors.g[:, 0, 0], platform)
+    return factors, kept_bound([factors.a[:, 0, 0] * factors.g[:, 0, 0]], platform)
 
 
 def use_of_convolution(image, outputs):

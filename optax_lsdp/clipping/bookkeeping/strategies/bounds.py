@@ -77,14 +77,24 @@ def _tiny(dtype: jnp.dtype) -> float:
     return float(jnp.finfo(dtype).tiny)
 
 
-def lengths(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
-    """Return the computed length of each row x[i], over all other axes, and an upper bound on it.
+def lengths(arrays: Sequence[jax.Array], platform: Platform) -> tuple[jax.Array, jax.Array]:
+    """Return the computed length of each row (x[i] for x in arrays), and an upper bound on it.
 
-    Long sums are split into parts. The barrier keeps XLA from merging the parts into one long sum,
-    which XLA would add up in an unknown order.
+    Squares in arrays of equal shape are added entry by entry, which needs no copies. Long sums are
+    split into parts. The barrier keeps XLA from merging the parts into one long sum, which XLA
+    would add up in an unknown order.
     """
-    entries, roundings, longest = math.prod(x.shape[1:]), 1, platform.longest_sum
-    x = jnp.square(widen(x))
+    squares: dict[tuple[int, ...], jax.Array] = {}
+    for x in arrays:
+        y = jnp.square(widen(x))
+        squares[x.shape] = squares[x.shape] + y if x.shape in squares else y
+    entries = sum(math.prod(x.shape[1:]) for x in arrays)
+    roundings, longest = 1 + len(arrays) - len(squares), platform.longest_sum
+    if len(squares) == 1:
+        (x,) = squares.values()
+    else:
+        flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in squares.values()]
+        x = jnp.concatenate(flat, axis=1)
     while math.prod(x.shape[1:]) > longest:
         last = x.shape[-1]
         if last > longest or x.ndim == 2:
@@ -94,9 +104,9 @@ def lengths(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
         roundings += x.shape[-1] - 1
         x = lax.optimization_barrier(jnp.sum(x, axis=-1))
     roundings += math.prod(x.shape[1:]) - 1
-    squares = jnp.sum(x, axis=tuple(range(1, x.ndim)))
-    grow = platform.growth(roundings / 2 + 1, squares.dtype)
-    return jnp.sqrt(squares), grow * jnp.sqrt(squares + 2 * entries * _tiny(squares.dtype))
+    total = jnp.sum(x, axis=tuple(range(1, x.ndim)))
+    grow = platform.growth(roundings / 2 + 1, total.dtype)
+    return jnp.sqrt(total), grow * jnp.sqrt(total + 2 * entries * _tiny(total.dtype))
 
 
 def root(square: jax.Array, fallback: jax.Array) -> jax.Array:
@@ -126,8 +136,8 @@ def spectral_square(
     return computed + roundings * platform.unit(dtype) * trace
 
 
-def kept_bound(rows: jax.Array, platform: Platform) -> NormBound:
-    """Return the bound of stored gradients of shape (n, …). Weighting rounds each entry once."""
+def kept_bound(rows: Sequence[jax.Array], platform: Platform) -> NormBound:
+    """Return the joint bound of stored gradients (n, …). Weighting rounds each entry once."""
     norm, upper = (x[:, None] for x in lengths(rows, platform))
     return NormBound(norm, upper, platform.unit(upper.dtype) * upper)
 
@@ -152,7 +162,7 @@ def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
 def _row_lengths(rows: jax.Array, platform: Platform) -> list[jax.Array]:
     """Return `lengths` of the only row of each block, as arrays (n, blocks)."""
     n, blocks, _, size = rows.shape
-    found = lengths(rows.reshape(n * blocks, size), platform)
+    found = lengths([rows.reshape(n * blocks, size)], platform)
     return [x.reshape(n, blocks) for x in found]
 
 

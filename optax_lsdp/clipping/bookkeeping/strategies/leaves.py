@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
 from typing import NamedTuple
 
 import jax
@@ -208,29 +207,21 @@ class Formed(NamedTuple):
     rows: dict[int, jax.Array]
     platform: Platform
 
-    def joined(self) -> jax.Array:
-        """Return the gradients as one array of shape (n, …)."""
-        if len(self.rows) == 1:
-            return next(iter(self.rows.values()))
-        flat = [x.reshape(len(x), math.prod(x.shape[1:])) for x in self.rows.values()]
-        return jnp.concatenate(flat, axis=1)
-
     def bounds(self) -> list[NormBound]:
         """Return the bound of all leaves together."""
-        return [kept_bound(self.joined(), self.platform)]
+        return [kept_bound(list(self.rows.values()), self.platform)]
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
         """Return Σᵢ cᵢGᵢ. Only CPUs use a matmul, because a matrix unit would round gradients."""
-        joined = self.joined()
-        if self.platform is CPU:
-            vectors = select(joined, factors).reshape(len(joined), math.prod(joined.shape[1:]))
-            total = self.platform.product("n,nd->d", factors.astype(joined.dtype), vectors)
-        else:
-            total = jnp.sum(weigh(joined, factors), axis=0)
-        ends = list(accumulate(math.prod(x.shape[1:]) for x in self.rows.values()))
-        parts = jnp.split(total, ends[:-1]) if len(self.rows) > 1 else [total]
-        leaves = zip(self.rows.items(), parts, strict=True)
-        return {index: part.reshape(x.shape[1:]) for (index, x), part in leaves}
+        sums = {}
+        for index, x in self.rows.items():
+            if self.platform is CPU:
+                vectors = select(x, factors).reshape(len(x), math.prod(x.shape[1:]))
+                total = self.platform.product("n,nd->d", factors.astype(x.dtype), vectors)
+                sums[index] = total.reshape(x.shape[1:])
+            else:
+                sums[index] = jnp.sum(weigh(x, factors), axis=0)
+        return sums
 
 
 def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> dict[int, jax.Array]:
