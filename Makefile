@@ -89,6 +89,8 @@ accelerators: $(TPU)/.ready $(GPU)/.ready $(READY)
 	$(GPU)/bin/python -m benchmarks.accelerators gpu $(ARGS)
 	$(TPU)/bin/python -m benchmarks.chips
 	$(TPU)/bin/python -m benchmarks.tpu_smoothing
+	$(TPU)/bin/python -m benchmarks.correlated_prices tpu
+	$(GPU)/bin/python -m benchmarks.correlated_prices gpu
 	$(BIN)/python -m benchmarks.report
 
 # Run all experiments of the paper that have no record yet. DATA=PATH replaces downloads.

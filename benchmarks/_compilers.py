@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 from jax.stages import Compiled
@@ -160,6 +161,22 @@ def build(target: Target, model_name: str, way: str, batch_size: int | None = No
     compiled = lowered.compile()
     end = time.perf_counter(), time.process_time()
     return Outcome(compiled, arguments, middle - start[0], end[0] - middle, end[1] - start[1])
+
+
+def build_update(
+    target: Target,
+    tx: optax.GradientTransformation,
+    shape: tuple[int, ...],
+    donated: tuple[int, ...] = (),
+) -> Compiled:
+    """Compile an update for the target's device. Its arguments are a float32 leaf and the state."""
+    sharding = SingleDeviceSharding(target.describe().devices[0])
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    arguments = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        (leaf, jax.eval_shape(tx.init, leaf)),
+    )
+    return jax.jit(tx.update, donate_argnums=donated).lower(*arguments).compile()
 
 
 def row(target: Target, model_name: str, way: str, batch_size: int | None = None) -> dict[str, Any]:

@@ -17,11 +17,12 @@ import optax
 from scipy.linalg import toeplitz as dense_toeplitz
 
 import optax_lsdp as lsdp
-from benchmarks import _timing, smoothing
+from benchmarks import _banded, _timing, smoothing
 from optax_lsdp import correlation
 
 STEPS, BANDS = 2000, 8
 INVERSE_BANDS = (2, 4)
+SETTINGS = ((100, 8), (500, 16), (2000, 8), (2000, 32))  # steps and bands
 Transforms = dict[str, Callable[[], optax.GradientTransformation]]
 
 
@@ -59,10 +60,16 @@ def step(size: int, steps: int, bands: int, seconds: float) -> dict[str, Any]:
     made = {name: partial(_stage, make, vector) for name, make in ways.items()}
     rows = smoothing.measure(made, seconds, fed=2)
     for name, make in ways.items():
-        state = jax.tree.leaves(jax.eval_shape(make().init, vector))
-        past = [x for x in state if x.size >= size]  # neither key nor step
-        rows[name]["past_bytes"] = sum(x.size * x.dtype.itemsize for x in past)
+        rows[name]["past_bytes"] = past_bytes(make(), vector.shape)
     return rows
+
+
+def past_bytes(tx: optax.GradientTransformation, shape: tuple[int, ...]) -> int:
+    """Return the memory of the past noises in the state for one float32 leaf."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    state = jax.tree.leaves(jax.eval_shape(tx.init, leaf))
+    past = [x for x in state if x.size >= leaf.size]  # neither key nor step
+    return sum(x.size * x.dtype.itemsize for x in past)
 
 
 def _stage(make: Callable[[], optax.GradientTransformation], vector: jax.Array) -> tuple[Any, ...]:
@@ -93,16 +100,24 @@ def errors(steps: int, bands: int) -> dict[str, Any]:
     return {"least": correlation.least_error(steps), "ways": rows}
 
 
+def best(steps: int, bands: int) -> dict[str, float]:
+    """Return the mean squared errors of `optimize_banded` and of the best banded matrix."""
+    toeplitz = correlation.optimize_banded(steps, bands).squared_errors().mean()
+    return {"optimize_banded": toeplitz, **_banded.best(steps, bands)._asdict()}
+
+
 def main() -> None:
     """Measure everything that has no record yet."""
     args = _timing.arguments(__doc__, "correlated_noise.json")
     size, steps, bands, seconds = (10**7, STEPS, BANDS, 60.0)
-    widths = (8, 32)
+    widths, settings = (8, 32), SETTINGS
     if args.smoke:
         size, steps, bands, seconds, widths = 10**3, 30, 3, 0.01, (3,)
+        settings = ((30, 3),)
     work = {
         "steps": {str(size): partial(step, size, steps, bands, seconds)},
         "errors": {f"{steps} {width}": partial(errors, steps, width) for width in widths},
+        "best": {f"{steps} {bands}": partial(best, steps, bands) for steps, bands in settings},
     }
     _timing.measure_missing(args.output, work)
 

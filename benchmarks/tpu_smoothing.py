@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
-from jax.sharding import SingleDeviceSharding
 from tqdm import tqdm
 
 import optax_lsdp as lsdp
@@ -47,15 +45,8 @@ WAYS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 def row(leaf: str, way: str) -> dict[str, Any]:
     """Return what the compiler says of one transform of one leaf."""
-    sharding = SingleDeviceSharding(_compilers.tpu_topology().devices[0])
-    tx = WAYS[way]()
-    updates = jax.ShapeDtypeStruct(LEAVES[leaf], jnp.float32)
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        (updates, jax.eval_shape(tx.init, updates)),
-    )
     start = time.perf_counter()
-    compiled = jax.jit(tx.update).lower(*arguments).compile()
+    compiled = _compilers.build_update(_compilers.TARGETS["tpu"], WAYS[way](), LEAVES[leaf])
     seconds = time.perf_counter() - start
     text = compiled.as_text()
     first = _hlo.dearest(text, 2)

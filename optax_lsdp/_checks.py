@@ -187,6 +187,6 @@ def refusal(name: str, demand: str, value: object, remedy: str = "") -> ValueErr
 def _sentence(name: str, demand: str, value: object, remedy: str = "") -> str:
     if isinstance(value, int) and abs(value) > 10**_LONGEST_VALUE:
         got = f"an integer of {value.bit_length()} bits"  # repr raises above 4300 digits
-    elif len(got := repr(value)) > _LONGEST_VALUE:
+    elif len(got := " ".join(map(str.strip, repr(value).splitlines()))) > _LONGEST_VALUE:
         got = got[:_LONGEST_VALUE] + "…"
     return f"`{name}` must be {demand}, got {got}{'; ' + remedy if remedy else ''}."

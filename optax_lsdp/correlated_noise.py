@@ -34,6 +34,8 @@ from optax_lsdp.noise import (
 
 __all__ = ["AddCorrelatedNoiseState", "add_correlated_noise"]
 
+_OTHER = "`correlation` must be the one for which the state was made, got another"
+
 
 class AddCorrelatedNoiseState(NamedTuple):
     """The key and the past noises, which are secrets, and the number of steps.
@@ -42,13 +44,13 @@ class AddCorrelatedNoiseState(NamedTuple):
         key: the key of all draws.
         step: the number of steps so far.
         start: the step at which this noise began: 0, or that of the last `restart_noise`.
-        fingerprint: a hash of the correlation, in two uint32 words. If `add_correlated_noise` got
-            a different correlation, the result is NaN.
+        fingerprint: a hash of the correlation, in two uint32 words. An update with another
+            correlation raises an error, or returns NaN inside `jit`.
         past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
             a first axis. The noise of step t is in row t mod (b − 1). It is () if the
             correlation needs no past noises.
-        stddev: that of the first step, or 0 before it. If a later step has another, the result is
-            NaN.
+        stddev: that of the first step, or 0 before it. An update with another one raises an error,
+            or returns NaN inside `jit`.
     """
 
     key: jax.Array
@@ -78,16 +80,19 @@ def add_correlated_noise(
     `correlation` has both.
 
     If C has b bands, the state holds the noises of the last b − 1 steps, in float32 or float64. If
-    C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. Noise beyond
-    `correlation.steps` is NaN. To take more steps, start again with a new key and a new state,
-    which counts as a second mechanism. As with `add_gaussian_noise`, the noise is the same after
-    resuming and on any mesh.
+    C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. As with
+    `add_gaussian_noise`, the noise is the same after resuming and on any mesh.
+
+    There is no noise for steps beyond `correlation.steps`, for a state that was made for another
+    correlation, or for a `stddev` that changes. An update then raises an error. Inside `jit`, it
+    returns NaN instead. To take more steps, start again with a new key and a new state, which
+    counts as a second mechanism.
 
     Args:
         stddev: the standard deviation of Z: the noise multiplier times `sensitivity(clip_norm)`.
-            One number for all steps. If a value of `optax.inject_hyperparams` is not positive, or
-            not that of the first step, the result is NaN.
-        correlation: C. If it differs from that of the state, the result is NaN.
+            One number for all steps. If `optax.inject_hyperparams` injects a value that is not
+            positive, the result is NaN.
+        correlation: C, the same in all steps.
         key: one typed key; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. It splits `past`
             in the same way, along all axes but the first.
@@ -95,8 +100,8 @@ def add_correlated_noise(
     Raises:
         TypeError: if `correlation` is not a Correlation; for other arguments, see
             `add_gaussian_noise`.
-        ValueError: if `stddev` is a schedule, or `updates` differ from the parameters for which
-            the state was made; see also `add_gaussian_noise`.
+        ValueError: if `stddev` is a schedule, if `updates` differ from the parameters for which
+            the state was made, and for the updates above; see also `add_gaussian_noise`.
 
     >>> from optax_lsdp.correlation import optimize_banded
     >>> tx = add_correlated_noise(1.0, optimize_banded(100, bands=8), key=jax.random.key(0))
@@ -149,6 +154,7 @@ def add_correlated_noise(
         if not isinstance(state, AddCorrelatedNoiseState):
             demand = "that of `add_correlated_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
+        _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
         past = state.past
@@ -164,7 +170,10 @@ def add_correlated_noise(
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)
         first = jnp.where(state.stddev == 0, now, state.stddev)
-        noisy = add_scaled(total, noises, stddev, is_good & (now == first))
+        is_first = now == first
+        if not (isinstance(is_first, jax.core.Tracer) or is_first or jnp.isnan(now)):
+            raise refusal("stddev", f"that of the first step, {first}", float(now))
+        noisy = add_scaled(total, noises, stddev, is_good & is_first)
         step = optax.safe_increment(state.step)
         return noisy, state._replace(step=step, past=past, stddev=first)
 
@@ -238,16 +247,22 @@ def _subtract_past(
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
     """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
 
-    Without the loop, XLA's CPU backend would copy each row and, twice, the whole past.
+    Accelerators read eight rows in one kernel. On a CPU, XLA would then copy each row and, twice,
+    the whole past. On a TPU, it would copy the rows of a vector, which its memory interleaves.
     """
 
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
         return rest - weights[row] * past[row]
 
+    def in_loop(noise: jax.Array, *, unroll: int) -> jax.Array:
+        return jax.lax.fori_loop(0, len(past), subtract, noise, unroll=unroll)
+
     if any(spec := explicit_spec(past)):  # the loop needs noise with the sharding of the past
         mesh = jax.typeof(past).sharding.mesh
         noise = jax.sharding.reshard(noise, jax.NamedSharding(mesh, jax.P(*spec[1:])))
-    return jax.lax.fori_loop(0, len(past), subtract, noise)
+    one_by_one, in_eights = partial(in_loop, unroll=1), partial(in_loop, unroll=8)
+    on_tpu = in_eights if past.ndim > 2 else one_by_one
+    return jax.lax.platform_dependent(noise, cpu=one_by_one, tpu=on_tpu, default=in_eights)
 
 
 def _combine_draws(
@@ -267,16 +282,29 @@ def _combine_draws(
     return [jnp.asarray(coefficients[0], noise.dtype) * noise for noise in noises]
 
 
+def _check_state(state: AddCorrelatedNoiseState, fingerprint: np.ndarray, steps: int) -> None:
+    """Raise for a state of another correlation or without steps left; in `jit`, noise is NaN."""
+    is_same, taken = (state.fingerprint == fingerprint).all(), state.step - state.start
+    if not (isinstance(is_same, jax.core.Tracer) or is_same):
+        raise ValueError(f"{_OTHER}; resume with the same correlation.")
+    if not isinstance(taken, jax.core.Tracer) and taken >= steps:
+        raise ValueError(
+            f"`state` must have taken fewer than {steps} steps, those of the correlation, got "
+            f"{taken} steps; start again with a new key and a new state, as a second mechanism."
+        )
+
+
 def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:
     """Raise unless the past noises have the structure, shapes and precision of the updates."""
-    check_structure(updates, past)
     leaves, noises = jax.tree.leaves(updates), jax.tree.leaves(past)
+    if leaves and (found := {len(one) for one in noises} or {0}) != {rows}:
+        got = f"that needs {rows} past noises for a state with {max(found)}"
+        raise ValueError(f"{_OTHER} {got}; resume with the same correlation.")
+    check_structure(updates, past)
     needed = [((rows, *leaf.shape), widen(leaf).dtype) for leaf in leaves]
-    is_alike = [(one.shape, one.dtype) for one in noises] == needed
-    if not is_alike:
+    if [(one.shape, one.dtype) for one in noises] != needed:
         raise ValueError(
-            "`updates` must have the structure, shapes and precision of the parameters that `init` "
-            "got, and the state the past noises that the correlation needs, got "
-            f"{describe_arrays(updates)} for {describe_arrays(past)}; call `init` with the "
-            "parameters, and resume with the same correlation."
+            "`updates` must have the shapes and precision of the parameters that `init` got, got "
+            f"{describe_arrays(updates)} for past noises of {describe_arrays(past)}; call `init` "
+            "with the parameters."
         )

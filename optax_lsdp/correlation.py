@@ -73,15 +73,15 @@ _PREFIX_SUM = Workload()
 class Correlation:
     """A lower-triangular Toeplitz matrix C of which no column has a norm above 1.
 
-    Columns get shorter towards the end, so the last steps have more noise than necessary.
+    The last columns are shorter than the first, so the last steps have more noise than they need.
 
     Attributes:
         steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C without its zeros, at most T numbers, the first of
             which is positive; with `is_inverse`, the first column of C⁻¹.
         is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
-            draws, which are drawn again, so that no past noise is stored. C has T bands. Float32
-            rounds coefficients already here, as small changes of C⁻¹ can be large changes of C.
+            draws, which are drawn again, so that no past noise is stored. C has T bands. The
+            coefficients are rounded to float32, and C is the inverse of the rounded matrix.
 
     >>> Correlation(steps=4, coefficients=(0.8, 0.6)).column()
     array([0.8, 0.6, 0. , 0. ])
@@ -102,9 +102,9 @@ class Correlation:
         plain = int(self.steps), tuple(found.tolist()), bool(self.is_inverse)
         vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
-            remedy = ("multiply" if self.is_inverse else "divide") + " all coefficients by the norm"
-            demand = "the coefficients of a matrix C without a column of norm above 1"
-            raise checks.refusal("coefficients", demand, f"a norm of {norm:.9g}", remedy)
+            remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, that norm"
+            demand = "those of a matrix C without a column of norm above 1"
+            raise checks.refusal("coefficients", demand, self.coefficients, remedy)
         if self.is_inverse:
             self._round_inverse(found)
         if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
@@ -149,8 +149,8 @@ class Correlation:
         """Return how far all uses of one example can move CX, in units of the clip norm.
 
         Two uses of the example are at least `min_separation` steps apart. The result is exact, up
-        to 1e-9, if C has at most `min_separation` bands, since columns of C are then orthogonal; or
-        if the first column is non-negative and does not increase (arXiv 2405.13763, Theorem 2).
+        to 1e-9, if C has at most that many bands, so that columns of two uses are orthogonal, or if
+        the first column is non-negative and does not increase (arXiv 2405.13763, Theorem 2).
         Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 3 for each row).
 
         Args:
@@ -163,7 +163,7 @@ class Correlation:
         return float(np.r_[0.0, self.sensitivities(min_separation, steps)][-1])
 
     def sensitivities(self, min_separation: int, steps: int | None = None) -> np.ndarray:
-        """Return the sensitivity after each step; its upper bounds exceed `sensitivity`."""
+        """Return upper bounds on the sensitivity after each step, exact where it is exact."""
         checks.check_whole("min_separation", min_separation)
         taken = self.steps if steps is None else steps
         checks.check_whole("steps", taken, least=0)
@@ -261,11 +261,11 @@ def optimize_banded(
     workload: Workload = _PREFIX_SUM,
     error: Literal["mean", "max"] = "mean",
 ) -> Correlation:
-    """Return the banded matrix C with the smallest squared error, found by L-BFGS.
+    """Return the banded Toeplitz matrix C with the smallest squared error, found by L-BFGS.
 
-    More bands cancel more noise, but need memory for b − 1 copies of the parameters, and with
-    cyclic Poisson sampling, ε grows with b (BandMF, arXiv 2306.08153 and 2405.15913). `error` is
-    the "mean" over all steps or, with a constant learning rate, the "max".
+    More bands cancel more noise, but need b − 1 copies of the parameters, and with cyclic Poisson
+    sampling, ε grows with b (BandMF, arXiv 2306.08153 and 2405.15913). `error` is the "mean" over
+    all steps or, with a constant learning rate, the "max". Other banded matrices can be better.
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -313,8 +313,8 @@ def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     else:
         checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit of this workload")
         powers = workload.momentum ** np.arange(steps)
-        matrix, rates = toeplitz(powers, np.zeros(steps)), workload.rates(steps)
-        values = svdvals(np.cumsum(matrix if rates is None else rates[:, None] * matrix, axis=0))
+        rates = 1.0 if (found := workload.rates(steps)) is None else found[:, None]
+        values = svdvals(np.cumsum(rates * toeplitz(powers, np.zeros(steps)), axis=0))
     return float(values.sum() / steps) ** 2
 
 

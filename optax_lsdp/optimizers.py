@@ -299,7 +299,8 @@ def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
     for name, value in (constant | absent).items():
         varies = any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value))
         if varies or (name in absent and value is not None):
-            raise refusal(name, "constant or left out with a `correlation`", value)
+            how = "constant" if name in constant or callable(value) else "left out"
+            raise refusal(name, f"{how} with a `correlation`", value)
 
 
 def _product(

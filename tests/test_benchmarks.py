@@ -89,6 +89,7 @@ def test_a_smoke_run_of_correlated_noise_goes_on_where_it_stopped(tmp_path, monk
     monkeypatch.setattr("benchmarks._results.RESULTS", tmp_path)
     monkeypatch.setattr("benchmarks._trust.RESULTS", tmp_path)
     assert "| 3 bands |" in _correlated.costs() and "| 30 | 3 |" in _correlated.errors()
+    assert "| 30 | 3 |" in _correlated.best()
 
 
 @pytest.mark.full

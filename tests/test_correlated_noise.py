@@ -53,8 +53,8 @@ def correlated_noise(correlation):
     return run(add(correlation, stddev=3.0), TREE)[0]
 
 
-@pytest.mark.parametrize("correlation", CORRELATIONS.values(), ids=list(CORRELATIONS))
-def test_noise_is_the_dense_solution_of_independent_noise(correlation):
+def check_solution(noises, correlation):
+    """Assert that the noises of all steps are 3·C⁻¹Z."""
     dense = toeplitz_dense(correlation.column())
 
     def compare(noise, drawn):
@@ -62,7 +62,23 @@ def test_noise_is_the_dense_solution_of_independent_noise(correlation):
         # Each step rounds a dozen terms to float32; all terms are below 100.
         np.testing.assert_allclose(noise.reshape(STEPS, -1), expected, atol=2e-4)
 
-    jax.tree.map(compare, correlated_noise(correlation), independent_noise())
+    jax.tree.map(compare, noises, independent_noise())
+
+
+@pytest.mark.parametrize("correlation", CORRELATIONS.values(), ids=list(CORRELATIONS))
+def test_noise_is_the_dense_solution_of_independent_noise(correlation):
+    check_solution(correlated_noise(correlation), correlation)
+
+
+def test_programs_for_accelerators_draw_the_same_noise(monkeypatch):
+    """They read eight past noises at once; here are eleven, and a matrix and a vector."""
+
+    def for_gpu(noise, *, cpu, tpu, default):
+        return default(noise)
+
+    correlation = square_root(STEPS, STEPS)
+    monkeypatch.setattr(jax.lax, "platform_dependent", for_gpu)
+    check_solution(run(add(correlation, stddev=3.0), TREE)[0], correlation)
 
 
 def test_the_first_noise_is_not_below_the_claimed_scale():
@@ -267,11 +283,33 @@ BAD = {
     ),
     "other shapes": (
         lambda: add(BANDED).update(jnp.zeros(4), add(BANDED).init(jnp.zeros(3))),
-        "`updates` must have the structure, shapes and precision",
+        "`updates` must have the shapes and precision",
     ),
-    "fewer bands": (
-        lambda: add(BANDED).update(jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))),
-        "resume with the same correlation",
+    "fewer bands, in jit": (
+        lambda: jax.jit(add(BANDED).update)(
+            jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))
+        ),
+        "got another that needs 4 past noises for a state with 2; resume with the same",
+    ),
+    "no past noises, in jit": (
+        lambda: jax.jit(add(BANDED).update)(jnp.zeros(3), add(INVERSE).init(jnp.zeros(3))),
+        "got another that needs 4 past noises for a state with 0; resume with the same",
+    ),
+    "another correlation": (
+        lambda: add(INVERSE).update(jnp.zeros(3), add(banded_inverse(9, 3)).init(None)),
+        "`correlation` must be the one for which the state was made, got another; resume",
+    ),
+    "steps beyond the last": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), add(INVERSE).init(None)._replace(step=jnp.int32(STEPS))
+        ),
+        "fewer than 12 steps, those of the correlation, got 12 steps; start again with a new key",
+    ),
+    "another stddev": (
+        lambda: add(INVERSE).update(
+            jnp.zeros(3), add(INVERSE).init(None)._replace(stddev=jnp.float32(2))
+        ),
+        "`stddev` must be that of the first step, 2.0, got 1.0",
     ),
     "stacked gradients": (
         lambda: add(INVERSE).update(jnp.zeros((2, 3)), add(INVERSE).init(None), jnp.zeros(3)),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.signal import lfilter
 
+from benchmarks._banded import best
 from optax_lsdp.correlation import (
     Correlation,
     Workload,
@@ -93,6 +94,20 @@ PEERS_VALUES = [  # `jax_privacy.matrix_factorization` 2.0, optimize_banded_toep
 def test_an_optimized_correlation_is_as_good_as_the_best_known(steps, bands, error, expected):
     found = getattr(optimize_banded(steps, bands, error=error).squared_errors(), error)()
     assert found <= expected * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("steps", "bands"), [(64, 1), (64, 4), (100, 8), (60, 60)])
+def test_no_banded_matrix_is_much_better_than_the_optimized_one(steps, bands):
+    """The certified optimum of BandMF (arXiv 2306.08153), over all banded matrices."""
+    found = best(steps, bands)
+    # The bound holds for every banded matrix, so the best one is found; both round sums of squares.
+    assert found.bound * (1 - 1e-9) <= found.error <= found.bound * (1 + 1e-6)
+    assert least_error(steps) <= found.bound * (1 + 1e-9)
+    if (steps, bands) == (64, 4):  # `jax_privacy.matrix_factorization` 2.0, banded.optimize
+        assert found.error == pytest.approx(10.318086758791239, rel=1e-9)
+    ours = optimize_banded(steps, bands).squared_errors().mean()
+    # A Toeplitz matrix loses a share of about bands/steps: its last columns are too short.
+    assert found.bound * (1 - 1e-9) <= ours <= found.bound * (1 + bands / steps)
 
 
 @pytest.mark.parametrize("steps", [16, 256])
@@ -224,10 +239,17 @@ def test_the_chosen_power_is_the_best():
 
 
 BAD = {
-    "norm": (lambda: Correlation(4, (1.0, 0.5)), "norm above 1, got 'a norm of 1.118.*; divide"),
+    "norm": (
+        lambda: Correlation(4, (1.0, 0.5)),
+        r"norm above 1, got \(1.0, 0.5\); divide all by 1.118",
+    ),
     "norm of the inverse": (
         lambda: Correlation(4, (1.0, -0.5), is_inverse=True),
-        "norm above 1, got .*; multiply",
+        "norm above 1, got .*; multiply all by 1.15",
+    ),
+    "matrix": (
+        lambda: Correlation(2, np.array([[0.8, 0.6], [0.1, 0.8]])),  # not lower-triangular
+        r"`coefficients` must be .* lower-triangular .* got array\(\[\[0.8, 0.6\], \[0.1",
     ),
     "diagonal": (lambda: Correlation(4, (0.0, 0.5)), "`coefficients` .* positive diagonal, got"),
     "no coefficients": (lambda: Correlation(4, ()), r"`coefficients` .* got \(\)"),
@@ -275,6 +297,7 @@ def test_bad_input_is_answered_in_one_sentence(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence) as caught:
         call()
     assert str(caught.value).count(". ") == 0 and str(caught.value).endswith(".")
+    assert "\n" not in str(caught.value)
 
 
 def test_correlations_need_no_jax():

@@ -17,15 +17,18 @@ Rows = dict[str, list[dict[str, Any]]]  # the rows of each method
 NOISES = ("4 bands", "16 bands", "inverse of 8 bands", "independent, full batches")
 
 
-def parts(record: str, start: str) -> dict[str, Rows]:
-    """Return the complete parts of a record whose names begin with `start`, by problem."""
+def parts(record: str, start: str, least: int | None = None) -> dict[str, Rows]:
+    """Return the parts of a record whose names begin with `start`, by problem.
+
+    They have results of at least `least` methods, or of all if that is None.
+    """
     found = load(f"paper/{record}").items()
     named = {key.removeprefix(f"{start}, "): part for key, part in found if key.startswith(start)}
     most = max(map(len, named.values()), default=0)
     return {
         name: {method: row["found"] for method, row in part.items()}
         for name, part in named.items()
-        if len(part) == most
+        if len(part) >= (most if least is None else least)
     }
 
 
@@ -75,10 +78,10 @@ def by_kind(rows: list[dict[str, Any]]) -> dict[tuple[float, float], dict[str, A
 def correlated() -> str:
     """Return what each kind of noise gains over independent noise."""
     rows = []
-    for name, found in parts("correlated", "final").items():
+    for name, found in parts("correlated", "final", least=2).items():
         kinds = {title: by_kind(part) for title, part in found.items()}
         for kind, plain in kinds["independent"].items():
-            cells = [shown(kinds[title][kind], plain) for title in NOISES]
+            cells = [shown(kinds[t][kind], plain) if t in kinds else "–" for t in NOISES]
             accuracy = spread(plain["test_accuracies"])
             rows.append([name, f"{kind[1]:g}", f"{kind[0]:g}", accuracy, *cells])
     return markdown(["problem", "σ", "ε", "independent", *NOISES], rows)

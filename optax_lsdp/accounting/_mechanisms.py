@@ -278,7 +278,7 @@ class CorrelatedGaussian(Mechanism):
 
     @property
     def use(self) -> SampledGaussian:
-        """A step with independent noise that reveals as much as one use of one example."""
+        """A step with independent noise: it reveals at least as much as one cycle, or one use."""
         noise, relation, size = self.noise_multiplier, self.neighbouring, self.group_size
         noise *= 1 - _ROUNDING
         if self.sampling_rate is None or self.cycle is None:
