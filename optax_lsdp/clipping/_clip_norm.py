@@ -1,9 +1,9 @@
 """Check clip norms, group leaves under them, and clip per-example gradients to them.
 
-A clip norm is a number or an `AdaptiveClip`, a prefix tree with one of them per group of leaves, or
-a schedule. Clipping multiplies the part of an example's gradient in a group by a clip factor, which
-depends on the norm of that part and on the group's clip norm. Both engines and `clip_per_example`
-get their clip factors here.
+A clip norm is a number, an `AdaptiveClip`, a schedule, or a prefix tree with one number or one
+`AdaptiveClip` per group of leaves. Clipping multiplies the part of an example's gradient in a group
+by a clip factor, which depends on the norm of this part and on the group's clip norm. The engines
+and `clip_per_example` get their clip factors from this module.
 """
 
 from __future__ import annotations
@@ -40,54 +40,54 @@ _LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
 
 @dataclass(frozen=True)
 class AdaptiveClip:
-    """A clip norm that follows the gradients of a run. Pass it as `clip_norm`.
+    """A clip norm that a run adapts to its gradients. Pass it as `clip_norm`.
 
     The clip norm C is part of the optimizer's state. Each step clips to C, divides the clipped sum
-    by C, adds noise, and multiplies by C again. The divided sum has sensitivity 1, so ε does not
-    depend on C. C itself is computed from noisy numbers alone. `fit` passes C to the gradient. In
-    your own loop, call `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic
-    clipping has no use for an adaptive clip norm, because its C only scales updates.
+    by C, adds noise, and multiplies by the smaller of C and the next step's C. The divided sum has
+    a constant sensitivity, so ε does not depend on C. C itself is computed from noisy numbers
+    alone. `fit` passes C to the gradient function. In your own loop, call
+    `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic clipping takes no
+    adaptive clip norm, because its C only scales updates.
 
     With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
     the same `method`, `slack` and `indicator_weight`.
 
-    **Method "slack"** costs no privacy. Let t = ‖g‖/C. The slack of `clipped_grad` estimates
-    s = E[min(1, t²)], which is 1 if all gradients are clipped, and 0 if all are far shorter than C.
-    The noise in s has standard deviation z/b, for any K and the expected batch size b. The rule
-    first searches for the scale of the gradients, which is the C with s = `target`:
+    **Method "slack"** costs no privacy. Let t = ‖g‖/C for a gradient g. The slack of `clipped_grad`
+    estimates the mean s = E[min(1, t²)] over examples, which is 1 if all gradients are clipped, and
+    near 0 if all are far shorter than C. For any K, the noise in s has standard deviation z/b, with
+    noise multiplier z and expected batch size b. The rule first searches for the scale of the
+    gradients, which is the C with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
-    where e is the standard error of s, from noise and the random size of batches: e² = (z/b)² + 1/b
-    for one step. For fixed gradients this converges from any C: it is a fixed-point iteration for
-    an M-estimate of scale. If e exceeds target/4, s is averaged over several steps until it does
-    not. If s exceeds (1 + target)/2, C grows by the factor 3^rate instead. If s is below target/2
-    or not yet known, updates are zero, because they would be mostly noise. The search ends once s
-    is surely between these limits, with 2e to spare or e ≤ (1 − target)/8. C then falls to a third
-    of the scale, because noise costs more than clipping, and gradients get shorter as a model
-    learns. After that, C moves towards s = `target` with a fiftieth of the rate, so that it hardly
-    follows gradients that vanish or explode. An update is multiplied by the smaller of old and new
-    C.
+    where clip limits s to [l, 1], and e is the standard error of s, from noise and the random size
+    of batches: e² = (z/b)² + 1/b for one step. For fixed gradients, the search converges from any
+    C: it is a fixed-point iteration for an M-estimate of scale. While e exceeds target/4, C stays,
+    and s is averaged over more steps. If s exceeds (1 + target)/2, C grows by the factor 3^rate
+    instead. Updates are zero until s is first known, and while the last known s is below target/2,
+    because they would be mostly noise. The search ends once s ≥ target/2 and s + 2e < (1 +
+    target)/2; if e ≤ (1 − target)/8, s < (1 + target)/2 is enough. C then falls to a third of the
+    scale, because noise harms more than clipping, and gradients get shorter as a model learns.
+    After that, the rate falls to a fiftieth, so vanishing or exploding gradients hardly move C.
 
-    **Method "quantile"** is that of Andrew et al. One coordinate is added to the sum of each group:
-    w·(½ − [t > 1]) for each example. Its sensitivity is w/2, so all noise grows by the factor
-    √(1 + w²/4), and ε stays the same. In the paper's notation, σ_b = z·√(1 + w²/4)/w is the noise
-    of the count, and the noise multiplier of the sum is (z⁻² − (2σ_b)⁻²)^(−½). The rule is
-    C ← C · exp(rate · (share of clipped gradients − target)).
+    **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
+    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The sensitivity of this coordinate is w/2, so all
+    noise grows by the factor √(1 + w²/4), and ε stays the same. In the paper's notation, the count
+    has noise σ_b = z·√(1 + w²/4)/w, and the sum has the noise multiplier (z⁻² − (2σ_b)⁻²)^(−½). The
+    rule is C ← C · exp(rate · (share of clipped gradients − target)).
 
     **Method "fixed"** never moves C, but estimates norms as method "slack" does.
 
     Attributes:
         initial: C before the first step.
-        target: the share of gradients to clip, above 0 and below 1. With method "slack", this is
-            the s of the rule: a gradient that is shorter than C counts as (‖g‖/C)² of a clipped
-            one.
+        target: the share of gradients to clip, above 0 and below 1. With method "slack", a gradient
+            that is shorter than C counts as the fraction (‖g‖/C)² of a clipped gradient.
         rate: how fast C moves, above 0; by default 1 for "slack" and 0.2 for "quantile".
         method: "slack", "quantile" or "fixed".
         least: the smallest C; by default a millionth of `initial`.
         most: the largest C; by default a million times `initial`.
         slack: K, the number of slack coordinates; see `clipped_grad`.
-        indicator_weight: w, for method "quantile".
+        indicator_weight: w, the weight of the coordinate of method "quantile".
 
     References:
         SlaClip, ICML 2026, for slack.
@@ -137,12 +137,12 @@ class AdaptiveClip:
 
     @property
     def coordinates(self) -> int:
-        """Return how many coordinates are added to the sum of the group."""
+        """Return how many coordinates each example adds to the sum of its group."""
         return 1 if self.method == "quantile" else self.slack
 
     @property
     def sensitivity(self) -> float:
-        """Return the sensitivity of the group's sum with its coordinates, in clip norms."""
+        """Return the joint sensitivity of a group's sum and coordinates, in units of C."""
         return math.hypot(1, self.indicator_weight / 2) if self.method == "quantile" else 1.0
 
 
@@ -157,7 +157,7 @@ class CheckedClipNorm:
     is_schedule: bool
     addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
     slack: int = 0  # K, the number of coordinates that are added to the sum of each group
-    adaptive: AdaptiveClip | None = None  # of the first group
+    adaptive: AdaptiveClip | None = None  # of the first group, if clip norms adapt
 
     @property
     def is_relative(self) -> bool:
@@ -165,19 +165,19 @@ class CheckedClipNorm:
         return self.is_schedule or self.adaptive is not None
 
     def at(self, step: ArrayLike | None, clip_norm: ClipNorm = None) -> ClipNorm:
-        """Return the clip norm at a step: scheduled, fixed, or `clip_norm` if it is adaptive."""
+        """Return the clip norm at `step`. If it is adaptive, return the values in `clip_norm`."""
         if self.adaptive is not None:
             return self._checked_now(clip_norm)
         return self.value(step) if self.is_schedule else self.value
 
     def _checked_now(self, clip_norm: ClipNorm) -> ClipNorm:
-        """Return the present values of adaptive clip norms. Raise unless a state holds them."""
+        """Return the values in `clip_norm`. Raise unless `current_clip_norm` returned it."""
         leaves, structure = jax.tree.flatten(clip_norm, is_leaf=is_current)
         wanted: object = jax.tree.structure(self.value)
         if wanted != structure or not all(map(_is_usable, leaves)):
             raise ValueError(
-                "`clip_norm` must be passed with an AdaptiveClip, as the optimizer's state has it, "
-                f"got {clip_norm!r}; pass clip_norm=current_clip_norm(state)."
+                f"`clip_norm` must be passed with an AdaptiveClip, got {clip_norm!r}; pass "
+                "clip_norm=current_clip_norm(state), which the optimizer's state holds."
             )
         return jax.tree.unflatten(structure, [leaf.value for leaf in leaves])
 
@@ -187,7 +187,7 @@ class CheckedClipNorm:
         return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf, with its clip norm from `now`, by default from `value`."""
+        """Return the group of each leaf, with the clip norm in `now`, by default in `value`."""
         prefix, groups = self.value if now is None else now, list[ClipGroup]()
         addresses = iter(self.addresses)
 
@@ -203,7 +203,7 @@ class CheckedClipNorm:
         except ValueError as error:
             raise ValueError(
                 "`clip_norm` must be a number or a prefix of the parameters' tree, got the "
-                f"structure {jax.tree.structure(prefix)} for {jax.tree.structure(tree)}."
+                f"structure {jax.tree.structure(prefix)} for a tree {jax.tree.structure(tree)}."
             ) from error
         return groups
 
@@ -221,7 +221,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     if slack is not None:
         checks.check_whole("slack", slack)
         checks.check_at_most("slack", slack, MOST_SLACK)
-    # A schedule is a function of the step. A callable Equinox module is a tree.
+    # A callable Equinox module is a tree, and no schedule.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
@@ -236,7 +236,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
         if isinstance(norm, jax.Array):
             raise TypeError(
                 f"`clip_norm` must be a static number, got {norm!r}; with "
-                'optax.inject_hyperparams, pass static_args=("clip_norm", "key").'
+                "optax.inject_hyperparams, add 'clip_norm' to its static_args."
             )
         if not checks.is_number(norm) or not _LEAST <= norm <= _MOST:
             raise ValueError(
@@ -248,7 +248,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
 
 
 def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
-    """Raise unless all clip norms are adaptive and add the same coordinates to their sums."""
+    """Raise unless all clip norms are adaptive and add the same coordinates to sums."""
     kinds = {
         (x.method, x.slack, x.indicator_weight) if isinstance(x, AdaptiveClip) else None
         for x in norms
@@ -261,7 +261,7 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
         )
     if slack is not None:
         raise ValueError(
-            f"`slack` must be set in the AdaptiveClip, got the argument slack={slack}; drop it."
+            f"`slack` must be set in the AdaptiveClip, got slack={slack} as well; remove it."
         )
 
 
@@ -288,7 +288,7 @@ def sensitivity(clip_norm: ClipNorm) -> ClipNorm:
 def clip_factors(
     norms: jax.Array, clip_norm: ArrayLike, *, style: ClipStyle, rounding: float
 ) -> jax.Array:
-    """Return clip factors cᵢ with cᵢ‖gᵢ‖ ≤ C, where ‖gᵢ‖ is the true norm of example i.
+    """Return clip factors cᵢ with cᵢ‖gᵢ‖ ≤ C, where ‖gᵢ‖ is the exact norm of gradient i.
 
     Let Nᵢ = (1 + `rounding`) · `norms`[i]. The caller guarantees that ‖gᵢ‖ ≤ Nᵢ. For "threshold",
     cᵢ = min(1, C/Nᵢ). For "automatic", cᵢ = C/(Nᵢ + γ) with γ = 0.01. An example gets factor 0 if
@@ -309,7 +309,7 @@ def clip_factors(
 
 
 class ExampleNorms(NamedTuple):
-    """Norms of each example's gradient: arrays of shape (n,), by the path of the group.
+    """Norms of each example's gradient: arrays of shape (n,), indexed by the group's path.
 
     Attributes:
         norms: the norms before clipping, as computed.
@@ -323,10 +323,10 @@ class ExampleNorms(NamedTuple):
 def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
     """Return upper bounds on the norms of gradients after clipping by `factors`.
 
-    `norms` and `rounding` are those of `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) · `norms`[i] and
-    ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place cover the
-    roundings of this product and of the weighted gradient. The bound is ∞ for an example that
-    contributes nothing although its gradient is not zero.
+    `norms` and `rounding` mean the same as in `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) ·
+    `norms`[i] and ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place
+    cover the roundings of this product and of the weighted gradient. The bound is ∞ for an example
+    that contributes nothing although its gradient is not zero.
     """
     eps = float(jnp.finfo(norms.dtype).eps)
     upper = norms * jnp.asarray(1 + rounding + 8 * eps, norms.dtype)
@@ -348,7 +348,7 @@ def clip_and_sum(
     or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
-    # One barrier around all leaves would make replicated leaves vary if other leaves are split.
+    # One barrier around all leaves would make all leaves vary over the axes that split some.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
     norms, bounds, factors = {}, {}, {}

@@ -1,7 +1,7 @@
-"""The engines that compute clipped sums: which one to use, and on how many examples at a time.
+"""Choose the engine that computes a clipped sum, and run it on some examples at a time.
 
-The vmap engine forms the gradients of all examples, clips them, and adds them up. It is the plain
-reference to which the tests compare the bookkeeping engine, which is in `bookkeeping/`.
+The vmap engine forms the gradients of all examples, clips them, and adds them up. The tests compare
+the bookkeeping engine, which is in `bookkeeping/`, with this plain reference.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def clip_by_vmap(
     """Return each example's (value, aux), the norms of each group, and the clipped sum.
 
     Inside `shard_map`, a mesh axis splits a leaf if the leaf varies over the axis and the batch
-    does not. Each shard then has a part of every example's gradient, and norms cover all parts.
+    does not. Each shard then has a part of every example's gradient, and each norm covers all parts
+    of a gradient.
     """
     batch_axes = varying_axes((batch, mask))
     split = [frozenset(varying_axes(leaf) - batch_axes) for leaf in jax.tree.leaves(params)]
@@ -60,7 +61,7 @@ def choose_engine(engine: str, loss_fn: ValueAndAux, params: optax.Params, batch
     """Return the engine with the name `engine`, or the engine that "auto" chooses.
 
     Bookkeeping cannot compute norms if the shards of a `shard_map` split the work on one example.
-    Then "auto" chooses vmap, and "bookkeeping" raises an error.
+    In that case, "auto" chooses vmap, and "bookkeeping" raises an error.
     """
     name = "bookkeeping" if engine == "auto" else engine
     if name == "vmap" or not manual_axes():
@@ -84,9 +85,10 @@ def in_microbatches(
 ) -> tuple[Outputs, Norms, optax.Updates]:
     """Return `run(batch, mask)`, computed on `size` examples at a time.
 
-    `run` returns two trees with a leading axis of examples, which are concatenated, and a sum over
-    examples, which is added up. If `size` does not divide the number of examples, the last two
-    microbatches overlap, and the last one masks the examples in the overlap.
+    `run` returns two trees with a leading axis of examples, and a sum over examples. This function
+    concatenates the trees and adds up the sums of all microbatches. If `size` does not divide the
+    number of examples, the last two microbatches overlap, and the last one masks the examples that
+    are in both.
     """
     total = len(jax.tree.leaves(batch)[0])
     if size >= total:
@@ -113,7 +115,7 @@ def in_microbatches(
         overlap = count * size - total
         return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, overlap:]])
 
-    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # zeros that vary over the axes of x
+    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # zeros that vary like x
         return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x))
 
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])

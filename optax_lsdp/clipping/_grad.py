@@ -1,8 +1,9 @@
-"""Provide `clipped_grad` and `value_and_clipped_grad`, the counterparts of `jax.grad`.
+"""Provide `clipped_grad` and `value_and_clipped_grad`, which add clipping to `jax.grad`.
 
 This module checks the arguments, chooses the engine, and marks the clipped sum. The engines are in
 `_engines` and `bookkeeping`. Each index of the batch's leading axis is one example, the unit of
-privacy. To clip per user, let one example hold the examples of one user: `average_examples`.
+privacy. To clip per user, let one example hold all examples of one user; see
+`training.average_examples`.
 """
 
 from __future__ import annotations
@@ -53,14 +54,15 @@ class PerExample(NamedTuple):
     """Each example's loss, gradient norm and aux. All three are private: never release them.
 
     Attributes:
-        values: losses of shape (n,); zero where masked.
-        norms: gradient norms before clipping, of shape (n,); zero where masked. If the clip norm is
-            a prefix tree, `norms` is a tree of the same structure with the norms of each group.
-            Norms from the bookkeeping engine are inaccurate far below the clip norm, or if the
-            terms of a gradient cancel almost entirely. They are infinite if squares overflow.
-            Clipping does not depend on their accuracy, because it uses upper bounds on the norms.
-        aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where
-            masked.
+        values: losses of shape (n,); zero where the mask is False.
+        norms: gradient norms before clipping, of shape (n,); zero where the mask is False. If the
+            clip norm is a prefix tree, `norms` is a tree of the same structure with the norms of
+            each group. The bookkeeping engine returns inaccurate norms if they are far below the
+            clip norm, or if the terms of a gradient cancel almost entirely, and ∞ if squares
+            overflow. Clip factors do not depend on this accuracy: they come from upper bounds on
+            the norms.
+        aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where the
+            mask is False.
     """
 
     values: jax.Array
@@ -82,17 +84,19 @@ def clipped_grad(
     """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
     s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ). The clip factors cᵢ, which `clip_style` defines,
-    ensure that adding or removing one example moves s by at most C. The result is a sum, not a
-    mean: the optimizers of this package add noise to the sum, and then divide it by the public
-    expected batch size.
+    ensure that adding or removing one example moves s by at most the clip norm C. The result is a
+    sum, not a mean: the optimizers of this package add noise to the sum, and then divide it by the
+    public expected batch size.
 
-    Clip factors come from upper bounds on the norms, which include rounding. So an example with a
-    long gradient contributes slightly less than C; `explain_clipping` says how much. The time of a
-    call does not depend on the examples, unless loops or branches of the loss do.
+    Clip factors come from upper bounds on the norms, which allow for rounding errors. So an example
+    whose gradient is longer than C contributes a vector slightly shorter than C; `explain_clipping`
+    returns the length of this vector. The time of a call does not depend on the examples, unless
+    loops or branches of the loss depend on them.
 
     Inside `shard_map`, a mesh axis splits the model if parameters vary over the axis and the batch
-    does not. An example's norm is then the norm of its whole gradient, and each shard returns its
-    part of the sum. Do not add up the parts. Arrays that `jit` shards need no special treatment.
+    does not. The norm of an example is then the norm of its whole gradient, over all shards, and
+    each shard returns its part of the sum. Do not add up these parts. Arrays that `jit` shards need
+    no special treatment.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example without batch axis. Put
@@ -100,36 +104,37 @@ def clipped_grad(
         clip_norm: C, as in `clip_per_example`. With a schedule, call `f(..., step=step)`. With an
             `AdaptiveClip`, call `f(..., clip_norm=current_clip_norm(state))`.
         clip_style: "threshold" scales gradients longer than C down to C. "automatic" scales every
-            gradient to the norm C·‖g‖/(‖g‖ + 0.01), so that only the learning rate needs tuning.
+            gradient to the norm C·‖g‖/(‖g‖ + 0.01), so C only scales updates and needs no tuning.
         engine: how norms and sums are computed. "bookkeeping" runs one backward pass. It forms
-            per-example gradients only if that is cheapest on the platform for which the program is
-            compiled (see `explain_clipping`). It first rounds operands and cotangents to what the
-            platform's matrix unit multiplies: TF32 on NVIDIA GPUs, bfloat16 on TPUs, and float32
-            elsewhere. Norms and sums are those of the rounded numbers. "vmap" forms all per-example
-            gradients; it is the reference. "auto" chooses "vmap" if shards of a `shard_map` split
-            the work on one example, which "bookkeeping" does not support, and "bookkeeping"
-            otherwise.
+            per-example gradients of a parameter only if that is cheapest on the platform for which
+            XLA compiles the program, or if no rule applies to the parameter; see
+            `explain_clipping`. It first rounds operands and cotangents to the precision of the
+            platform's matrix unit: TF32 on NVIDIA GPUs, bfloat16 on TPUs, and float32 elsewhere.
+            Norms and sums are those of the rounded numbers. "vmap" forms all per-example gradients;
+            it is the reference. "auto" means "vmap" if shards of a `shard_map` split the work on
+            one example, which "bookkeeping" does not support. Otherwise, it means "bookkeeping".
         microbatch_size: how many examples to differentiate at a time, to bound memory.
         keep_batch_axis: whether `loss_fn` gets its example with a leading axis of length 1.
         replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
-            replicated. The library cannot check this statement. Name an axis if JAX does not track
+            replicated. The library cannot check that they are. Name an axis if JAX does not track
             it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
             varies over it.
-        slack: K, up to 1,024, to estimate the distribution of gradient norms at no cost in ε. Let r
-            be an upper bound on the norm of an example's clipped gradient. K more coordinates, the
-            slack, fill the gap below C: the first ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others
-            are 0. So the sum and its slack together have the sensitivity of the sum. Pass the same
-            K to the optimizer, which adds noise to both and estimates; see `norm_estimates`. With
-            groups of clip norms, each group has its own K coordinates.
+        slack: K, the number of slack coordinates, up to 1,024, or None for no slack. From the
+            slack, the optimizer estimates the distribution of gradient norms at no cost in ε. Each
+            example adds K coordinates to the sum: the first ⌊K(1 − r²/C²)⌋ are C/√K, and the others
+            are 0, where r is an upper bound on the norm of the example's clipped gradient. So the
+            sum and its slack together have the same sensitivity as the sum alone. Pass the same K
+            to the optimizer, which adds noise to the sum and to its slack; see `norm_estimates`.
+            With groups of clip norms, each group has its own K coordinates.
 
     Returns:
         The function f. `batch` is a tree of arrays with a leading axis of examples; typed keys are
         allowed. `mask` is a bool array of shape (n,), False for padding. Padding contributes zero,
         and so do examples whose gradient is not finite. With the bookkeeping engine, an example
         also contributes zero if squares overflow, which may happen if its operands exceed about
-        10¹⁹, or its cotangents or gradients about 10¹⁹ clip norms. The result of f has the
-        structure of `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count as
-        public.
+        10¹⁹, or if its cotangents or gradients exceed about 10¹⁹ clip norms. The result of f has
+        the structure of `params`; each leaf is a `Clipped`. Arrays that `loss_fn` closes over count
+        as public.
 
     >>> import numpy as np
     >>> def loss(w, x):
@@ -177,11 +182,11 @@ def value_and_clipped_grad(
 ) -> Callable[..., tuple[PerExample, optax.Updates]]:
     """Return a function `f(params, batch, mask=None)` that returns `(PerExample, clipped sum)`.
 
-    The clipped sum is that of `clipped_grad`. `PerExample` holds each example's loss, norm and aux,
-    which are private: never release them, or anything that depends on them, without noise. All
-    arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a pair
-    `(value, aux)`. With `keep_batch_axis`, each aux keeps the batch axis of
-    length 1 that `loss_fn` sees.
+    The clipped sum is the result of `clipped_grad`. `PerExample` holds each example's loss, norm
+    and aux, which are private: never release them, or anything that depends on them, without noise.
+    All arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a
+    pair `(value, aux)`. With `keep_batch_axis`, each aux keeps the batch axis of length 1 of the
+    example.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
@@ -254,7 +259,7 @@ def value_and_clipped_grad(
 
 
 def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNorm) -> None:
-    """Raise if a schedule has no step, or if a step or clip norm was passed without need."""
+    """Raise if a schedule got no step, or if `norm` needs no step or clip norm but got one."""
     if norm.is_schedule != (step is not None):
         raise ValueError(
             "`step` must be passed if and only if `clip_norm` is a schedule, got "
@@ -285,8 +290,8 @@ def _check_output(output: PyTree, has_aux: bool) -> None:
     if jnp.shape(value) != ():
         raise ValueError(
             f"`loss_fn` must return a scalar for one example, got shape {jnp.shape(value)}; reduce "
-            "the loss to a scalar, and note that the example has no batch axis, or a batch axis of "
-            "length 1 with keep_batch_axis=True (for `fit`, `training.keep_batch_axis(loss_fn)`)."
+            "the loss to a scalar; the example has no batch axis, or a batch axis of length 1 with "
+            "keep_batch_axis=True (with `fit`, pass `training.keep_batch_axis(loss_fn)`)."
         )
 
 

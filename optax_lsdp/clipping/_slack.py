@@ -3,9 +3,9 @@
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
 there is a gap below the sensitivity. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
-together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds its noise to both, and its
-noise and ε are those without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the
-number of examples with r ≤ C·√(1 − j/K).
+together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with the same noise and
+the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the number of
+examples with r ≤ C·√(1 − j/K).
 
 Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
@@ -32,26 +32,26 @@ from optax_lsdp.clipping._clip_norm import (
 )
 
 _ROUNDED_DOWN = 1 - 2.0**-20  # factor on the value of a coordinate; see `count_slack`
-_UNCLIPPED = 1 - 2.0**-16  # clipped gradients are longer than this times C, even after rounding
+_UNCLIPPED = 1 - 2.0**-16  # a clipped gradient is longer than this times C, even after rounding
 _RECENT = 10  # steps over which `NormEstimates.clipped` is a mean
-_FAST_RISE, _SHARE, _SLOW = 3.0, 1 / 3, 0.02  # of adaptive clip norms; see `AdaptiveClip`
+_FAST_RISE, _SHARE, _SLOW = 3.0, 1 / 3, 0.02  # factors in the rule of `AdaptiveClip`
 
 
 def count_slack(
     norms: ExampleNorms, groups: Sequence[ClipGroup], norm: CheckedClipNorm
 ) -> dict[str, jax.Array]:
-    """Return how many examples set each of the K slack coordinates, by the path of the group.
+    """Return how many examples set each slack coordinate: arrays of shape (K,), by group path.
 
     The counts are whole numbers in float32, so adding up counts of disjoint batches is exact. An
     example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
     none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
-    `AdaptiveClip`, K is 1: each example that is not clipped adds ½, and each other one adds −½.
+    `AdaptiveClip`, K is 1: each clipped example adds −½, each other one with a finite bound ½.
 
-    Proof that rounding keeps the norm below C. Let u = 2⁻²⁴. The bounds exceed the true norms by
-    more than 4u, so the computed x = r²/C² is at least the true one, unless squares underflow,
-    which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) exceeds the exact one by a
-    factor of at most 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates. `slack_value`
-    is below (1 − 16u)·(1 + 2u)·C/√K, so their squares sum to less than (1 − x)C².
+    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴. The bounds exceed the
+    true norms by a factor above 1 + 4u, so the computed x = r²/C² is at least the exact x, unless
+    squares underflow, which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) is at most
+    (1 + 3u) times the exact one. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
+    (1 − 16u)·(1 + 2u)·C/√K (see `slack_value`), and their squares sum to less than (1 − x)C².
     """
 
     def count(bounds: jax.Array, clip_norm: ArrayLike) -> jax.Array:
@@ -69,9 +69,9 @@ def count_slack(
 def append_slack(
     total: optax.Updates, counts: dict[str, jax.Array], norm: CheckedClipNorm, now: ClipNorm
 ) -> optax.Updates:
-    """Return a clipped sum with the slack of each group.
+    """Return a `WithSlack`: a clipped sum with the slack of each group.
 
-    `now` holds the clip norms of this step. If they are adaptive, the slack is divided by them.
+    `now` holds the clip norms of this step. If they are adaptive, each slack is divided by them.
     """
     norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
     values = dict(zip(norm.addresses, norms, strict=True))
@@ -80,7 +80,7 @@ def append_slack(
 
 
 def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
-    """Return the value of a coordinate, C/√K or w·C, rounded down, as a float32 scalar."""
+    """Return C/√K or, with method "quantile", C·`indicator_weight`: a coordinate, rounded down."""
     factor = 1 / math.sqrt(norm.slack)
     if norm.adaptive is not None and _is_quantile(norm):
         factor = norm.adaptive.indicator_weight
@@ -96,18 +96,18 @@ class GroupEstimates(NamedTuple):
 
     shares: jax.Array  # (K,) means over all steps
     variance: jax.Array  # of the noise in each share
-    clipped: jax.Array  # the share that is clipped, in the last steps
-    clipped_variance: jax.Array
+    clipped: jax.Array  # the mean share of clipped examples in the last steps
+    clipped_variance: jax.Array  # of the noise in `clipped`
 
 
 class ClipRule(NamedTuple):
-    """What the rule of an `AdaptiveClip` remembers of one group."""
+    """The state of the rule of an `AdaptiveClip`, for one group of parameters."""
 
     excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
-    waited: jax.Array  # how many steps are in this sum
+    waited: jax.Array  # how many steps `excess` adds up
     settled: jax.Array  # whether the search for the clip norm is over
-    useful: jax.Array  # whether the last step's clip norm was small enough for an update
-    factor: jax.Array  # by which an adaptive clip norm has multiplied the last sum
+    useful: jax.Array  # whether the search lets updates pass; else they are zero
+    factor: jax.Array  # the number that multiplied the last noisy sum
 
 
 class EstimateNormsState(NamedTuple):
@@ -117,7 +117,7 @@ class EstimateNormsState(NamedTuple):
         step: how many steps were taken.
         clip_norm: the clip norm of the next step, a number or one number per group.
         groups: the estimates of each group.
-        rules: what moves the clip norm of each group; empty without an `AdaptiveClip`.
+        rules: the state of each group's rule; empty without an `AdaptiveClip`.
     """
 
     step: jax.Array
@@ -134,18 +134,18 @@ class NormEstimates(NamedTuple):
 
     Attributes:
         radii: K norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to small.
-            If the clip norm changes, each step counts in units of its own clip norm.
+            If the clip norm changes, each step measures norms in units of its own clip norm.
         shares: for each of the K `radii`, an estimate of the share of examples whose clipped
             gradient is at most radius · C long: the mean over all steps. A share is a number of
-            examples, divided by the expected batch size. Noise can move it below 0 or above 1.
+            examples, divided by the expected batch size. Noise can move a share below 0 or above 1.
             Norms are rounded up; see `explain_clipping`. Only finite gradients count.
         standard_errors: the standard deviation of the noise in each of the `shares`. It does not
             include the random choice of the batches.
-        clipped: an estimate of the share of examples that are clipped or longer than
-            `radii[0]` · C: the mean over the first ten steps, then an exponential mean over about
-            ten steps. If a batch is smaller than expected, missing examples count as clipped.
+        clipped: an estimate of the share of examples whose gradient is longer than `radii[0]` · C:
+            the mean over the first ten steps, then an exponential mean over about ten steps. If a
+            batch is smaller than expected, the missing examples count as well.
         clipped_error: the standard deviation of the noise in `clipped`.
-        clip_norm: C, of the next step.
+        clip_norm: the C of the next step.
         steps: how many steps the estimates cover.
     """
 
@@ -165,19 +165,19 @@ def estimate_norms(
     stddev: optax.ScalarOrSchedule,
     expected_batch_size: float,
 ) -> optax.GradientTransformationExtraArgs:
-    """Take the slack out of a noisy sum, and estimate the distribution of gradient norms from it.
+    """Remove the slack from a noisy sum, and estimate the distribution of gradient norms from it.
 
     Put this transform right after `add_gaussian_noise`, in a chain that starts with
     `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
     estimates with `norm_estimates(state)`. They cost no privacy, because they come from noisy sums.
 
-    The noise of an estimated count is stddev·√K/C. So with noise multiplier z and one clip norm,
-    the standard error of a share after T steps is z·√K/(b·√T). If the clip norm is an
-    `AdaptiveClip`, this transform also moves it, and multiplies the sum by it.
+    The noise of an estimated count has standard deviation stddev·√K/C. So with noise multiplier z
+    and one clip norm, a share has the standard error z·√K/(b·√T) after T steps. If the clip norm is
+    an `AdaptiveClip`, this transform also moves the clip norm, and multiplies the sum by it.
 
     Args:
-        clip_norm: C, as in `clip_per_example`. An `AdaptiveClip` has its own K.
-        slack: K, as in `clip_per_example`.
+        clip_norm: C, as in `clip_per_example`.
+        slack: K, as in `clip_per_example`; None for an `AdaptiveClip`, which has its own K.
         stddev: the standard deviation of the noise, as in `add_gaussian_noise`.
         expected_batch_size: b, by which counts are divided.
 
@@ -203,7 +203,7 @@ def estimate_norms(
     stddev, expected_batch_size = frozen_number(stddev), float(expected_batch_size)
 
     def fixed_norms(step: jax.Array) -> PyTree:
-        """Return the clip norms at a step or, if they are adaptive, the initial ones."""
+        """Return the clip norms at `step` or, if they are adaptive, their initial values."""
         norms = jax.tree.map(lambda x: x.initial, norm.value) if norm.adaptive else norm.at(step)
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), norms)
 
@@ -252,7 +252,7 @@ def estimate_norms(
 
 
 def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
-    """Raise unless `updates` are a noisy sum with the slack of this clip norm."""
+    """Raise unless `updates` are a noisy sum whose slack fits `norm`."""
     if not (isinstance(updates, WithSlack) and updates.is_noisy):
         got = "slack without noise" if isinstance(updates, WithSlack) else "a sum without slack"
         raise ValueError(
@@ -270,7 +270,7 @@ def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
 def _averaged(
     group: GroupEstimates, shares: jax.Array, error: jax.Array, step: jax.Array
 ) -> GroupEstimates:
-    """Add the shares of a step, whose noise has the standard deviation `error`, to the means."""
+    """Add the shares of one step to the means; `error` is the standard deviation of each share."""
     gain = 1 / step.astype(jnp.float32)
     recent = jnp.maximum(gain, 1 / _RECENT)
     return group._replace(
@@ -290,14 +290,14 @@ def _moved(
     error: jax.Array,
     expected_batch_size: float,
 ) -> tuple[jax.Array, ClipRule]:
-    """Return the next clip norm by the rule of `AdaptiveClip`, and the state of the rule."""
+    """Return the next clip norm, and the next state of the rule of an `AdaptiveClip`."""
     if setting.method == "fixed" or setting.least == setting.most:
         return clip_norm, rule._replace(factor=clip_norm)
     if setting.method == "quantile":
         new = clip_norm * jnp.exp(setting.rate * (1 - shares[0] - setting.target))
         new = jnp.clip(new, setting.least, setting.most)
         return new, rule._replace(factor=jnp.minimum(clip_norm, new))
-    # ⌊K(1 − t²)⌋/(K − 1) has the mean 1 − t² if t² is uniform.
+    # ⌊K(1 − t²)⌋/(K − 1) has the same mean as 1 − t² if t² is uniform in [0, 1].
     excess = rule.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
     count = (rule.waited + 1).astype(jnp.float32)
     found, target = excess / count, setting.target
@@ -320,7 +320,7 @@ def _moved(
         waited=jnp.where(is_due, 0, rule.waited + 1),
         settled=rule.settled | (is_due & is_right),
         useful=useful,
-        # If the clip norm falls, the update is mostly noise: the new one scales it.
+        # A falling clip norm means mostly noise, so the new, smaller clip norm scales the sum.
         factor=jnp.where(useful, jnp.minimum(clip_norm, new), 0.0),
     )
 
@@ -328,8 +328,8 @@ def _moved(
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
-    `state` is that of an optimizer of `privatize` with `slack` or an `AdaptiveClip`, or of a chain
-    with `estimate_norms`.
+    `state` is the state of an optimizer that `privatize` made with `slack` or an `AdaptiveClip`, or
+    of a chain that contains `estimate_norms`.
 
     >>> import numpy as np
     >>> import optax_lsdp as lsdp
@@ -345,7 +345,7 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
     found = _find_state(state)
     structure, size = jax.tree.structure(found.clip_norm), found.groups[0].shares.shape[-1]
     squares = 1 - jnp.arange(1, size + 1, dtype=jnp.float32) / size
-    is_quantile = size == 1 and found.rules  # whose one coordinate counts norms up to C
+    is_quantile = size == 1 and found.rules  # its one coordinate counts norms up to C
     shares, variance, clipped, clipped_variance = (
         jax.tree.unflatten(structure, values) for values in zip(*found.groups, strict=True)
     )
@@ -364,7 +364,7 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
     """Return the clip norm of the next step, from the state of an optimizer with `AdaptiveClip`.
 
     With groups of clip norms, return a tree of the same structure. The clip norm is computed from
-    noisy numbers, so it may be released. `float` and `jnp.asarray` turn it into a number.
+    noisy numbers, so it may be released. `float` and `jnp.asarray` turn a clip norm into a number.
 
     >>> import optax_lsdp as lsdp
     >>> private = dict(clip_norm=lsdp.AdaptiveClip(2.0), noise_multiplier=1, expected_batch_size=4)
@@ -376,7 +376,7 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
 
 
 def last_factor(state: optax.OptState) -> jax.Array:
-    """Return the factor by which the one `AdaptiveClip` of an optimizer multiplied its last sum."""
+    """Return what an optimizer with one `AdaptiveClip` multiplied its last noisy sum by."""
     return _find_state(state).rules[0].factor
 
 

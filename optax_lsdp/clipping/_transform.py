@@ -1,7 +1,7 @@
 """Provide `clip_per_example`, the first transform of every private `optax.chain`.
 
 The transform either clips and sums stacked per-example gradients, or checks and unwraps the marked
-sum that `clipped_grad` returns. It refuses everything else.
+sum that `clipped_grad` returns. It refuses all other updates.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from optax_lsdp.clipping._slack import append_slack, count_slack
 
 
 class ClipPerExampleState(NamedTuple):
-    """The number of steps so far, at which a schedule of clip norms is evaluated."""
+    """The state of `clip_per_example`: how many steps were taken, for schedules of clip norms."""
 
     step: jax.Array
 
@@ -41,36 +41,38 @@ class ClipPerExampleState(NamedTuple):
 def clip_per_example(
     clip_norm: ClipNorm, *, slack: int | None = None, replicated_axes: str | Sequence[str] = ()
 ) -> optax.GradientTransformationExtraArgs:
-    """Clip each example's gradient to ‖g‖₂ ≤ C and sum: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖).
+    """Clip each example's gradient gᵢ to ‖gᵢ‖₂ ≤ C, and add up: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖₂).
 
-    `update` accepts two kinds of input. Stacked gradients have a leading axis of examples in every
-    leaf, as `jax.vmap` of `jax.grad` returns them; `update` then needs `params`. The result of
-    `clipped_grad` is already clipped, and each leaf is marked as a `Clipped`; `update` checks and
-    removes the mark. `update` returns a *sum* in float32 or wider, never divided by the number of
-    examples. Gradients that are not finite contribute zero. This transform must be the first of a
-    chain.
+    `update` accepts stacked gradients or the result of `clipped_grad`. Stacked gradients have a
+    leading axis of examples in every leaf, as `jax.vmap` of `jax.grad` returns them; they need
+    `params`. The result of `clipped_grad` is already clipped, and each of its leaves is marked as a
+    `Clipped`; `update` checks and removes this mark. `update` returns a *sum* in float32 or wider,
+    and never divides it by the number of examples. Gradients that are not finite contribute zero.
+    Put this transform first in a chain.
 
     A padded batch needs a mask: a bool array of shape (n,), False for padding. Without a mask,
     padding counts as examples. Pass the mask to `clipped_grad`. With stacked gradients, pass it to
     `update` of this transform or of its chain: `update(stacked, state, params, mask=mask)`.
 
     Args:
-        clip_norm: C, which must be static: a number; a prefix of the parameters' tree with one
-            number per group; a schedule, that is, a function of the step; or an `AdaptiveClip`.
-            With an `AdaptiveClip`, `update` returns the sum in units of the clip norm, and stacked
-            gradients need `update(..., clip_norm=current_clip_norm(state))`. With
-            `optax.inject_hyperparams`, pass `static_args=("clip_norm", "key")`.
+        clip_norm: C: a number; a schedule, that is, a function of the step; an `AdaptiveClip`; or a
+            prefix of the parameters' tree, with one number or one `AdaptiveClip` per group. A
+            traced number raises an error, so pass `static_args=("clip_norm", "slack")` to
+            `optax.inject_hyperparams`. With an `AdaptiveClip`, `update` returns the sum in units of
+            the clip norm, and with stacked gradients it needs the argument
+            `clip_norm=current_clip_norm(state)`.
         slack: K, the number of slack coordinates, from which `estimate_norms` estimates the
             distribution of norms at no cost in ε; see `clipped_grad`, which needs the same number.
-            `update` then returns a pair: the sum and its slack. The pair has the sensitivity of the
-            sum alone.
+            `update` then returns a `WithSlack`, which holds the sum and its slack. Sum and slack
+            together have the same sensitivity as the sum alone.
         replicated_axes: for stacked gradients inside `shard_map` or `pmap`, the mesh axes over
-            which all parameters are replicated. The library cannot check this statement.
+            which all parameters are replicated. The library cannot check that they are.
 
     Raises:
         ValueError: if the updates are neither stacked nor marked; if they were clipped with a
-            different clip norm; if a mask comes with a marked sum; or if parameters are split
-            inside `shard_map`, because each shard would then see only the norm of its own part.
+            different clip norm; if a mask comes with a marked sum; or if shards of a `shard_map`
+            may hold parts of stacked gradients: each shard would then clip by the norm of its own
+            part only.
 
     >>> import numpy as np
     >>> params = {"w": jnp.zeros(2)}
