@@ -1,12 +1,13 @@
 """Run one backward pass that records the operand and the cotangent of every use, and round them.
 
-`_uses` defines what a use is. A *tap* is an array of zeros that is added to the output of a use.
-The gradient with respect to the tap is the cotangent of the output. One backward pass with respect
-to all taps therefore gives all cotangents. It forms no gradient of a parameter whose uses all have
-rules.
+A use is an equation that combines a parameter with data; see `_uses`. A *tap* is an array of zeros
+that is added to the output of a use. The gradient with respect to the tap is the cotangent of the
+output. One backward pass with respect to all taps therefore gives all cotangents. It forms no
+gradient of a parameter whose uses all have rules.
 
-All norms and sums use the rounded arrays of `round_recorded`. The gradient that the rounded arrays
-define depends only on its own example, so clipping it is as private as clipping the exact gradient.
+All norms and sums use the rounded arrays of `round_recorded`. For each example, these arrays define
+a gradient that depends on no other example. So clipping this gradient is as private as clipping the
+exact gradient.
 """
 
 from __future__ import annotations
@@ -49,16 +50,17 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 )
 
 Uses = Mapping[Path, Use]
-Taps = Mapping[Path, jax.Array]  # zeros for the output of each use, with an axis for each scan
-Operands = dict[Path, jax.Array]  # the data operand of each use, by `Use.operand`
+Taps = Mapping[Path, jax.Array]  # zeros, shaped like outputs, with an axis for each scan
+Operands = dict[Path, jax.Array]  # the data operands of uses, indexed by `Use.operand`
 
 
 class Recorded(NamedTuple):
     """What one backward pass recorded. All arrays have a leading axis of examples.
 
     Attributes:
-        operands: the data operands, by `Use.operand`. The other operand of a use is its weight.
-        cotangents: the cotangent of the output of each use.
+        operands: the data operands, indexed by `Use.operand`. The other operand of a use is its
+            weight.
+        cotangents: the cotangent of the output of each use, indexed by `Use.path`.
         gradients: for each leaf with uses that have no rule, the gradient from those uses.
     """
 
@@ -70,7 +72,7 @@ class Recorded(NamedTuple):
 def run_backward(
     analysis: LossAnalysis, params: optax.Params, batch: PyTree
 ) -> tuple[tuple[jax.Array, PyTree], Recorded]:
-    """Return each example's (value, aux), and the recorded arrays."""
+    """Run the backward pass. Return each example's (value, aux), and the recorded arrays."""
     values = jax.tree.leaves(params)
     taps = dict[Path, jax.Array]()
     for path, use in analysis.uses.items():
@@ -129,9 +131,13 @@ def _read(atom: Atom, values: Mapping[Atom, jax.Array]) -> jax.Array:
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
-    """Run a use with its weight as a constant, so that JAX forms no gradient of the weight."""
+    """Evaluate one use with its weight held constant. Return its output and its data operand.
+
+    JAX then computes no gradient with respect to the weight. This function adds `tap`, an array of
+    zeros, to the output: the gradient with respect to `tap` is the cotangent of the output.
+    """
     data = arguments[1 - use.place]
-    if use.is_mixed:  # other weights are constants already, and scans do not store them again
+    if use.is_mixed:  # other weights are constants already, which scans store only once
         arguments[use.place] = lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
     return [output + tap], {use.operand: data}  # uses that share an operand record it once
@@ -140,7 +146,7 @@ def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
 def _run_call(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Run a call as if it were inlined."""
+    """Evaluate a call as if it were inlined."""
     return _run(body(equation), arguments, uses, taps, path)
 
 
@@ -157,12 +163,12 @@ def _run_checkpoint(
 def _run_scan(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Run a scan that also slices the taps of its body, and stacks the operands of the uses."""
+    """Evaluate a scan that also slices the taps of its body, and stacks its uses' operands."""
     consts, carry, slices = scan_parts(equation, arguments)
     unchanged = carried_unchanged(equation)
 
     def step(carried: Sequence[jax.Array], sliced: PyTree) -> tuple[Sequence[jax.Array], PyTree]:
-        # JAX would store a weight in a carry once per iteration, and a constant only once.
+        # JAX stores a carry once per iteration, but a constant only once.
         fixed = [a if same else b for a, b, same in zip(carry, carried, unchanged, strict=True)]
         outputs, operands = _run(
             body(equation), [*consts, *fixed, *sliced[0]], uses, sliced[1], path
@@ -184,7 +190,7 @@ def _run_scan(
 def _run_cond(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Run a cond. Uses in branches that are not taken record zeros, so their gradients are zero."""
+    """Evaluate a cond. Uses in branches that are not taken record zeros and add no gradient."""
     index, *rest = arguments
 
     def run(number: int, shapes: Operands, arguments: list[jax.Array], taps: Taps) -> Results:
@@ -208,15 +214,16 @@ class Rounded(NamedTuple):
     """The rounded operands and cotangents of all uses, with a leading axis of examples.
 
     Attributes:
-        pairs: the factors a and g of each use. Each scan around the use adds an axis after that of
-            the examples. If a rule has factors that are larger than the operand, such as patches,
+        pairs: the factors a and g of each use. Each scan around the use adds an axis after the axis
+            of examples. If a rule makes factors that are larger than its operand, such as patches,
             `pairs` holds the operand and the cotangent instead. Each g or cotangent has been
             multiplied by the scale of the first leaf of the weight.
         gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
-        scales: for each leaf, the power of two nearest to 1/C. Multiplied by it, clip norms are
-            near 1, so that squares neither overflow nor underflow. With automatic clipping, the
-            norm near 1 is `STABILITY` instead, because norms need not be near C.
+        scales: for each leaf, the power of two nearest to 1/C, where C is its clip norm. C times
+            its scale is near 1, so that squares of scaled norms neither overflow nor underflow.
+            With automatic clipping, `STABILITY` takes the place of C, because norms need not be
+            near C.
         leaves: the parameters themselves.
         platform: the kind of device that all arrays are rounded for.
     """
@@ -236,7 +243,7 @@ def round_recorded(
     style: ClipStyle,
     platform: Platform,
 ) -> Rounded:
-    """Round all recorded arrays, and multiply cotangents and gradients by their scales."""
+    """Round operands and cotangents, and multiply cotangents and gradients by their scales."""
     is_automatic = style == "automatic"
     by_group = {path: _scale(STABILITY if is_automatic else norm) for path, norm in groups}
     scales = [by_group[path] for path, _ in groups]
@@ -247,7 +254,7 @@ def round_recorded(
         if not use.rule.expands:
             a, g = apply_rule(use, a, g)
         if wide_dtype(a, g) == jnp.float64 and not use.rule.is_one_hot:
-            a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume one precision
+            a, g = a.astype(jnp.float64), g.astype(jnp.float64)  # bounds assume equal precision
         key = use.operand, use.rule.operand_key(use.equation, use.place), a.dtype
         if key not in known:  # uses of one operand share its rounded copy
             known[key] = _round_once(a, use, platform)
@@ -259,12 +266,12 @@ def round_recorded(
 
 
 def _round_once(x: jax.Array, use: Use, platform: Platform) -> jax.Array:
-    """Return a rounded array that XLA computes once, so that norms and sums use equal numbers.
+    """Round an array that XLA then computes only once, so norms and sums use equal numbers.
 
     Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
-    keep XLA from fusing the rounding with the product that computes x. A use with a single row is
-    rounded after it is stored: XLA then rounds the stored numbers within the kernels that read
-    them, which all get equal numbers.
+    keep XLA from fusing the rounding with the product that computes x. If a use has a single row, x
+    is stored first and rounded later, by each kernel that reads it: all of them round the same
+    numbers, with equal results.
     """
     dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
     if use.size.rows == 1:
@@ -273,7 +280,7 @@ def _round_once(x: jax.Array, use: Use, platform: Platform) -> jax.Array:
 
 
 def _scale(clip_norm: ArrayLike) -> ArrayLike:
-    """Return the power of two nearest to 1/C; C may be traced."""
+    """Return the power of two nearest to 1/`clip_norm`. The clip norm may be traced."""
     if isinstance(clip_norm, int | float):
         return 2.0 ** -round(math.log2(clip_norm))
     inverse = 1 / jnp.asarray(clip_norm)
@@ -290,7 +297,7 @@ def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
 
 
 def apply_rule(use: Use, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the factors of a use for all examples and all iterations of scans."""
+    """Return the factors from operand a and cotangent g, for all examples and scan iterations."""
     factors = partial(use.rule.factors, use.equation, use.place)
     for _ in range(len(use.loops) + 1):
         factors = jax.vmap(factors)

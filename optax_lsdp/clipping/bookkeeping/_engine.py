@@ -1,8 +1,9 @@
 """The bookkeeping engine: find uses → one backward pass → bounds on norms → factors → sums.
 
-No branch of the program depends on the examples, so the time of a step does not depend on them. The
-clip factors come from upper bounds on the norms. If the rows of an example's gradient cancel almost
-entirely, the example is clipped harder than necessary. This is sound, and rare.
+No branch of the engine depends on the examples, so the time that the engine takes does not depend
+on them either. The clip factors come from upper bounds on the norms. If the terms a_t ⊗ g_t of an
+example's gradient cancel almost entirely, the upper bound is far above the norm, and the engine
+clips the gradient more than necessary. This is rare, and as private as any clipping.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_b
 from optax_lsdp.clipping.bookkeeping.strategies.convolution import Convolved
 from optax_lsdp.clipping.bookkeeping.strategies.leaves import ByFactors, Formed, form_gradients
 
-_SMALL = 2**15  # gradients with up to this many entries, over all examples, are handled together
+_SMALL = 2**15  # gradients with at most this many entries, over all examples, are joined
 _UNFORMED: dict[Kind, type[ByFactors] | type[Convolved]] = {
     "outer product": ByFactors,
     "Gram matrices": ByFactors,
@@ -50,13 +51,13 @@ _UNFORMED: dict[Kind, type[ByFactors] | type[Convolved]] = {
 
 
 class LeafGradient(Protocol):
-    """All examples' gradients of one or several leaves, multiplied by the scale of the leaves."""
+    """All examples' gradients of one or several leaves, multiplied by `Rounded.scales`."""
 
     def bounds(self) -> list[NormBound]:
-        """Return the bounds on each example's norm, for parts that share no entry."""
+        """Return one bound on each example's norm per part of the leaves; parts share no entry."""
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ of each leaf, by index, for n clip factors cᵢ."""
+        """Return Σᵢ cᵢGᵢ of each leaf, indexed by leaf; cᵢ is `factors[i]`."""
 
 
 def clip_by_bookkeeping(
@@ -95,7 +96,7 @@ def clip_recorded(
 ) -> tuple[ExampleNorms, list[jax.Array]]:
     """Return the norms of each group, and the clipped sum of each leaf.
 
-    `counted` has one bool per example. Examples contribute zero if it is False, or if their
+    `counted` has one bool per example. An example contributes zero if its bool is False, or if its
     gradient is not finite.
     """
     rounded = round_recorded(recorded, leaves, analysis.uses, groups, style, platform)
@@ -128,9 +129,9 @@ def clip_recorded(
 def leaf_gradients(leaves: Sequence[ParameterLeaf], rounded: Rounded) -> list[LeafGradient]:
     """Return the gradients of leaves, each by the strategy that is cheapest on the platform.
 
-    Leaves that the loss does not use are left out. On accelerators, starting many small kernels
-    takes longer than their work. So small gradients that are stored, such as those of biases, are
-    handled together.
+    Leaves that the loss does not use are left out. On accelerators, it takes longer to start a
+    small kernel than to run it. So small stored gradients, such as the gradients of biases, are
+    joined.
     """
     gradients, platform = list[LeafGradient](), rounded.platform
     small: dict[object, dict[int, jax.Array]] = {}

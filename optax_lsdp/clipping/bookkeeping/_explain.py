@@ -38,7 +38,7 @@ from optax_lsdp.clipping.bookkeeping._strategy import (
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
-_WORDS = 4  # columns of words; the columns after them hold numbers
+_WORDS = 4  # the first columns hold words, the others numbers
 _EFFECTIVE = "effective clip norm"
 _NEGLIGIBLE = 1e-15  # squares of shorter gradients may underflow
 _Shares = tuple[float | None, list[float | None]]  # effective clip norms: joint, and of each leaf
@@ -57,8 +57,8 @@ class LeafClipping:
         multiplications: how many multiplications the norm takes. If the gradient is materialised,
             they cost nothing extra, because the sum needs them as well.
         bytes: the memory that the norm takes in addition to ordinary training.
-        effective_clip_norm: the same as for `ClippingExplanation`, if this parameter alone were
-            clipped to C. *Private* if the example is private.
+        effective_clip_norm: as in `ClippingExplanation`, but if this parameter alone were clipped
+            to C. *Private* if the example is private.
     """
 
     path: str
@@ -77,12 +77,12 @@ class ClippingExplanation:
     Attributes:
         rows: one row per parameter.
         platform: the kind of device that the table describes.
-        rounded_to: the precision of its matrix unit's operands: "float32", "TF32" or "bfloat16".
-        effective_clip_norm: the norm of the example's contribution, divided by the clip norm C, if
-            its gradient is longer than C. None if only shapes were passed, if the example is
-            traced, or if its gradient is shorter than 1e-15. Zero if the example contributes
-            nothing, because its gradient is not finite or squares overflow. *Private* if the
-            example is private.
+        rounded_to: the precision of operands on this platform: "float32", "TF32" or "bfloat16".
+        effective_clip_norm: the norm of the example's contribution to the clipped sum, divided by
+            the clip norm C, assuming that the gradient is longer than C. None if only shapes were
+            passed, if the example is traced, or if its gradient is shorter than 1e-15. Zero if the
+            example contributes nothing, because its gradient is not finite or squares overflow.
+            *Private* if the example is private.
     """
 
     rows: tuple[LeafClipping, ...]
@@ -170,20 +170,23 @@ def explain_clipping(
     cotangent. A row belongs to a token or to a position of an image, for example. Every parameter
     gets the strategy that is cheapest on the platform:
 
-    - "outer product": there is one row, and the norm is ‖a‖‖g‖.
-    - "Gram matrices": the norm comes from the inner products ⟨a_t, a_s⟩ and ⟨g_t, g_s⟩.
+    - "outer product": there is one row t, and the norm is ‖a_t‖‖g_t‖.
+    - "Gram matrices": the norm comes from the inner products ⟨a_t, a_s⟩ and ⟨g_t, g_s⟩ of all pairs
+      of rows.
     - "Gram matrices of patches", on accelerators only: Gram matrices for the kernel of a
       convolution.
     - "by offset", on accelerators only: the gradient of a convolution's kernel is formed, squared
       and forgotten, one offset of the window after the other.
-    - "by patches", on a TPU only: the same, in one product with the patches of the image.
+    - "by patches", on a TPU only: this gradient is formed in one product with the patches of the
+      image, squared and forgotten.
     - "materialised": every example's gradient is formed and stored, because that is cheapest.
-    - "materialised, no rule": the same, because some use of the parameter has no rule.
+    - "materialised, no rule": every example's gradient is formed and stored, because a use of the
+      parameter has no rule.
     - "unused": the loss does not depend on the parameter.
 
-    The table assumes one clip norm for all parameters. If the loss concatenates parameters that
-    have different clip norms, they are materialised: multiply by each of them, and concatenate the
-    results instead.
+    The table assumes one clip norm for all parameters. If the loss concatenates parameters with
+    different clip norms, `clipped_grad` materialises them. To avoid this, multiply by each
+    parameter, and concatenate the results.
 
     Look for large numbers in the last columns, and for "materialised, no rule" on large parameters.
     For such a parameter, a primitive in the column "used by" has no rule, so automatic
@@ -191,11 +194,12 @@ def explain_clipping(
 
     All strategies clip by an upper bound on the norm, so an example whose gradient is longer than
     the clip norm C contributes slightly less than C. The norm of its contribution is the *effective
-    clip norm*. It is estimated as C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the upper
-    bound on the norm, and E bounds the rounding error of the weighted gradient. For typical
-    examples it is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C on TPUs and
-    NVIDIA GPUs, whose matrix units round operands. It is smaller if Gram matrices have many rows, a
-    hundred or more, or if the rows of an example cancel. `benchmarks/README.md` has measurements.
+    clip norm*. Its estimate is C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the upper bound
+    on the norm, and E bounds the rounding error of the weighted gradient. For typical examples it
+    is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C on TPUs and NVIDIA
+    GPUs, whose matrix units round operands. It may be smaller than that if Gram matrices have a
+    hundred rows or more, or if the terms of an example's gradient cancel. `benchmarks/README.md`
+    has measurements.
 
     To show the effective clip norm, this function compiles and runs one backward pass on the
     example, and rounds operands as the platform does. The result depends on the example. If the
@@ -256,7 +260,7 @@ def explain_clipping(
     rows = {}
     for leaf, share in zip(analysis.leaves, shares, strict=True):
         strategy = choose(leaf, device)
-        for index in leaf.indices:  # concatenated leaves share the cost by their sizes
+        for index in leaf.indices:  # concatenated leaves share the cost in proportion to size
             path, value = values[index]
             part = value.size / leaf.entries if len(leaf.indices) > 1 else 1
             cost = round(part * strategy.multiplications)
@@ -276,8 +280,8 @@ def _shares(
 ) -> _Shares:
     """Return the effective clip norms, divided by C: of all leaves together, and of each leaf.
 
-    Here each leaf has its own bound. The engine bounds small leaves together. Their joint effective
-    clip norm may be slightly smaller.
+    This function bounds each leaf on its own. On accelerators, `clipped_grad` bounds small leaves
+    together, so its joint effective clip norm may be slightly smaller than the joint value here.
     """
     unknown: _Shares = None, [None] * len(groups)
     if not all(map(_is_known, jax.tree.leaves((params, example)))):
@@ -299,7 +303,7 @@ def _shares(
 
     batch = jax.tree.map(lambda x: jnp.asarray(x)[None], example)
     joint, each = jax.jit(with_automatic_axes(bounds, jax.P()))(params, batch)
-    if isinstance(joint.norm, jax.core.Tracer):  # the loss may close over traced arrays
+    if isinstance(joint.norm, jax.core.Tracer):  # if the loss closes over traced arrays
         return unknown
     return _share(joint), [_share(bound) for bound in each]
 

@@ -1,11 +1,12 @@
 """Describe the kinds of devices: which numbers they multiply exactly, and what their work costs.
 
 A matrix unit multiplies numbers with few bits, and adds up the products in float32. If its operands
-are rounded to these bits first, the products are exact. Norms and sums of the rounded operands then
-differ only by the rounding of additions, which `strategies` bounds. The bounds assume that the
-relative error of an addition is at most `addition_error`, in whatever order a device adds. This
-holds even for matrix units that truncate float32 sums instead of rounding them to nearest. It does
-not hold for algorithms that transform their operands, such as Winograd's.
+are rounded to these bits first, the products are exact, and only additions round. `strategies`
+bounds the rounding errors. Without such a unit, products in float32 round as well, and the bounds
+count each product as one more rounding. The bounds assume that the relative error of an addition is
+at most `addition_error`, in whatever order a device adds. This assumption holds even for matrix
+units that truncate float32 sums instead of rounding them to nearest. It does not hold for
+algorithms that transform their operands, such as Winograd's.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ class Platform(NamedTuple):
         mantissa_bits: how many bits after the leading one the matrix unit multiplies.
         addition_error: the largest relative rounding error of a float32 addition.
         longest_sum: how many numbers one sum may add in an unknown order; longer sums are split.
-        longest_product: the same for the products in one entry of a Gram matrix.
-        precision: the precision of a product of rounded operands.
+        longest_product: how many products one entry of a Gram matrix may add in an unknown order.
+        precision: the `lax.Precision` of a product of rounded operands.
         takes_bfloat16: whether the matrix unit takes operands in bfloat16.
         keeps: whether per-example gradients of matrices are cheap to store and read back.
         per_byte: how many multiplications take the time in which memory moves one byte.
-        lanes: the smallest number of rows and columns that the matrix unit processes.
+        lanes: how many rows and columns the matrix unit processes at once.
         fuses: whether XLA slices operands and squares results of a product without storing either.
-        grouped: how many times more a multiplication costs if there are many feature groups.
+        grouped: the cost of a multiplication in a convolution with many feature groups, compared
+            with other multiplications.
     """
 
     name: str
@@ -55,16 +57,17 @@ class Platform(NamedTuple):
     grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
-        """Return how many bits after the leading one a weighted operand is rounded to."""
+        """Return how many bits after the leading one the operands of a product are rounded to."""
         is_half = all(x.dtype == jnp.bfloat16 for x in operands)
         return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
 
     def rounded(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
         """Round an operand to numbers that the matrix unit multiplies exactly.
 
-        This is `reduce_precision` and not a cast, because XLA may remove a pair of casts. Integers
-        are indices, and stay as they are. If x is a weighted operand, pass both `operands` of its
-        product: x is then rounded to the precision of the product.
+        This function uses `reduce_precision`, because XLA may remove a cast and the cast back.
+        Integers are indices, and stay as they are. If x is an operand that was multiplied by clip
+        factors, pass both `operands` of its product: x is then rounded to the precision of the
+        product.
         """
         bits = self.bits(*(operands or (x,)))
         if not jnp.issubdtype(x.dtype, jnp.floating) or bits >= 23 or x.dtype == jnp.float64:
@@ -78,9 +81,10 @@ class Platform(NamedTuple):
         return self.addition_error if dtype == jnp.float32 else 2.0**-52
 
     def growth(self, roundings: float, dtype: jnp.dtype) -> float:
-        """Return 1/(1 − ku): how much an exact sum of positive numbers may exceed the computed sum.
+        """Return 1/(1 − ku), the largest ratio of an exact to a computed sum of positive numbers.
 
-        Here k is how many roundings are between a term and the sum, and u is `unit`.
+        Here k = `roundings` is the number of roundings between a term and the sum, and u is `unit`.
+        If ku is 1 or more, the result is ∞.
         """
         error = roundings * self.unit(dtype)
         return 1 / (1 - error) if error < 1 else math.inf
@@ -94,7 +98,10 @@ class Platform(NamedTuple):
         return jnp.einsum(subscripts, a, g, precision=precision, preferred_element_type=dtype)
 
     def weighting_error(self, *operands: jax.Array) -> float:
-        """Return u: weighting and rounding an operand changes each entry by a factor of 1 ± u."""
+        """Return an upper bound on the relative error of each entry of a weighted operand.
+
+        A weighted operand has been multiplied by clip factors and rounded again.
+        """
         unit = self.unit(wide_dtype(*operands))
         if self.mantissa_bits == 23 or any(x.dtype == jnp.float64 for x in operands):
             return unit
@@ -143,9 +150,9 @@ EMULATED: ContextVar[dict[str, Platform] | None] = ContextVar("emulated", defaul
 def emulate_platform(name: str) -> Iterator[None]:
     """Treat every device as the named platform, in programs that are traced in this context.
 
-    Audits evaluate the bounds of an accelerator on a CPU in this way. The engine rounds as on the
-    accelerator. It holds the rounded numbers in float32, because XLA's CPU lacks some products of
-    bfloat16 numbers.
+    In this way, audits evaluate the bounds of an accelerator on a CPU. The engine rounds as on the
+    accelerator, but holds the rounded numbers in float32, because XLA lacks some products of
+    bfloat16 numbers on CPUs.
     """
     platform = PLATFORMS[name]
     if platform.takes_bfloat16:

@@ -1,12 +1,13 @@
-"""Define rules: how to compute the factors of a gradient, for each primitive that has a rule.
+"""Define the rules: how to compute the factors of a gradient, for each primitive with a rule.
 
 A primitive has a rule if it uses a parameter as a matrix, or as several matrices, called blocks.
-The gradient of each block is Σ_t a_t ⊗ g_t. The factor a has shape (blocks, rows, inputs) and
-depends on the other operand. The factor g has shape (blocks, rows, outputs) and depends on the
-cotangent of the output. All functions here are written for one example.
+The gradient of each block is Σ_t a_t ⊗ g_t. The factor a has the rows a_t and the shape (blocks,
+rows, inputs); it depends on the other operand. The factor g has the rows g_t and the shape (blocks,
+rows, outputs); it depends on the cotangent of the output. All functions here are written for one
+example.
 
-To support another primitive, write a `Rule` and add it to `RULES`. A parameter also works if its
-primitive has no rule: the engine then differentiates the parameter for each example.
+To support another primitive, write a `Rule` and add it to `RULES`. Primitives without a rule work
+too: the engine then differentiates with respect to the parameter, for each example.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from optax_lsdp._jaxpr import Equation, shape_of
 
 
 class Matrix(NamedTuple):
-    """How to convert a weight to (blocks, inputs, outputs): reshape, transpose, merge axes.
+    """How to convert a weight to shape (blocks, inputs, outputs): reshape, transpose, merge.
 
     Attributes:
         split: the shape after the reshape.
@@ -52,7 +53,8 @@ class Rule(NamedTuple):
     Attributes:
         matrix: (equation, place) → the weight as a `Matrix`, or None if the rule does not apply.
         factors: (equation, place, other operand, cotangent) → a and g. If the rows of a are
-            one-hot, a is (blocks, rows), int32: the index of the one, or −1 for a row of zeros.
+            one-hot, a holds the index of the 1 in each row instead: int32 of shape (blocks, rows),
+            −1 for a row of zeros.
         operand_key: (equation, place) → a key. If two uses of one operand have equal keys, they
             have equal factors a.
         is_one_hot: whether the rows of a are one-hot.
@@ -85,7 +87,7 @@ def _matmul_factors(
     blocks = math.prod(operand.shape[axis] for axis in batch)
     rows = math.prod(operand.shape[axis] for axis in free)
     a = operand.transpose([*batch, *free, *contracting]).reshape(blocks, rows, -1)
-    if place == 0:  # the output has the weight's free axes before those of the operand
+    if place == 0:  # the output has the weight's free axes before the operand's
         last, outputs = len(batch) + len(_matmul_axes(equation, place)[2]), cotangent.ndim
         order = [*range(len(batch)), *range(last, outputs), *range(len(batch), last)]
         cotangent = cotangent.transpose(order)
@@ -107,7 +109,10 @@ class Movement(NamedTuple):
 
     @property
     def offsets(self) -> int:
-        """Return the number of offsets, after strides that divide the window move into channels."""
+        """Return the number of offsets: window/stride if the stride divides the window.
+
+        The engine then moves the stride into the channels. Dilations prevent this.
+        """
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window
@@ -120,7 +125,7 @@ class Movement(NamedTuple):
 
 
 def movements(equation: Equation) -> list[Movement]:
-    """Return how the window of a convolution moves along each axis of space."""
+    """Return how the window of a convolution moves along each spatial axis."""
     params, kernel = equation.params, shape_of(equation.invars[1])
     window = [kernel[axis] for axis in params["dimension_numbers"].rhs_spec[2:]]
     padding = [low for low, _ in params["padding"]]
@@ -145,7 +150,7 @@ def _conv_matrix(equation: Equation, place: int) -> Matrix | None:
 def _conv_factors(
     equation: Equation, place: int, image: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return patches as a (groups, positions, inputs) and g as (groups, positions, outputs)."""
+    """Return the patches a: (groups, positions, inputs), and g: (groups, positions, outputs)."""
     del place
     groups = equation.params["feature_group_count"]
     numbers = equation.params["dimension_numbers"]
@@ -159,7 +164,7 @@ def _conv_factors(
 
 
 def patches(equation: Equation, image: jax.Array) -> jax.Array:
-    """Return the patches of an image, as an array (batch, *positions, *window, features).
+    """Return an image's patches, an array of shape (batch, *positions, *window, features).
 
     The loop cuts one axis at a time, so the number of slices is the sum of the window's sizes, not
     their product.
@@ -209,7 +214,7 @@ def _gather_matrix(equation: Equation, place: int) -> Matrix | None:
 def _gather_factors(
     equation: Equation, place: int, indices: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the index of each gathered row as (1, rows), and g as (1, rows, outputs)."""
+    """Return the indices of the gathered rows, of shape (1, rows), and g: (1, rows, outputs)."""
     size = shape_of(equation.invars[place])[_table_axis(equation) or 0]
     offsets = equation.params["dimension_numbers"].offset_dims
     kept = [i for i in range(cotangent.ndim) if i not in offsets]
@@ -224,7 +229,7 @@ def _gather_factors(
     return ids, g.reshape(1, ids.shape[1], -1)
 
 
-MATMUL = Rule(_matmul_matrix, _matmul_factors, _matmul_operand_key)  # either operand is the weight
+MATMUL = Rule(_matmul_matrix, _matmul_factors, _matmul_operand_key)  # either may be the weight
 CONVOLUTION = Rule(_conv_matrix, _conv_factors, expands=True)  # any rank, stride, padding, dilation
 EMBEDDING = Rule(_gather_matrix, _gather_factors, is_one_hot=True)  # whole rows of a table
 RULES = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION, "gather": EMBEDDING}

@@ -1,9 +1,9 @@
 """Choose a strategy for each parameter leaf: the cheapest one on a kind of device.
 
-A strategy says how the engine computes the norms and the clipped sum of one leaf. Costs are counted
-in multiplications for one example, in addition to ordinary training. Memory traffic is converted to
-multiplications, at the rate of the device. To add a strategy, write its cost here, and its bound
-and its sum in `strategies`.
+A strategy says how the engine computes the norms and the clipped sum of one leaf. A cost is the
+number of multiplications for one example, beyond those of ordinary training. Memory traffic is
+converted to multiplications, at the rate of the device. To add a strategy, write its cost here, and
+its bound and its sum in `strategies`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
 from optax_lsdp.clipping.bookkeeping._uses import Path, Use, are_disjoint, find_uses, reshaped
 
-_LONG_LOOP = 8  # in loops, a leaf may keep operands of up to this many times its own size
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # they apply biases, scales and positions
+_LONG_LOOP = 8  # in scans, a leaf may keep factors of up to this many times its size
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # for biases, scales and positions
 # Costs in multiplications of a TPU's matrix unit, from the cost model of its compiler:
 _ADDING = 100  # to add an entry to a Gram matrix
 _SQUARING = 300  # to square an entry without storing it
@@ -50,7 +50,7 @@ Kind = Literal[
 
 @dataclass(frozen=True)
 class ParameterLeaf:
-    """A leaf of the parameters, or several leaves that the loss concatenates, with all their uses.
+    """A leaf of the parameters, or several leaves that the loss concatenates, with all uses.
 
     The gradient is a sum with one term for each use. The terms are grouped into parts. All terms of
     a part cover the same entries, and different parts share no entry, so their squared norms add
@@ -58,12 +58,12 @@ class ParameterLeaf:
 
     Attributes:
         indices: the index of the leaf, or the indices of the concatenated leaves.
-        entries: how many entries they have.
+        entries: how many entries these leaves have together.
         uses: the uses that have a rule.
         parts: the same uses, grouped into parts. None if the gradient has to be formed.
         primitives: the primitives that use the leaf.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
-        has_rule: whether all uses have a rule, are entrywise, or are cheaper without a rule.
+        has_rule: whether every use has a rule, applied or not, or every use is entrywise.
     """
 
     indices: tuple[int, ...]
@@ -76,7 +76,7 @@ class ParameterLeaf:
 
     @property
     def held(self) -> int:
-        """Return how many floats the factors of all uses have for one example."""
+        """Return how many floats the factors of all uses hold for one example."""
         return sum(b * t * (p + q) for b, t, p, q in (use.size for use in self.uses))
 
     @property
@@ -85,9 +85,9 @@ class ParameterLeaf:
 
         A use with a rule keeps the operands and cotangents of all iterations of a scan. Automatic
         differentiation adds up the gradient of a small leaf during the backward pass instead. If
-        the loop is rematerialised, only this gradient stays in memory. A gradient that has to be
-        formed is formed best by automatic differentiation, but for convolutions and in scans, where
-        one product of all patches or iterations is better.
+        the loop is rematerialised, only this gradient stays in memory. If the gradient has to be
+        formed, automatic differentiation forms it best, except for convolutions and in scans: there
+        one product over all patches or iterations is faster.
         """
         is_in_long_loop = self.held > _LONG_LOOP * self.entries
         has_product = any(use.loops or use.rule.expands for use in self.uses)
@@ -108,8 +108,9 @@ def analyse_loss(
 ) -> LossAnalysis:
     """Trace the loss of one example, and find all uses of all leaves.
 
-    Leaves that the loss concatenates are treated as one leaf if one use is the only use of each of
-    them, they have the same precision, the same scans slice them, and one clip norm bounds them.
+    Leaves that the loss concatenates are treated as one leaf if the concatenation has one use and
+    the leaves have no other use, they have the same precision, the same scans slice them, and one
+    clip norm bounds them.
     """
     program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
@@ -136,7 +137,7 @@ def analyse_loss(
 def analyse_batch(
     loss_fn: ValueAndAux, params: optax.Params, batch: PyTree, groups: Sequence[ClipGroup]
 ) -> LossAnalysis:
-    """Analyse the loss for one example of a batch, which may be empty."""
+    """Analyse the loss for one example of a batch. The batch may be empty."""
     found: list[LossAnalysis] = []
     analyse = partial(analyse_loss, loss_fn, params, groups=groups)
     jax.eval_shape(jax.vmap(lambda example: found.append(analyse(example))), batch)
@@ -159,7 +160,7 @@ def _is_joined(indices: set[int], uses: Sequence[Use], groups: Sequence[ClipGrou
     if len(uses) != 1 or len(indices) == 1:
         return False
     weight, is_one_group = uses[0].weight, len({groups[index].path for index in indices}) == 1
-    # A matrix that a scan slices has one block per iteration; other matrices share their rows.
+    # A scan adds blocks to a matrix that it slices, and rows to other matrices.
     are_alike = all(piece.sliced == weight.sliced for piece in weight.pieces)
     return is_one_group and are_alike and len(weight.pieces) == len(indices)
 
@@ -171,7 +172,7 @@ def _leaf(
     without_rule: dict[int, set[str]],
     dropped: Sequence[str] = (),
 ) -> ParameterLeaf:
-    """Return a leaf; `dropped` are the primitives of uses that are cheaper without their rule."""
+    """Return a leaf; `dropped` has the primitives of uses whose rule costs more than it saves."""
     own = [use for use in uses if not use.weight.leaves.isdisjoint(indices)]
     names = without_rule.get(indices[0], set())
     is_entrywise = names <= _ENTRYWISE and not own and not dropped
@@ -191,9 +192,9 @@ def _leaf(
 
 
 def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
-    """Group the uses of a leaf into parts that share no entry. Return None if that fails.
+    """Group the uses of a leaf into parts that share no entry. Return None if this is impossible.
 
-    Within a part, all uses have matrices over the same entries, perhaps transposed.
+    All uses of a part have matrices of the same entries in the same order, up to a transpose.
     """
     parts: list[tuple[np.ndarray, list[list[tuple[int, int]]], list[Use]]] = []
     for use in uses:
@@ -205,7 +206,7 @@ def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
         blocks, inputs, outputs = (
             [axes[len(stack) + i] for i in which] for which in use.matrix[1:]
         )
-        # The order of blocks matters: a block of one use is paired with the block of equal index.
+        # The order of blocks matters: blocks of two uses are paired by their index.
         frame = [_merged([*axes[: len(stack)], *blocks]), _merged(inputs), _merged(outputs)]
         for other, other_frame, members in parts:
             transposed = [frame[0], frame[2], frame[1]]
@@ -236,9 +237,9 @@ class Strategy(NamedTuple):
 
     Attributes:
         kind: the name of the strategy; `explain_clipping` says what each name means.
-        multiplications: how many multiplications the norm of one example takes.
-        floats: how many floats the norm of one example stores.
-        cost: multiplications and memory traffic together, as multiplications of the device.
+        multiplications: how many multiplications it takes to compute the norm of one example.
+        floats: how many floats are stored to compute the norm of one example.
+        cost: multiplications and memory traffic together, converted to multiplications.
     """
 
     kind: Kind
@@ -270,7 +271,8 @@ def is_plain_convolution(use: Use) -> bool:
 def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the cost of storing all gradients and reading them back.
 
-    Forming the gradients takes no extra multiplications, because the sum then needs no product.
+    Forming the gradients takes no extra multiplications, because the clipped sum then needs no
+    product.
     """
     multiplications, idle = 0, 0
     for use in leaf.uses:
@@ -283,7 +285,7 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
             idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
     stored = 8 * leaf.entries * platform.per_byte
     if platform.keeps and any(use.rule.expands for use in leaf.uses):
-        stored /= 5  # other strategies make patches twice
+        stored /= 5  # other strategies make patches twice, for norms and for sums
     if not platform.keeps and leaf.uses and is_plain_convolution(leaf.uses[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
@@ -329,7 +331,7 @@ def _convolutions(use: Use, platform: Platform) -> list[Strategy]:
             Strategy("Gram matrices of patches", products, rows * rows, products + sliced + added),
             Strategy("by offset", formed, rows * channels, formed + sliced + squared),
         ]
-    abreast = max(platform.lanes // max(channels, outputs), 1)  # examples share a product
+    abreast = max(platform.lanes // max(channels, outputs), 1)  # how many examples share a product
     tile = _padded(abreast * channels, platform) * _padded(abreast * outputs, platform) / abreast
     pixels = math.prod(shape_of(use.equation.invars[0]))
     features = inputs // math.prod(move.window for move in moves)
@@ -348,5 +350,5 @@ def _convolutions(use: Use, platform: Platform) -> list[Strategy]:
 
 
 def _padded(size: int, platform: Platform) -> int:
-    """Return a size, rounded up to a multiple of the matrix unit's rows and columns."""
+    """Return `size`, rounded up to a multiple of `platform.lanes`."""
     return -(-size // platform.lanes) * platform.lanes

@@ -3,13 +3,13 @@
 A *weight* is a value that depends only on parameters and constants. A *use* is an equation that
 combines a weight with data of an example, or looks up rows of a weight at constant indices. The
 walk follows each parameter through all weights that depend on it. If the primitive of a use has a
-rule, the walk records a `Use`. Otherwise it records that the leaves of the weight are used without
-a rule, and automatic differentiation handles them. So the walk misses no use. At worst, a leaf is
-slower than it could be.
+rule, the walk records a `Use`. Otherwise it records that the leaves of the weight have a use
+without a rule, and automatic differentiation handles this use. So the engine accounts for every
+use, and a missing rule costs only time.
 
 If a weight consists of entries of one parameter, as a transpose or a slice does, a NumPy view says
-which ones. The viewed array has one byte per entry of the parameter, and is never read or written.
-NumPy knows whether two views share memory, and so whether two uses share entries.
+which entries they are. The viewed array has one byte per entry of the parameter, and is never read
+or written. NumPy can tell whether two views share memory, and thus whether two uses share entries.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Weight(NamedTuple):
         place: which output of the equation the weight is.
         sliced: the scans that slice the weight, the outermost first. Each of them adds a leading
             axis to `entries`, and to the value.
-        entries: a view of the entries of the leaf that the value consists of, or None.
+        entries: a view that says which entries of a leaf the value consists of; None if unknown.
     """
 
     leaves: frozenset[int]
@@ -81,9 +81,9 @@ class Weight(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Weight, ...]:
-        """Return the views that the weight concatenates; empty if it is no such concatenation."""
+        """Return the weights that this one concatenates if all have `entries`, else nothing."""
         name = self.equation.primitive.name if self.equation else ""
-        if name in _KEEP_ENTRIES:  # such as the cast of concatenated weights
+        if name in _KEEP_ENTRIES:  # for example, a cast of concatenated weights
             return self.inputs[0].pieces
         are_views = name == "concatenate" and all(w.entries is not None for w in self.inputs)
         return self.inputs if are_views else ()
@@ -103,7 +103,7 @@ class Weight(NamedTuple):
         if key not in known:
             operands = [weight.value(leaves, known, casts) for weight in self.inputs]
             run = partial(_evaluate, self.equation)
-            for loop in reversed(_loops(self.inputs)):  # for all iterations
+            for loop in reversed(_loops(self.inputs)):  # all iterations at once
                 axes = tuple(0 if loop in weight.sliced else None for weight in self.inputs)
                 run = jax.vmap(run, in_axes=axes)
             is_skipped = not casts and self.equation.primitive.name == "convert_element_type"
@@ -143,9 +143,9 @@ def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
 def _entries_after(equation: Equation, entries: np.ndarray, scans: int) -> np.ndarray | None:
     """Return the view of an equation's output, where `entries` is the view of its input.
 
-    The first `scans` axes belong to scans. Return None if the output is not known to be a view.
-    Outputs that repeat entries are no views, because mapping a gradient back through the repetition
-    would change the gradient's norm.
+    The first `scans` axes belong to scans. Return None if the output is not known to be a view. An
+    output that repeats entries counts as no view, because mapping a gradient back through the
+    repetition would change the gradient's norm.
     """
     name, params = equation.primitive.name, equation.params
     if name in _KEEP_ORDER and (name != "reshape" or params["dimensions"] is None):
@@ -165,7 +165,7 @@ def reshaped(entries: np.ndarray, shape: Sequence[int]) -> np.ndarray | None:
     if math.prod(shape) != entries.size:
         return None
     result = entries.reshape(shape)
-    return result if np.may_share_memory(result, entries) else None  # NumPy copies if it must
+    return result if np.may_share_memory(result, entries) else None  # NumPy may have copied
 
 
 def are_disjoint(a: np.ndarray, b: np.ndarray) -> bool:
@@ -177,7 +177,7 @@ def are_disjoint(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class Size(NamedTuple):
-    """The axes of the factors a and g of one use, for one example and all iterations of scans."""
+    """The lengths of the axes of one use's factors a and g, for one example and all iterations."""
 
     blocks: int
     rows: int
@@ -193,7 +193,7 @@ class Use(NamedTuple):
         equation: the equation.
         place: 0 if the weight is the first operand, 1 if it is the second.
         rule: the rule of the primitive.
-        matrix: the weight as a matrix.
+        matrix: how to convert the weight to a matrix.
         loops: the scans around the equation, the outermost first.
         weight: the weight.
         operand: the path of the first use with the same data operand.
@@ -261,7 +261,7 @@ def _walk(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in a jaxpr. Return its outputs, with None for outputs that depend on data."""
+    """Record the uses in a jaxpr. Return each output as a weight, or None if it depends on data."""
     jaxpr = closed.jaxpr
     constants = [Weight(frozenset(), value) for value in closed.consts]
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *inputs], strict=True))
@@ -283,13 +283,14 @@ def _walk_equation(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in one equation. Return its outputs, with None for those that need data.
+    """Record the uses in one equation. Return each output as a weight, or None if it needs data.
 
-    If all operands are weights, so are the outputs, with two exceptions. The first is a
-    `custom_vjp`. A custom backward pass need not be linear in its cotangent. So automatic
-    differentiation has to add up the cotangents from all uses of the output before it runs the
-    custom backward pass. The second is a lookup of rows at constant indices, such as positions in a
-    text. As a use, it needs the gradients of these rows only, and not those of the whole table.
+    If all operands are weights, so are the outputs, with three exceptions: an equation with
+    effects, a `custom_vjp`, and a lookup of rows at constant indices, such as positions in a text.
+    The backward pass of a `custom_vjp` need not be linear in its cotangent. So automatic
+    differentiation has to add up the cotangents from all uses of the output before it runs this
+    backward pass. A lookup is a use, so that the engine needs the gradients of these rows only, and
+    not the gradient of the whole table.
     """
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
@@ -323,10 +324,11 @@ def _add_use(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> bool:
-    """Record an equation as a use if a rule applies. Return whether one does.
+    """Record an equation as a use if a rule applies. Return True if a rule applies, else False.
 
-    A rule applies only if exactly one operand depends on parameters, no array is empty, and all
-    arrays are real floating-point arrays. The indices of a one-hot rule may be integers.
+    A rule applies if the primitive has a rule that supports the equation, exactly one operand
+    depends on parameters, no array is empty, and all arrays are real floating-point arrays. The
+    indices of a one-hot rule may be integers.
     """
     places = [place for place, weight in enumerate(weights) if weight and weight.leaves]
     rule = RULES.get(equation.primitive.name)
@@ -352,7 +354,7 @@ def _add_use(
 def scan_parts(
     equation: Equation, items: Sequence[Item]
 ) -> tuple[Sequence[Item], Sequence[Item], Sequence[Item]]:
-    """Split the operands of a scan into constants, carry and slices."""
+    """Split a scan's operands, or one item per operand, into constants, carry and slices."""
     consts, carry = equation.params["num_consts"], equation.params["num_carry"]
     return items[:consts], items[consts : consts + carry], items[consts + carry :]
 
@@ -373,8 +375,8 @@ def _walk_scan(
 ) -> list[Weight | None]:
     """Record the uses of weights that a scan closes over, slices, or carries unchanged.
 
-    A carry that changes is data, even if an iteration puts a weight into it. Weights in its initial
-    value, or in the values that iterations return, count as used without a rule.
+    A carry that changes counts as data, even if an iteration puts a weight into it. Weights in the
+    carry's initial value, or in what iterations return, count as used without a rule.
     """
     loop = Loop(len(loops), equation.params["length"])
     consts, carry, slices = scan_parts(equation, weights)
