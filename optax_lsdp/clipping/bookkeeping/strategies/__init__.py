@@ -1,1 +1,1 @@
-"""How to bound the norms of a leaf's gradients, and how to add them up."""
+"""Bound the norms of a leaf's per-example gradients, and add up the clipped gradients."""

@@ -1,7 +1,7 @@
 """Bound the gradient norms of examples, and the rounding errors of their weighted sums.
 
-A strategy computes the norm of G = Σ_t a_t ⊗ g_t for each example. The factors a and g are rounded,
-so that their products are exact (see `_platforms`). Only additions round.
+A strategy computes the norm of G = Σ_t a_t ⊗ g_t for each example. The factors a and g are rounded
+first, so that a matrix unit computes exact products and rounds only when it adds; see `_platforms`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Factors(NamedTuple):
 
 
 class NormBound(NamedTuple):
-    """Bounds on blocks of each example's gradient G. All arrays have shape (n, blocks).
+    """Norms of the blocks of each example's gradient G, and bounds: arrays of shape (n, blocks).
 
     Attributes:
         norm: the computed ‖G‖.
         upper: an upper bound on ‖G‖.
-        rounding: an upper bound on ‖Ĝ − G‖. Here c·Ĝ is the example's contribution to the weighted
-            sum, including all rounding, for a clip factor c. So the norm of the contribution is at
-            most c·(upper + rounding).
+        rounding: an upper bound on ‖Ĝ − G‖, where c is the clip factor and c·Ĝ is what the example
+            contributes to the weighted sum, including all rounding. So the norm of the contribution
+            is at most c·(upper + rounding).
     """
 
     norm: jax.Array
@@ -54,10 +54,11 @@ def is_one_hot(rows: jax.Array) -> bool:
 
 
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
-    """Return the joint bound, of shape (n,), of blocks that share no entry: roots of Σ squares.
+    """Return one bound of shape (n,) for blocks that share no entry: roots of sums of squares.
 
-    The bounds are rounded up. Squares may underflow to zero, so a bound on what they lose is added.
-    Without it, the result would be too small for automatic clipping to a huge clip norm.
+    The bounds are rounded up. Squares may underflow to zero, so this function adds a bound on what
+    they lose. Otherwise, automatic clipping to a huge clip norm would use bounds that are too
+    small.
     """
     dtype = wide_dtype(*(bound.upper for bound in bounds))
     terms = sum(bound.upper.shape[1] for bound in bounds)
@@ -73,7 +74,7 @@ def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
 
 
 def _tiny(dtype: jnp.dtype) -> float:
-    """Return the smallest normal number. A square that underflows loses less."""
+    """Return the smallest normal number. A square that underflows loses less than this."""
     return float(jnp.finfo(dtype).tiny)
 
 
@@ -122,13 +123,14 @@ def spectral_square(
     platform: Platform,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """Return an upper bound on the spectral norm of a Gram matrix K: its Frobenius norm ‖K‖.
+    """Return an upper bound on the spectral norm of a Gram matrix K, from its Frobenius norm ‖K‖.
 
     Args:
         square: ‖K‖² as computed.
         trace: an upper bound on tr K.
         size: how many rows K has.
-        roundings: how often an entry of K is rounded. K is then off by at most roundings·u·tr K.
+        roundings: how often an entry of K is rounded. The error of K is at most roundings·u·tr K,
+            where u is `platform.unit(dtype)`.
         platform: the kind of device.
         dtype: the coarsest precision in which K was computed.
     """
@@ -137,15 +139,17 @@ def spectral_square(
 
 
 def kept_bound(rows: Sequence[jax.Array], platform: Platform) -> NormBound:
-    """Return the joint bound of stored gradients (n, …). Weighting rounds each entry once."""
+    """Return the joint bound of stored gradients of shape (n, …); weighting rounds once."""
     norm, upper = (x[:, None] for x in lengths(rows, platform))
     return NormBound(norm, upper, platform.unit(upper.dtype) * upper)
 
 
 def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
-    """Return the bound of a single term with one row per block: ‖a‖‖g‖.
+    """Return the bound ‖a‖‖g‖ of gradients G = a ⊗ g, from the only element of `terms`.
 
-    Weighting rounds a row once more, so ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound`.
+    The factors a and g have one row per block. The weighted sum multiplies one of them by the clip
+    factors and rounds the products. So ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound` and u =
+    `weighting_error`. If a is one-hot, g is weighted, and u is the error of one rounding.
     """
     ((a, g),) = terms
     norm, upper = _row_lengths(g, platform)
@@ -160,7 +164,7 @@ def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
 
 
 def _row_lengths(rows: jax.Array, platform: Platform) -> list[jax.Array]:
-    """Return `lengths` of the only row of each block, as arrays (n, blocks)."""
+    """Return `lengths` of the only row of each block, as arrays of shape (n, blocks)."""
     n, blocks, _, size = rows.shape
     found = lengths([rows.reshape(n * blocks, size)], platform)
     return [x.reshape(n, blocks) for x in found]
@@ -170,12 +174,13 @@ class Gram(NamedTuple):
     """The Gram matrices of the rows of two terms, and how often their entries are rounded.
 
     Attributes:
-        a: ⟨a_t, a_s⟩ for all rows t of one term and s of the other, as an array (n, blocks, t, s).
-        g: ⟨g_t, g_s⟩, in the same shape.
+        a: the inner products of all rows of a in one term with all rows of a in the other term, as
+            an array of shape (n, blocks, rows, rows of the other term).
+        g: the inner products of the rows of g, in the same shape.
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
-        weighting: the largest relative changes of the factors a and g by weighting. The sum
-            weights only one of them. None if the two terms differ.
+        weighting: the relative errors of a and g after `weighted_sum` multiplies one of them by the
+            clip factors and rounds it. None if the two terms differ.
     """
 
     a: jax.Array
@@ -201,7 +206,7 @@ def gram_bound(terms: Sequence[Factors], platform: Platform, dtype: jnp.dtype) -
 
 
 def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
-    """Return how much weighting may change a and g. `weighted_sum` weights the shorter rows."""
+    """Return the relative errors of a and g by weighting: `weighted_sum` weights shorter rows."""
     if any(map(is_one_hot, term)):
         return 0.0, 0.0
     error, (a, g) = platform.weighting_error(*term), (x.shape[-1] for x in term)
@@ -211,24 +216,25 @@ def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
 def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) -> NormBound:
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
-    If the terms or the sum, in `dtype`, have several precisions, u is the unit of the coarsest. Let
-    K_a and K_g be the Gram matrices of the rows of all terms, and k_a, k_g how often their
-    entries are rounded. An entry of K_a is off by at most k_a·u·‖a_t‖‖a_s‖. By the inequality of
-    Cauchy and Schwarz, the square N² = Σ K_a·K_g of the norm is then off by at most
+    Let u be the `unit` of the coarsest precision among the terms and `dtype`, the precision of the
+    sum. Let K_a and K_g be the Gram matrices of the rows of all terms, and let their entries be
+    rounded k_a and k_g times. The entry ⟨a_t, a_s⟩ of K_a has an error of at most k_a·u·‖a_t‖‖a_s‖.
+    The squared norm N² is the sum of the entrywise product of K_a and K_g. By the inequality of
+    Cauchy and Schwarz, the error of N² is at most
 
         s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
 
-    where R = Σ_t ‖a_t‖‖g_t‖, and k is how often the sum is rounded. The error is also at most
+    where R = Σ_t ‖a_t‖‖g_t‖, and k is how often the sum is rounded. The error of N² is also at most
 
         s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
 
     which is smaller if long rows a_t meet short rows g_t and the other way round, as in tied
-    weights of which one use is transposed. Products that underflow add a little. The norm is at
-    most min(R, √(N² + s)). The bound R holds even where the rows cancel.
+    weights of which one use is transposed. Products that underflow add a little. With the smaller
+    s, the norm is at most min(R, √(N² + s)).
 
-    Weighting and rounding the rows of g changes the gradient by at most u·R. The change is also at
-    most u·‖A‖‖g‖, where ‖A‖ is the spectral norm of the matrix with the rows a_t. Its square is at
-    most ‖K_a‖. The same holds with a and g swapped.
+    Let w be the relative error of g after weighting. It changes the gradient by at most w·R, and by
+    at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of the matrix with the rows a_t, and
+    ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
     """
     found = {wide_dtype(gram.a, gram.g) for gram in grams} | {jnp.dtype(dtype)}
     narrow = min(found, key=lambda one: one.itemsize)
@@ -282,10 +288,10 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
 
 
 def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
-    """Return the diagonals of Gram matrices (n, blocks, t, t).
+    """Return the diagonals of Gram matrices of shape (n, blocks, rows, rows).
 
-    On a CPU, this reads the diagonals only. Accelerators would change the layout of the matrices
-    for that. They add up rows in which all other entries are zero, without storing these rows.
+    A CPU reads the diagonals only. To do so, accelerators would change the layout of the matrices.
+    Instead, they replace all other entries by zeros and add up the rows, storing no zeros.
     """
     if platform is CPU:
         return jnp.diagonal(gram, axis1=-2, axis2=-1)
@@ -307,7 +313,10 @@ def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array]
 
 
 def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, int]:
-    """Return ⟨u_t, v_s⟩ for all rows, as (n, blocks, t, s), and how often each is rounded."""
+    """Return the inner products of all rows of u with all rows of v, and how often each is rounded.
+
+    Their shape is (n, blocks, rows of u, rows of v).
+    """
     if is_one_hot(u) and is_one_hot(v):
         same = (u[..., :, None] == v[..., None, :]) & (u[..., :, None] >= 0)
         return same.astype(jnp.float32), 1
@@ -318,7 +327,8 @@ def _inner(u: jax.Array, v: jax.Array, platform: Platform) -> tuple[jax.Array, i
         rows = jax.nn.one_hot(u, v.shape[-1], dtype=v.dtype)  # negative indices give rows of zeros
         return platform.product("nbtp,nbsp->nbts", rows, v), 1
     if is_one_hot(u):
-        taken = jnp.take_along_axis(v, jnp.maximum(u, 0)[..., None, :], axis=-1)  # (…, s, t)
+        # First of shape (…, rows of v, rows of u), then swapped:
+        taken = jnp.take_along_axis(v, jnp.maximum(u, 0)[..., None, :], axis=-1)
         taken = taken.swapaxes(-1, -2).astype(wide_dtype(v))
         return jnp.where((u >= 0)[..., None], taken, jnp.zeros_like(taken)), 1
     size = u.shape[-1]

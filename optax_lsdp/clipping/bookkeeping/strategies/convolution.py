@@ -1,14 +1,14 @@
 """Handle convolutions on accelerators without storing gradients.
 
 The gradient of a kernel is a sum over positions t of patch_t ⊗ g_t. The part that belongs to one
-offset o of the window is G_o = X_oᵀg, where row t of X_o is the pixel that the window sees at
-offset o. The engine forms G_o for one offset after the other, squares it, and forgets it. If there
-are few channels, it makes patches, and forms all parts in one product. If there are few positions,
-it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum
-is the weight gradient that XLA computes from weighted cotangents.
+offset o of the window is G_o = X_oᵀg, where row t of X_o is the pixel that the window at position t
+sees at offset o. The engine forms G_o for one offset after the other, squares it, and forgets it.
+If there are few channels, the engine makes patches, and forms all parts in one product. If there
+are few positions, it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the
+patches. The weighted sum is the weight gradient that XLA computes from weighted cotangents.
 
 Arrays have the shape (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of
-a convolution in this order of axes, in which shifting an image is free.
+a convolution in this order of axes, in which a shift of an image costs nothing.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import (
 )
 from optax_lsdp.clipping.bookkeeping.strategies.leaves import to_leaves, weigh
 
-_AXES = "bxyzuvw"  # letters for the axes of an image, before those of examples and channels
+_AXES = "bxyzuvw"  # einsum letters for the axes (batch, *space)
 
 
 class Convolved(NamedTuple):
-    """A leaf that is the kernel of a single convolution, outside of any scan."""
+    """The gradients of a leaf: the kernel of one convolution, which is outside of any scan."""
 
     leaf: ParameterLeaf
     kind: Kind
     rounded: Rounded
 
     def bounds(self) -> list[NormBound]:
-        """Return the bound of the kernel."""
+        """Return the bound of the kernel's gradients."""
         (use,), platform = self.leaf.uses, self.rounded.platform
         return [convolution_bound(use, *self.rounded.pairs[use.path], platform, self.kind)]
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ."""
+        """Return Σᵢ cᵢGᵢ of the kernel; cᵢ is `factors[i]`."""
         (use,), platform = self.leaf.uses, self.rounded.platform
         total = convolution_sum(use, *self.rounded.pairs[use.path], factors, platform)
         return to_leaves(use, self.leaf, self.rounded, total)
@@ -67,12 +67,13 @@ def convolution_bound(
 ) -> NormBound:
     """Return the bound of the gradient of a kernel by the strategy `kind`.
 
-    Let X be a matrix with one row per pixel of the image, and P a matrix with one row per position,
-    its patch. Each of k offsets covers a pixel at most once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius
-    norm and in the spectral norm. With Frobenius norms, ‖Σ_t patch_t ⊗ g_t‖ ≤ R = ‖P‖‖g‖.
-    Rounding the rows of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the
-    gradient by at most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds
-    up T products, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
+    Let X be a matrix with one row per pixel of the image. Let P be a matrix with one row per
+    position: the patch of the position. Each of the k offsets of the window covers a pixel at most
+    once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and in the spectral norm. With Frobenius
+    norms, the gradient G = Σ_t patch_t ⊗ g_t has ‖G‖ ≤ R = ‖P‖‖g‖. Weighting and rounding the rows
+    of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at
+    most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T products,
+    one per position, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -119,7 +120,7 @@ def _bound_by_gram(seen: list[jax.Array], g: jax.Array, platform: Platform) -> N
 
 
 def _space_first(x: jax.Array, spec: tuple[int, ...]) -> jax.Array:
-    """Transpose x to (batch, *space, n, channels), where `spec` names the axes of one example."""
+    """Transpose x to (batch, *space, n, channels). `spec` names the axes of one example."""
     batch, features, *space = (1 + axis for axis in spec)
     return x.transpose([batch, *space, 0, features])
 
@@ -168,7 +169,7 @@ def _seen(x: jax.Array, g: jax.Array, moves: Sequence[Movement]) -> Iterator[jax
 
 
 def _patches(use: Use, x: jax.Array, platform: Platform) -> jax.Array:
-    """Return the patches as (batch, *positions, n, channels), computed by a convolution of XLA."""
+    """Return patches of shape (batch, *positions, n, channels), computed by a convolution."""
     params, rank, n = use.equation.params, x.ndim - 3, x.shape[-2]
     last = (0, rank + 1, *range(1, rank + 1))
     seen = lax.conv_general_dilated_patches(
@@ -195,7 +196,7 @@ def _abreast(platform: Platform, *operands: jax.Array) -> int:
 
 
 def _examples_first(x: jax.Array) -> jax.Array:
-    """Store examples first in memory, so that XLA moves them once, not for every offset."""
+    """Store examples first in memory, so that XLA moves x once, and not for every offset."""
     first = jnp.moveaxis(x, -2, 0)
     flat = compute_once(first.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return jnp.moveaxis(flat.reshape(first.shape), 0, -2)
@@ -208,7 +209,7 @@ def _side_by_side(x: jax.Array, abreast: int) -> jax.Array:
 
 
 def _product(x: jax.Array, g: jax.Array, abreast: int, platform: Platform) -> jax.Array:
-    """Return Xᵀg for m examples side by side, as an array (n/m, m·channels, m·outputs).
+    """Return Xᵀg of shape (n/m, m·channels, m·outputs), for m = `abreast` examples side by side.
 
     Blocks that combine two different examples are set to zero.
     """
@@ -218,7 +219,7 @@ def _product(x: jax.Array, g: jax.Array, abreast: int, platform: Platform) -> ja
 
 
 def _sum(x: jax.Array, abreast: int) -> jax.Array:
-    """Return the sum over each example's block of x, which has the shape of `_product`."""
+    """Return the sum over each example's block of x; `_product` defines the blocks."""
     rows = compute_once(jnp.sum(x, axis=-1))  # the barrier fixes the order of additions
     return jnp.sum(rows.reshape(len(x) * abreast, x.shape[1] // abreast), axis=-1)
 
@@ -226,8 +227,8 @@ def _sum(x: jax.Array, abreast: int) -> jax.Array:
 def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
     """Return upper bounds on ‖X‖² in the Frobenius norm and in the spectral norm.
 
-    The first square is the trace of XᵀX. The second is at most the Frobenius norm of XᵀX. Both
-    bounds have shape (n,).
+    The first is the trace of XᵀX. The second is the Frobenius norm of XᵀX, which is at least the
+    square of the spectral norm of X. Both have shape (n,) and are rounded up.
     """
     m, channels, rows = _abreast(platform, x), x.shape[-1], math.prod(x.shape[:-2])
     x = _side_by_side(x, m)
@@ -243,7 +244,7 @@ def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Arr
 def convolution_sum(
     use: Use, image: jax.Array, cotangent: jax.Array, factors: jax.Array, platform: Platform
 ) -> jax.Array:
-    """Return Σᵢ cᵢGᵢ of a kernel, as XLA's weight gradient of weighted cotangents.
+    """Return Σᵢ cᵢGᵢ of a kernel, which XLA computes as a weight gradient from weighted cotangents.
 
     The operands are cast to float32, which holds the same numbers, because a convolution of
     bfloat16 numbers would round the sum to bfloat16. Zeros replace pixels that are not finite: an
@@ -254,7 +255,7 @@ def convolution_sum(
     weighted = platform.rounded(weigh(cotangent, factors), image, cotangent)
     finite = jnp.where(jnp.isfinite(image), image, jnp.zeros_like(image))
     pair = _space_first(finite, numbers.lhs_spec), _space_first(weighted, numbers.out_spec)
-    x, g = (_as_batch(z).astype(wide_dtype(image, cotangent)) for z in pair)  # one batch
+    x, g = (_as_batch(z).astype(wide_dtype(image, cotangent)) for z in pair)  # (n·batch, …)
     rank = g.ndim - 2
     last = (0, rank + 1, *range(1, rank + 1))
 

@@ -1,9 +1,9 @@
 """Compute norms and weighted sums of gradients from their factors, or form and store gradients.
 
-The factors of a gradient give its norm and its weighted sum without forming it. Stored gradients
-are also the fallback for leaves whose uses have no rule: automatic differentiation forms them
-during the backward pass. This module maps the gradient of a weight back to the leaves, through
-scans, views and concatenations.
+The factors of gradients give norms and weighted sums, and no gradient has to be formed. Stored
+gradients are also the fallback for leaves whose uses have no rule: automatic differentiation forms
+the gradients during the backward pass. This module maps the gradient of a weight back to the
+leaves, through scans, views and concatenations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CACHE_FLOATS = 2**20  # 4 MiB, which fit into a CPU's cache
 
 
 def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
-    """Return the factors of one use for every example, from its pair in `Rounded`.
+    """Return the factors of one use for every example, from `a, g = rounded.pairs[use.path]`.
 
     The iterations of a scan that slices the weight become blocks. The iterations of other scans
     become rows.
@@ -56,14 +56,14 @@ def use_factors(use: Use, a: jax.Array, g: jax.Array) -> Factors:
 
 
 class ByFactors(NamedTuple):
-    """A leaf whose norms are outer products, or come from Gram matrices."""
+    """The gradients of a leaf whose strategy is "outer product" or "Gram matrices"."""
 
     leaf: ParameterLeaf
     kind: Kind
     rounded: Rounded
 
     def bounds(self) -> list[NormBound]:
-        """Return the bound of each part. Swap a and g of transposed uses."""
+        """Return the bound of each part. In transposed uses, a and g are swapped."""
         found, platform = list[NormBound](), self.rounded.platform
         dtype = wide_dtype(*(self.rounded.leaves[index] for index in self.leaf.indices))
         for part in self.leaf.parts or ():
@@ -75,7 +75,7 @@ class ByFactors(NamedTuple):
         return found
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ, by one product per use, as in ordinary training."""
+        """Return Σᵢ cᵢGᵢ of each leaf, from one product per use, as in ordinary training."""
         sums: dict[int, jax.Array] = {}
         for use in self.leaf.uses:
             pair = use_factors(use, *self.rounded.pairs[use.path])
@@ -88,17 +88,18 @@ class ByFactors(NamedTuple):
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
     """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it, of shape (blocks, inputs, outputs).
 
-    The operand with shorter rows is multiplied by cᵢ and rounded again. Where cᵢ is 0, zeros
-    replace both operands, because 0 · NaN is NaN. On a CPU, this function weights a few examples at
-    a time, so that their copies fit into the cache. If the result is large, it weights all examples
-    at once: otherwise it would read and write the result for every few examples.
+    This function multiplies the factor a or g with shorter rows by cᵢ and rounds the product. Where
+    cᵢ is 0, zeros replace both operands, because 0 · NaN is NaN. On a CPU, this function weights a
+    few examples at a time, so that the weighted copies fit into the cache. If the result is large,
+    it weights all examples at once: otherwise it would read and write the whole result for every
+    few examples.
     """
     if is_one_hot(term.a):
         pair = term.a, weigh(term.g, factors)
         ids, added = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in pair)
         return scatter(ids, added, inputs)
     (n, blocks, rows, _), outputs = term.a.shape, term.g.shape[-1]
-    few = examples_in_cache(2 * blocks * rows * (inputs + outputs))  # half, beside the originals
+    few = examples_in_cache(2 * blocks * rows * (inputs + outputs))  # copies take half of it
     is_large = blocks * inputs * outputs > _CACHE_FLOATS // 4
     if platform is not CPU or is_large or few >= n or is_multi_device_mesh():
         return _weighted_product(term, factors, platform)
@@ -106,7 +107,7 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
     flat = [x.reshape(n, -1) for x in term]  # axes of length 1 would cost a copy
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
-        start = jnp.minimum(i * few, n - few)  # the last chunk may overlap
+        start = jnp.minimum(i * few, n - few)  # the last chunk may overlap the previous one
         a, g, some = (lax.dynamic_slice_in_dim(x, start, few) for x in (*flat, factors))
         chunk = Factors(a.reshape(few, *term.a.shape[1:]), g.reshape(few, *term.g.shape[1:]))
         is_new = start + jnp.arange(few, dtype=jnp.int32) >= i * few
@@ -147,8 +148,8 @@ def select(x: jax.Array, factors: jax.Array) -> jax.Array:
 def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
     """Add row t of `rows` to row `ids[t]` of a matrix of zeros, for each block.
 
-    `ids` has shape (blocks, t), `rows` has shape (blocks, t, outputs), and the result has shape
-    (blocks, inputs, outputs). Rows with a negative index are dropped.
+    `ids` has shape (blocks, count), `rows` has shape (blocks, count, outputs), and the result has
+    shape (blocks, inputs, outputs). Rows with a negative index are dropped.
     """
     zeros = jnp.zeros((len(ids), inputs, rows.shape[-1]), rows.dtype)
     places = jnp.where(ids >= 0, ids, inputs)  # an index beyond the end is dropped
@@ -158,7 +159,7 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
 
 def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
-    """Convert (blocks, inputs, outputs) to the shape of the weight, with leading axes of scans."""
+    """Convert (blocks, inputs, outputs) to the weight's shape, preceded by axes of scans."""
     matrix, stack = use.matrix, [loop.length for loop in use.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
     sizes = [matrix.split[axis] for axis in order]
@@ -169,7 +170,7 @@ def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
 def to_leaves(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, gradient: jax.Array
 ) -> dict[int, jax.Array]:
-    """Map a weight's gradient to the leaves. Argument and result have the scale of `Rounded`."""
+    """Map a weight's gradient to its leaves. All gradients are multiplied by `rounded.scales`."""
     weight, leaves = use.weight, rounded.leaves
     members = [leaves[index] for index in leaf.indices]
     stack = [loop.length for loop in weight.sliced]
@@ -179,7 +180,7 @@ def to_leaves(
         build = partial(_weight_value, weight, (), leaf.indices, False)
         pulled = jax.linear_transpose(build, *map(widen, members))(gradient)
         return dict(zip(leaf.indices, pulled, strict=True))
-    # A derived weight has its dtype, which may be float16: pull its gradient back without a scale.
+    # A weight may be float16, where scaled gradients may overflow: pull back without a scale.
     build = partial(_weight_value, weight, leaves, leaf.indices, True)
     value, pull = jax.vjp(build, *members)
     unscaled = gradient / jnp.asarray(rounded.scales[min(weight.leaves)], gradient.dtype)
@@ -202,7 +203,7 @@ def _weight_value(
 
 
 class Formed(NamedTuple):
-    """Stored gradients of one or several leaves: arrays (n, *shape), by the index of the leaf."""
+    """Stored gradients of one or several leaves: arrays of shape (n, *shape), indexed by leaf."""
 
     rows: dict[int, jax.Array]
     platform: Platform
@@ -212,7 +213,7 @@ class Formed(NamedTuple):
         return [kept_bound(list(self.rows.values()), self.platform)]
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ. Only CPUs use a matmul, because a matrix unit would round gradients."""
+        """Return Σᵢ cᵢGᵢ of each leaf. Only CPUs use a matmul, because matrix units round."""
         sums = {}
         for index, x in self.rows.items():
             if self.platform is CPU:
@@ -225,10 +226,10 @@ class Formed(NamedTuple):
 
 
 def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> dict[int, jax.Array]:
-    """Return every example's gradient of a leaf, or of each concatenated leaf, as (n, *shape).
+    """Return every example's gradient of a leaf or of each concatenated leaf, indexed by leaf.
 
-    The gradients are float32 or wider. But if a convolution has already rounded them to bfloat16,
-    they stay in bfloat16, which holds the same numbers in half the bytes.
+    The gradients have shape (n, *shape) and are float32 or wider. But if a convolution has already
+    rounded them to bfloat16, they stay in bfloat16, which holds the same numbers in half the bytes.
     """
     sums = {i: rounded.gradients[i] for i in leaf.indices if i in rounded.gradients}
     for use in leaf.uses:
@@ -247,7 +248,7 @@ def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> dict[int, jax.Array
 def _form(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return one use's part of every example's gradient of a leaf."""
+    """Return what one use adds to every example's gradient of a leaf."""
     platform, inputs = rounded.platform, use.size.inputs
     if _is_formed_by_xla(use, platform):
         formed = jax.vmap(partial(_transposed_convolution, use.equation))(operand, cotangent)
@@ -264,7 +265,7 @@ def _form(
 
 
 def _is_formed_by_xla(use: Use, platform: Platform) -> bool:
-    """Return whether XLA's own transposed convolution forms a use's part of the gradients."""
+    """Return whether XLA's own transposed convolution forms what a use adds to gradients."""
     return platform is not CPU and is_plain_convolution(use)
 
 
@@ -283,7 +284,7 @@ def _transposed_convolution(
 def _form_in_chunks(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return `_form(…)`, computed for a few examples at a time, so that patches fit the cache.
+    """Return `_form(…)`, computed for a few examples at a time, so the cache can hold patches.
 
     Do not call this on a mesh of several devices: slicing the batch would gather it.
     """
