@@ -3,9 +3,9 @@
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
 there is a gap below the sensitivity. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
-together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with the same noise and
-the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K, is the number of
-examples with r ≤ C·√(1 − j/K).
+together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with
+the same noise and the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K,
+is the number of examples with r ≤ C·√(1 − j/K).
 
 Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
@@ -50,7 +50,7 @@ def count_slack(
     Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴. The bounds exceed the
     true norms by a factor above 1 + 4u, so the computed x = r²/C² is at least the exact x, unless
     squares underflow, which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) is at most
-    (1 + 3u) times the exact one. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
+    1 + 3u times the exact one. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
     (1 − 16u)·(1 + 2u)·C/√K (see `slack_value`), and their squares sum to less than (1 − x)C².
     """
 
