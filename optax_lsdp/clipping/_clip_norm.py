@@ -47,7 +47,7 @@ class AdaptiveClip:
     a constant sensitivity, so ε does not depend on C. C itself is computed from noisy numbers
     alone. `fit` passes C to the gradient function. In your own loop, call
     `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic clipping takes no
-    adaptive clip norm, because its C only scales updates.
+    adaptive clip norm: there, C only scales updates.
 
     With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
     the same `method`, `slack` and `indicator_weight`.
@@ -63,11 +63,11 @@ class AdaptiveClip:
     where clip limits s to [l, 1], and e is the standard error of s, from noise and the random size
     of batches: e² = (z/b)² + 1/b for one step. For fixed gradients, the search converges from any
     C: it is a fixed-point iteration for an M-estimate of scale. While e exceeds target/4, C stays,
-    and s is averaged over more steps. If s exceeds (1 + target)/2, C grows by the factor 3^rate
+    and s is averaged over more steps. If s exceeds (1 + target)/2, C is multiplied by 3^rate
     instead. Updates are zero until s is first known, and while the last known s is below target/2,
-    because they would be mostly noise. The search ends once s ≥ target/2 and s + 2e < (1 +
-    target)/2; if e ≤ (1 − target)/8, s < (1 + target)/2 is enough. C then falls to a third of the
-    scale, because noise harms more than clipping, and gradients get shorter as a model learns.
+    because they would be mostly noise. The search ends once s ≥ target/2 and s + 2e <
+    (1 + target)/2; if e ≤ (1 − target)/8, s < (1 + target)/2 is enough. C then falls to a third of
+    the scale, because noise harms more than clipping, and gradients get shorter as a model learns.
     After that, the rate falls to a fiftieth, so vanishing or exploding gradients hardly move C.
 
     **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
@@ -348,7 +348,7 @@ def clip_and_sum(
     or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
-    # One barrier around all leaves would make all leaves vary over the axes that split some.
+    # One barrier around all leaves would make all vary over the axes that split some of them.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
     norms, bounds, factors = {}, {}, {}
@@ -372,7 +372,7 @@ def clip_and_sum(
 
 
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
-    """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative rounding.
+    """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative error.
 
     `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …), and the
     norms (n,).

@@ -47,8 +47,8 @@ def count_slack(
     none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
     `AdaptiveClip`, K is 1: each clipped example adds −½, each other one with a finite bound ½.
 
-    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴. The bounds exceed the
-    true norms by a factor above 1 + 4u, so the computed x = r²/C² is at least the exact x, unless
+    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴. The bounds are more
+    than 1 + 4u times the true norms, so the computed x = r²/C² is at least the exact x, unless
     squares underflow, which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) is at most
     1 + 3u times the exact one. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
     (1 − 16u)·(1 + 2u)·C/√K (see `slack_value`), and their squares sum to less than (1 − x)C².
@@ -252,7 +252,7 @@ def estimate_norms(
 
 
 def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
-    """Raise unless `updates` are a noisy sum whose slack fits `norm`."""
+    """Raise unless `updates` are a noisy sum whose slack matches `norm`."""
     if not (isinstance(updates, WithSlack) and updates.is_noisy):
         got = "slack without noise" if isinstance(updates, WithSlack) else "a sum without slack"
         raise ValueError(
@@ -376,7 +376,7 @@ def current_clip_norm(state: optax.OptState) -> PyTree:
 
 
 def last_factor(state: optax.OptState) -> jax.Array:
-    """Return what an optimizer with one `AdaptiveClip` multiplied its last noisy sum by."""
+    """Return the number by which an optimizer with one `AdaptiveClip` scaled its last noisy sum."""
     return _find_state(state).rules[0].factor
 
 

@@ -44,11 +44,11 @@ def clip_per_example(
     """Clip each example's gradient gᵢ to ‖gᵢ‖₂ ≤ C, and add up: s = Σᵢ gᵢ · min(1, C/‖gᵢ‖₂).
 
     `update` accepts stacked gradients or the result of `clipped_grad`. Stacked gradients have a
-    leading axis of examples in every leaf, as `jax.vmap` of `jax.grad` returns them; they need
-    `params`. The result of `clipped_grad` is already clipped, and each of its leaves is marked as a
-    `Clipped`; `update` checks and removes this mark. `update` returns a *sum* in float32 or wider,
-    and never divides it by the number of examples. Gradients that are not finite contribute zero.
-    Put this transform first in a chain.
+    leading axis of examples in every leaf, as `jax.vmap` of `jax.grad` returns them; with them,
+    `update` needs `params`. The result of `clipped_grad` is already clipped, and each of its leaves
+    is marked as a `Clipped`; `update` checks and removes this mark. `update` returns a *sum* in
+    float32 or wider, and never divides it by the number of examples. Gradients that are not finite
+    contribute zero. Put this transform first in a chain.
 
     A padded batch needs a mask: a bool array of shape (n,), False for padding. Without a mask,
     padding counts as examples. Pass the mask to `clipped_grad`. With stacked gradients, pass it to

@@ -2,8 +2,8 @@
 
 A use is an equation that combines a parameter with data; see `_uses`. A *tap* is an array of zeros
 that is added to the output of a use. The gradient with respect to the tap is the cotangent of the
-output. One backward pass with respect to all taps therefore gives all cotangents. It forms no
-gradient of a parameter whose uses all have rules.
+output. One backward pass with respect to all taps therefore gives all cotangents. This pass forms
+no gradient of a parameter whose uses all have rules.
 
 All norms and sums use the rounded arrays of `round_recorded`. For each example, these arrays define
 a gradient that depends on no other example. So clipping this gradient is as private as clipping the
@@ -55,7 +55,7 @@ Operands = dict[Path, jax.Array]  # the data operands of uses, indexed by `Use.o
 
 
 class Recorded(NamedTuple):
-    """What one backward pass recorded. All arrays have a leading axis of examples.
+    """What one backward pass recorded: arrays with a leading axis of examples.
 
     Attributes:
         operands: the data operands, indexed by `Use.operand`. The other operand of a use is its
@@ -131,13 +131,13 @@ def _read(atom: Atom, values: Mapping[Atom, jax.Array]) -> jax.Array:
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
-    """Evaluate one use with its weight held constant. Return its output and its data operand.
+    """Evaluate one use with its weight held constant. Return the output plus `tap`, and the data.
 
-    JAX then computes no gradient with respect to the weight. This function adds `tap`, an array of
-    zeros, to the output: the gradient with respect to `tap` is the cotangent of the output.
+    JAX then computes no gradient with respect to the weight. `tap` is an array of zeros: the
+    gradient with respect to `tap` is the cotangent of the output.
     """
     data = arguments[1 - use.place]
-    if use.is_mixed:  # other weights are constants already, which scans store only once
+    if use.is_mixed:  # else the weight is a constant already, which scans store once
         arguments[use.place] = lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
     return [output + tap], {use.operand: data}  # uses that share an operand record it once
@@ -221,7 +221,7 @@ class Rounded(NamedTuple):
         gradients: for each leaf with uses that have no rule, the gradient from those uses,
             multiplied by the scale of the leaf.
         scales: for each leaf, the power of two nearest to 1/C, where C is its clip norm. C times
-            its scale is near 1, so that squares of scaled norms neither overflow nor underflow.
+            the scale is near 1, so that squares of scaled norms neither overflow nor underflow.
             With automatic clipping, `STABILITY` takes the place of C, because norms need not be
             near C.
         leaves: the parameters themselves.
@@ -268,10 +268,10 @@ def round_recorded(
 def _round_once(x: jax.Array, use: Use, platform: Platform) -> jax.Array:
     """Round an array that XLA then computes only once, so norms and sums use equal numbers.
 
-    Axes of length 1 are removed before the rounding and restored after it. On a TPU, they would
-    keep XLA from fusing the rounding with the product that computes x. If a use has a single row, x
-    is stored first and rounded later, by each kernel that reads it: all of them round the same
-    numbers, with equal results.
+    Axes of length 1 are removed before the rounding and restored after it. On a TPU, these axes
+    would keep XLA from fusing the rounding with the product that computes x. If a use has a single
+    row, x is stored first and rounded later, by each kernel that reads it: all of them round the
+    same numbers, with equal results.
     """
     dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))
     if use.size.rows == 1:
@@ -289,7 +289,7 @@ def _scale(clip_norm: ArrayLike) -> ArrayLike:
 
 
 def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """Return x times a power of two. If x is float16, return float32, which has a larger range."""
+    """Return x times `scale`. If x is float16, return float32, which has a larger range."""
     if isinstance(scale, float) and scale == 1:
         return x
     x = widen(x) if x.dtype == jnp.float16 else x

@@ -54,10 +54,10 @@ class LeafGradient(Protocol):
     """All examples' gradients of one or several leaves, multiplied by `Rounded.scales`."""
 
     def bounds(self) -> list[NormBound]:
-        """Return one bound on each example's norm per part of the leaves; parts share no entry."""
+        """Return one bound for each part of the leaves; parts share no entry."""
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ of each leaf, indexed by leaf; cᵢ is `factors[i]`."""
+        """Return Σᵢ cᵢGᵢ of each leaf: cᵢ is `factors[i]`, and Gᵢ the gradient of example i."""
 
 
 def clip_by_bookkeeping(

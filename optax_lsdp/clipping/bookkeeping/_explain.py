@@ -38,7 +38,7 @@ from optax_lsdp.clipping.bookkeeping._strategy import (
 from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_bound
 
 _COLUMNS = ("parameter", "shape", "used by", "strategy", "multiplications", "bytes")
-_WORDS = 4  # the first columns hold words, the others numbers
+_WORDS = 4  # the first four columns hold words, the others numbers
 _EFFECTIVE = "effective clip norm"
 _NEGLIGIBLE = 1e-15  # squares of shorter gradients may underflow
 _Shares = tuple[float | None, list[float | None]]  # effective clip norms: joint, and of each leaf
@@ -55,7 +55,7 @@ class LeafClipping:
         primitives: the primitives that use the parameter.
         strategy: how the engine computes the norm; `explain_clipping` says what each name means.
         multiplications: how many multiplications the norm takes. If the gradient is materialised,
-            they cost nothing extra, because the sum needs them as well.
+            these multiplications cost nothing extra, because the sum needs them as well.
         bytes: the memory that the norm takes in addition to ordinary training.
         effective_clip_norm: as in `ClippingExplanation`, but if this parameter alone were clipped
             to C. *Private* if the example is private.
@@ -193,13 +193,13 @@ def explain_clipping(
     differentiation forms every example's gradient.
 
     All strategies clip by an upper bound on the norm, so an example whose gradient is longer than
-    the clip norm C contributes slightly less than C. The norm of its contribution is the *effective
-    clip norm*. Its estimate is C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the upper bound
-    on the norm, and E bounds the rounding error of the weighted gradient. For typical examples it
-    is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C on TPUs and NVIDIA
-    GPUs, whose matrix units round operands. It may be smaller than that if Gram matrices have a
-    hundred rows or more, or if the terms of an example's gradient cancel. `benchmarks/README.md`
-    has measurements.
+    the clip norm C contributes a vector slightly shorter than C. The length of this vector is the
+    *effective clip norm*. Its estimate is C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the
+    upper bound on the norm, and E bounds the rounding error of the weighted gradient. For typical
+    examples the estimate is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C
+    on TPUs and NVIDIA GPUs, whose matrix units round operands. It may be smaller than these values
+    if Gram matrices have a hundred rows or more, or if the terms of an example's gradient cancel.
+    `benchmarks/README.md` has measurements.
 
     To show the effective clip norm, this function compiles and runs one backward pass on the
     example, and rounds operands as the platform does. The result depends on the example. If the

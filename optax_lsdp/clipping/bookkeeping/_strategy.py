@@ -192,7 +192,7 @@ def _leaf(
 
 
 def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
-    """Group the uses of a leaf into parts that share no entry. Return None if this is impossible.
+    """Group the uses of a leaf into parts that share no entry. Return None if none are found.
 
     All uses of a part have matrices of the same entries in the same order, up to a transpose.
     """

@@ -44,7 +44,7 @@ _KEEP_ENTRIES = {
     "sharding_constraint",
 }
 _KEEP_ORDER = _KEEP_ENTRIES | {"reshape", "squeeze", "broadcast_in_dim"}  # in row-major order
-_WORK = 10_000  # how far NumPy searches for an entry that two views share
+_WORK = 10_000  # how long NumPy searches for an entry that two views share
 
 Path = tuple[int, ...]  # the indices of the calls around an equation, then the equation's own index
 Item = TypeVar("Item")
@@ -116,7 +116,7 @@ def _evaluate(equation: Equation, *values: jax.Array) -> list[jax.Array]:
 
 
 def _loops(inputs: Sequence[Weight]) -> tuple[Loop, ...]:
-    """Return the scans that slice any of the weights, the outermost first."""
+    """Return the scans that slice any of the weights `inputs`, the outermost first."""
     return tuple(sorted({loop for weight in inputs for loop in weight.sliced}))
 
 
@@ -127,7 +127,7 @@ def parameter(index: int, shape: Sequence[int]) -> Weight:
 
 
 def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
-    """Return the outputs of an equation whose inputs are all weights."""
+    """Return the outputs of an equation whose inputs are all weights, as weights."""
     loops, entries = _loops(inputs), None
     if len(inputs) == 1 and inputs[0].entries is not None:
         entries = _entries_after(equation, inputs[0].entries, len(loops))

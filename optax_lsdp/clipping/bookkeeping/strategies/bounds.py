@@ -79,7 +79,7 @@ def _tiny(dtype: jnp.dtype) -> float:
 
 
 def lengths(arrays: Sequence[jax.Array], platform: Platform) -> tuple[jax.Array, jax.Array]:
-    """Return the computed length of each row (x[i] for x in arrays), and an upper bound on it.
+    """Return the computed lengths of all rows, and upper bounds. Row i is x[i] for all x in arrays.
 
     Squares in arrays of equal shape are added entry by entry, which needs no copies. Long sums are
     split into parts. The barrier keeps XLA from merging the parts into one long sum, which XLA
@@ -139,13 +139,16 @@ def spectral_square(
 
 
 def kept_bound(rows: Sequence[jax.Array], platform: Platform) -> NormBound:
-    """Return the joint bound of stored gradients of shape (n, …); weighting rounds once."""
+    """Return the joint bound of stored gradients, arrays of shape (n, …).
+
+    The weighted sum multiplies by clip factors, which rounds each entry once.
+    """
     norm, upper = (x[:, None] for x in lengths(rows, platform))
     return NormBound(norm, upper, platform.unit(upper.dtype) * upper)
 
 
 def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
-    """Return the bound ‖a‖‖g‖ of gradients G = a ⊗ g, from the only element of `terms`.
+    """Return the bound ‖a‖‖g‖ of gradients G = a ⊗ g; `terms` holds one term, (a, g).
 
     The factors a and g have one row per block. The weighted sum multiplies one of them by the clip
     factors and rounds the products. So ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound` and u =
@@ -206,7 +209,7 @@ def gram_bound(terms: Sequence[Factors], platform: Platform, dtype: jnp.dtype) -
 
 
 def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
-    """Return the relative errors of a and g by weighting: `weighted_sum` weights shorter rows."""
+    """Return the errors of a and g after `weighted_sum` weights the one with shorter rows."""
     if any(map(is_one_hot, term)):
         return 0.0, 0.0
     error, (a, g) = platform.weighting_error(*term), (x.shape[-1] for x in term)
@@ -228,13 +231,13 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
 
         s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
 
-    which is smaller if long rows a_t meet short rows g_t and the other way round, as in tied
-    weights of which one use is transposed. Products that underflow add a little. With the smaller
-    s, the norm is at most min(R, √(N² + s)).
+    which is smaller than the first bound if long rows a_t meet short rows g_t and the other way
+    round, as in tied weights of which one use is transposed. Products that underflow add a little.
+    With the smaller s, the norm is at most min(R, √(N² + s)).
 
-    Let w be the relative error of g after weighting. It changes the gradient by at most w·R, and by
-    at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of the matrix with the rows a_t, and
-    ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
+    Let w be the relative error of g after weighting by clip factors. This error changes the
+    gradient by at most w·R, and by at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of the
+    matrix with the rows a_t, and ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
     """
     found = {wide_dtype(gram.a, gram.g) for gram in grams} | {jnp.dtype(dtype)}
     narrow = min(found, key=lambda one: one.itemsize)
@@ -290,7 +293,7 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
 def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
     """Return the diagonals of Gram matrices of shape (n, blocks, rows, rows).
 
-    A CPU reads the diagonals only. To do so, accelerators would change the layout of the matrices.
+    A CPU reads the diagonals only. Accelerators would change the layout of the matrices to do so.
     Instead, they replace all other entries by zeros and add up the rows, storing no zeros.
     """
     if platform is CPU:

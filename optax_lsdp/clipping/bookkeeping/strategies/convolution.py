@@ -65,7 +65,7 @@ class Convolved(NamedTuple):
 def convolution_bound(
     use: Use, image: jax.Array, cotangent: jax.Array, platform: Platform, kind: Kind
 ) -> NormBound:
-    """Return the bound of the gradient of a kernel by the strategy `kind`.
+    """Return the bound of the gradient of a kernel, computed by the strategy `kind`.
 
     Let X be a matrix with one row per pixel of the image. Let P be a matrix with one row per
     position: the patch of the position. Each of the k offsets of the window covers a pixel at most
@@ -186,7 +186,7 @@ def _patches(use: Use, x: jax.Array, platform: Platform) -> jax.Array:
 
 
 def _abreast(platform: Platform, *operands: jax.Array) -> int:
-    """Return how many examples fit side by side into the matrix unit: a divisor of n.
+    """Return how many examples fit side by side into the matrix unit: a divisor of their number.
 
     On a mesh, return 1, because neighbouring examples may be on different devices.
     """

@@ -99,7 +99,7 @@ def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platf
         ids, added = (x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:]) for x in pair)
         return scatter(ids, added, inputs)
     (n, blocks, rows, _), outputs = term.a.shape, term.g.shape[-1]
-    few = examples_in_cache(2 * blocks * rows * (inputs + outputs))  # copies take half of it
+    few = examples_in_cache(2 * blocks * rows * (inputs + outputs))  # copies fill half the cache
     is_large = blocks * inputs * outputs > _CACHE_FLOATS // 4
     if platform is not CPU or is_large or few >= n or is_multi_device_mesh():
         return _weighted_product(term, factors, platform)
@@ -213,7 +213,7 @@ class Formed(NamedTuple):
         return [kept_bound(list(self.rows.values()), self.platform)]
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ of each leaf. Only CPUs use a matmul, because matrix units round."""
+        """Return Σᵢ cᵢGᵢ of each leaf. Only CPUs use a matmul, because matrix units would round."""
         sums = {}
         for index, x in self.rows.items():
             if self.platform is CPU:
