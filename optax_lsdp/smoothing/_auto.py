@@ -292,7 +292,7 @@ def chosen_smoothing(state: PyTree) -> PyTree:
             "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
         )
     if is_before_noise(state, _is_auto):
-        raise ValueError("`state` must have `auto_smooth` after the noise, got it before the noise.")
+        raise ValueError("`state` must have `auto_smooth` after the noise, got it in front.")
     if isinstance(found.step, jax.core.Tracer):
         raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
     if found.step.ndim:
