@@ -51,7 +51,7 @@ _SMALL = 2**13  # leaves with at most this many entries share draws
 
 
 class AddGaussianNoiseState(NamedTuple):
-    """The key of the noise, which is a secret, and the number of steps that used it."""
+    """The state of `add_gaussian_noise`: the secret key, and the number of steps that used it."""
 
     key: jax.Array
     step: jax.Array

@@ -289,15 +289,15 @@ BAD = {
         lambda: jax.jit(add(BANDED).update)(
             jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))
         ),
-        "got another that needs 4 past noises for a state with 2; resume with the same",
+        "got a different one that needs 4 past noises for a state with 2; resume with the same",
     ),
     "no past noises, in jit": (
         lambda: jax.jit(add(BANDED).update)(jnp.zeros(3), add(INVERSE).init(jnp.zeros(3))),
-        "got another that needs 4 past noises for a state with 0; resume with the same",
+        "got a different one that needs 4 past noises for a state with 0; resume with the same",
     ),
     "another correlation": (
         lambda: add(INVERSE).update(jnp.zeros(3), add(banded_inverse(9, 3)).init(None)),
-        "`correlation` must be the one for which the state was made, got another; resume",
+        "`correlation` must be the one for which the state was made, got a different one; resume",
     ),
     "steps beyond the last": (
         lambda: add(INVERSE).update(
