@@ -130,9 +130,9 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
     """Return m, and an upper bound on the probability that a batch has more than m group members.
 
     A group has `size` examples, and a pair models batches with at most m members of the group. m is
-    the smallest number that batches exceed with a negligible probability. If this many members
-    would move the sum by more than `_LARGEST_REACH` standard deviations, m is smaller, but at least
-    1.
+    the smallest number ≥ 1 for which more than m members have a probability below `_UNLIKELY`. But
+    if m members would move the sum by more than `_LARGEST_REACH` standard deviations, m is the
+    largest number of members that would not, or 1.
     """
 
     def exceeds(m: int) -> float:
