@@ -83,8 +83,8 @@ def privatize(
             combined with schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` or
             smoothing="auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
-        shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. Smoothing
-            uses them too. Transforms in `smoothing` have their own.
+        shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. Also
+            used for smoothing, except for transforms in `smoothing`, which have their own.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
