@@ -46,9 +46,9 @@ class AddCorrelatedNoiseState(NamedTuple):
         start: the step at which this noise began: 0, or the step of the last `restart_noise`.
         fingerprint: a hash of the correlation C for which this state was made, in two uint32 words.
             An update with a different C raises an error, or returns NaN inside `jit`.
-        past: for each leaf, the noises of the last b − 1 steps divided by `stddev`, stacked along a
-            first axis, if C has b bands. Row t mod (b − 1) is the noise of step t. The whole of
-            `past` is () if C needs no past noises.
+        past: if C has b bands, then for each leaf the noises of the last b − 1 steps, divided by
+            `stddev` and stacked along a first axis. Row t mod (b − 1) is the noise of step t. If no
+            past noises are needed, `past` is ().
         stddev: the `stddev` of the first step, or 0 before the first step. A later step with a
             different `stddev` raises an error, or returns NaN inside `jit`.
     """
@@ -62,7 +62,7 @@ class AddCorrelatedNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` can refuse a place before the noise in a chain."""
+        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:

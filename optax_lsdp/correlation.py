@@ -2,9 +2,9 @@
 
 Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻¹Z, where C is a
 lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
-much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most its
-clip norm, as with independent noise. But the sum of the noises over all steps is smaller, because
-C⁻¹ subtracts from each step's noise a part of the noise of earlier steps. C is a Toeplitz matrix:
+much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most the
+clip norm, as with independent noise. But over all steps, the noises add up to less than independent
+noises, because C⁻¹ subtracts from each step's noise a part of the earlier noise. C is Toeplitz:
 its first column determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws
 the noise, and `accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
 """
@@ -297,7 +297,7 @@ def optimize_banded(
 
 
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
-    """Return a lower bound on the mean squared error of any matrix C, and so on the largest.
+    """Return a lower bound on the mean, and thus on the largest, squared error of any matrix C.
 
     Let A = BC be the workload's matrix. Its singular values sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in
     Frobenius norms. ‖B‖²/T is the mean squared error.
@@ -386,7 +386,7 @@ def _squared_bound(column: np.ndarray, separation: int) -> float:
 
 
 def _most(values: np.ndarray, separation: int) -> np.ndarray:
-    """Return the largest sum of values ≥ 0 that are `separation` or more places apart, by row."""
+    """Return, for each row, the largest sum of values ≥ 0 at places `separation` or more apart."""
     best = np.zeros((*values.shape[:-1], values.shape[-1] + separation))
     for place in reversed(range(values.shape[-1])):
         used = values[..., place] + best[..., place + separation]

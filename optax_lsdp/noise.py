@@ -58,7 +58,7 @@ class AddGaussianNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` can refuse a place before the noise in a chain."""
+        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise

@@ -5,7 +5,7 @@ A release yₜ is the noisy mean of clipped gradients at the parameters wₜ. It
 ξₜ is Gaussian with covariance s²I. The sampling error ζₜ has a covariance Σₜ of trace at most v².
 Poisson batches of expected size b, sampled at rate q, have v² = C²(1 − q)/b: Σₜ is (1 − q)/b times
 the mean of cᵢcᵢᵀ over all clipped gradients cᵢ, and ‖cᵢ‖ ≤ C. Batches of b examples of n, without
-replacement, have v² = C²(n − b)/((n − 1)b), from the *centred* second moment. Full batches have 0.
+replacement, have v² = C²(n − b)/((n − 1)b), from the *centred* second moment. Full batches: v = 0.
 
 The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩. Both terms are estimated as follows.
 
@@ -103,7 +103,7 @@ Advance: TypeAlias = tuple[optax.Updates, optax.OptState, jax.Array, jax.Array]
 
 
 class WatchState(NamedTuple):
-    """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
+    """The state of `watch`: the optimizer's state, its last step, and sums over steps. Public."""
 
     optimizer: optax.OptState
     step: jax.Array  # how many releases were seen

@@ -149,7 +149,7 @@ def default_sampling(correlation: object) -> Sampling:
 def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
     """Return a plan's correlation, found by `optimize_banded` if it is a number of bands.
 
-    Raise unless it covers all steps of the plan, and has an analysis with its other settings.
+    Raise unless the correlation has all steps of the plan, and an analysis with all its settings.
     """
     wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
     if wanted is None:

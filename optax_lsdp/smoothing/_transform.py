@@ -52,7 +52,7 @@ class Denoiser(optax.GradientTransformationExtraArgs):
 
 
 class LaplacianSmoothState(NamedTuple):
-    """The number of steps taken so far, at which a schedule of σ is evaluated."""
+    """The state of `laplacian_smooth`: the number of steps so far, for schedules of σ."""
 
     step: jax.Array
 
