@@ -11,9 +11,9 @@ choice.
 - Adult: a person stands for all rows of the same age and occupation. Such cells are unbalanced, and
   their rows are alike, as the examples of one person are.
 
-`--speed` also measures the time of a gradient with m = 16, again if it is recorded, relative to the
-same number of examples without users. It needs a quiet machine. Each result is written as soon as
-it is known, and a run that was interrupted continues. To measure all again, delete the record.
+`--speed` also measures the time of a gradient with m = 16, relative to the same number of examples
+without users. It needs a quiet machine. Each result is written as soon as it is known, and a run
+that was interrupted continues. To measure again, delete the record.
 """
 
 import argparse
@@ -205,7 +205,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, help="a folder that holds mnist/ and adult/")
     parser.add_argument("--output", type=Path, default=RESULTS / "users.json", help="a JSON file")
     parser.add_argument("--smoke", action="store_true", help="random data, in seconds")
-    parser.add_argument("--speed", action="store_true", help="also measure times, again")
+    parser.add_argument("--speed", action="store_true", help="also measure times")
     args = parser.parse_args()
     most, steps, models, rounds = MOST, STEPS, MODELS, 30
     if args.smoke:
@@ -223,9 +223,6 @@ def main() -> None:
     }
     work["operations"] = {name: partial(count_operations, name) for name in models}
     if args.speed:
-        record = _timing.load_record(args.output)
-        if record.pop("milliseconds", None):
-            _timing.write(args.output, record)
         work["milliseconds"] = {
             name: lambda name=name: _timing.medians(gradients(name), rounds) for name in models
         }

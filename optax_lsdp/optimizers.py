@@ -79,9 +79,8 @@ def privatize(
             past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
-        correlation: how noise is correlated between steps; see `add_correlated_noise`. It cannot be
-            combined with schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` or
-            smoothing="auto".
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. It excludes
+            schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. Also
             used for smoothing, except for transforms in `smoothing`, which have their own.

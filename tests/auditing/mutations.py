@@ -286,7 +286,7 @@ MUTATIONS = (
             USERS,
             rewrite(
                 "optax_lsdp._loss:average_examples",
-                " / jnp.maximum(mask.sum(dtype=losses.dtype), 1)",
+                " / jnp.maximum(mask.sum(dtype=wide.dtype), 1)",
                 "",
                 f"{TRAINING}._fit",
             ),
@@ -295,7 +295,7 @@ MUTATIONS = (
             USERS,
             rewrite(
                 "optax_lsdp._loss:average_examples",
-                "jnp.maximum(mask.sum(dtype=losses.dtype), 1)",
+                "jnp.maximum(mask.sum(dtype=wide.dtype), 1)",
                 "len(mask)",
                 f"{TRAINING}._fit",
             ),
