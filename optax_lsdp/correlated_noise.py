@@ -83,9 +83,9 @@ def add_correlated_noise(
     C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. As with
     `add_gaussian_noise`, the noise is the same after resuming and on any mesh.
 
-    There is no noise for steps beyond `correlation.steps`, for a state that was made for another
-    correlation, or for a `stddev` that changes. An update then raises an error. Inside `jit`, it
-    returns NaN instead. To take more steps, start again with a new key and a new state, which
+    There is no noise for steps beyond `correlation.steps`, for a state that was made for a different
+    correlation, or for a `stddev` that changes. In these cases, `update` raises an error or, inside
+    `jit`, returns NaN. To take more steps, start again with a new key and a new state, which
     counts as a second mechanism.
 
     Args:
@@ -153,7 +153,7 @@ def add_correlated_noise(
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
         if not isinstance(state, AddCorrelatedNoiseState):
-            demand = "that of `add_correlated_noise`"
+            demand = "the state of `add_correlated_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
@@ -173,7 +173,7 @@ def add_correlated_noise(
         first = jnp.where(state.stddev == 0, now, state.stddev)
         is_first = now == first
         if not (isinstance(is_first, jax.core.Tracer) or is_first or jnp.isnan(now)):
-            raise refusal("stddev", f"that of the first step, {first}", float(now))
+            raise refusal("stddev", f"the same as in the first step, {first}", float(now))
         noisy = add_scaled(total, noises, stddev, is_good & is_first)
         step = optax.safe_increment(state.step)
         return noisy, state._replace(step=step, past=past, stddev=first)
@@ -187,7 +187,7 @@ def is_noise_state(node: object) -> bool:
 
 
 def has_correlated_noise(state: optax.OptState) -> bool:
-    """Return whether a part of an optimizer's state is that of `add_correlated_noise`."""
+    """Return whether an optimizer's state contains a state of `add_correlated_noise`."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return any(isinstance(leaf, AddCorrelatedNoiseState) for leaf in leaves)
 
@@ -216,7 +216,7 @@ def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def _change_first_noise(
     state: optax.OptState, change: Callable[[PyTree], PyTree]
 ) -> optax.OptState:
-    """Change the first noise state, that of `privatize`. Any other noise stays as it is."""
+    """Change the first noise state, which belongs to `privatize`. Leave all others as they are."""
     changes = iter([change])
 
     def change_one(node: PyTree) -> PyTree:
@@ -291,7 +291,7 @@ def _check_state(state: AddCorrelatedNoiseState, fingerprint: np.ndarray, steps:
         raise ValueError(f"{_OTHER}; resume with the same correlation.")
     if not isinstance(taken, jax.core.Tracer) and taken >= steps:
         raise ValueError(
-            f"`state` must have taken fewer than {steps} steps, those of the correlation, got "
+            f"`state` must have taken fewer than {steps} steps, the steps of the correlation, got "
             f"{taken} steps; start again with a new key and a new state, as a second mechanism."
         )
 

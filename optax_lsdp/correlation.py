@@ -103,12 +103,12 @@ class Correlation:
         vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
             remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, that norm"
-            demand = "those of a matrix C without a column of norm above 1"
+            demand = "such that no column of the matrix C has a norm above 1"
             raise checks.refusal("coefficients", demand, self.coefficients, remedy)
         if self.is_inverse:
             self._round_inverse(found)
         if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
-            demand = "those of a matrix whose inverse has no entry above 1e+06"
+            demand = "such that the matrix's inverse has no entry above 1e+06"
             raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
@@ -135,7 +135,7 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step, if that of Z is 1."""
+        """Return the variance of the noise in a parameter after each step, for Z of variance 1."""
         checks.check_kind("workload", workload, Workload)
         summed = workload.with_momentum(self.noise_column())
         if (rates := workload.rates(self.steps)) is None:

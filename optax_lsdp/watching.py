@@ -337,7 +337,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
         raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")
     if is_before_noise(state, _is_watch_state):
         raise ValueError(
-            "`state` must be that of a chain with `watch` after the noise, got one with `watch` "
+            "`state` must come from a chain with `watch` after the noise, got one with `watch` "
             "before the noise, whose curve is private; put `watch` after `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))

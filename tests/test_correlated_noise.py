@@ -275,7 +275,7 @@ BAD = {
         lambda: add(INVERSE).update(
             jnp.zeros(3), lsdp.add_gaussian_noise(1.0, key=KEY).init(jnp.zeros(3))
         ),
-        "`state` must be that of `add_correlated_noise`, got AddGaussianNoiseState",
+        "`state` must be the state of `add_correlated_noise`, got AddGaussianNoiseState",
     ),
     "other names": (
         lambda: add(BANDED).update({"a": jnp.zeros(3)}, add(BANDED).init({"b": jnp.zeros(3)})),
@@ -303,13 +303,14 @@ BAD = {
         lambda: add(INVERSE).update(
             jnp.zeros(3), add(INVERSE).init(None)._replace(step=jnp.int32(STEPS))
         ),
-        "fewer than 12 steps, those of the correlation, got 12 steps; start again with a new key",
+        "fewer than 12 steps, the steps of the correlation, got 12 steps; "
+        "start again with a new key",
     ),
     "another stddev": (
         lambda: add(INVERSE).update(
             jnp.zeros(3), add(INVERSE).init(None)._replace(stddev=jnp.float32(2))
         ),
-        "`stddev` must be that of the first step, 2.0, got 1.0",
+        "`stddev` must be the same as in the first step, 2.0, got 1.0",
     ),
     "stacked gradients": (
         lambda: add(INVERSE).update(jnp.zeros((2, 3)), add(INVERSE).init(None), jnp.zeros(3)),

@@ -327,7 +327,7 @@ def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
     """Return, for each case, one (part, count) per phase.
 
     Each entry of `parts` belongs to a phase. It has one part per case, and a count. If a phase has
-    fewer cases than another, its cases repeat in order.
+    fewer cases than other phases, its cases repeat in order.
     """
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]

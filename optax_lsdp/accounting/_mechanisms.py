@@ -173,7 +173,7 @@ class CorrelatedGaussian(Mechanism):
     sensitivity is `correlation.sensitivity`. No amplification is claimed, so the order need not be
     secret.
 
-    The noise multiplier is the same in all steps. A run that goes on with new noise is a second
+    The noise multiplier is the same in all steps. A run that continues with new noise is a second
     mechanism: add both, or append the second to a `Ledger` without `continues`.
 
     Attributes:

@@ -144,7 +144,7 @@ def _grid_means(
     A wave has an energy 4 sin²(…) along each axis. Let s be its energy along the last axis, and E
     the sum of its energies along the other axes. Then λ = 1 + σ(s + E)ⁿ. Let r run over the n roots
     of 1 + σrⁿ = 0, and let u = r − E. Partial fractions give 1/λ = (1/n) Σ_r r/(u − s). As
-    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is that of a ring with the complex
+    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is γ of a ring with the complex
     smoothing −1/u, times r/u. For β, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ, and σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
@@ -270,7 +270,7 @@ def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> Tim
     radius = max(np.abs(np.roots(below.astype(np.float32))), default=0.0)
     if not radius < 1:
         remedy = f"the largest pole has the absolute value {radius:.7g}"
-        stable = "that of a filter whose poles are inside the unit circle, in float32"
+        stable = "such that all poles of the filter are inside the unit circle, in float32"
         raise refusal("denominator", stable, denominator, remedy)
     order = max(len(above), len(below)) - 1
     above = above * below.sum() / (above.sum() or math.inf)
@@ -280,7 +280,7 @@ def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> Tim
     entry = above[1:] - above[0] * below[1:]
     if not _least_response(matrix, entry, radius) > 0 or above.sum() == 0:
         remedy = "take a low-pass filter, such as scipy.signal.butter(1, 0.1)"
-        positive = "that of a filter whose response to a constant signal is positive in all steps"
+        positive = "such that the response to a constant signal is positive in all steps"
         raise refusal("numerator", positive, numerator, remedy)
     return TimeFilter(matrix, entry, float(above[0]))
 
