@@ -83,9 +83,9 @@ def add_correlated_noise(
     C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. As with
     `add_gaussian_noise`, the noise is the same after resuming and on any mesh.
 
-    There is no noise for steps beyond `correlation.steps`, for a state that was made for a different
-    correlation, or for a `stddev` that changes. In these cases, `update` raises an error or, inside
-    `jit`, returns NaN. To take more steps, start again with a new key and a new state, which
+    There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
+    or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
+    returns NaN. To take more steps, start again with a new key and a new state, which
     counts as a second mechanism.
 
     Args:

@@ -319,7 +319,7 @@ class DiscreteGaussian:
     4T/(2z²) with "replace_one", as with continuous noise. Then ε is the minimum over α > 1 of
     αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound (Canonne, Kamath, Steinke 2020,
     The Discrete Gaussian for Differential Privacy). Continuous noise has an exact analysis, so its
-    ε is somewhat smaller.
+    ε is somewhat smaller than this one.
 
     Args:
         noise_multiplier: z, the scale of the noise, divided by the largest norm that one example

@@ -2,7 +2,7 @@
 
 A canary is an example designed to leave a trace in the model. The attacker computes a score from
 the trained model, and guesses "in" if the score exceeds a threshold. If the guesses are better than
-(ε, δ)-differential privacy allows, the true ε must be larger.
+(ε, δ)-differential privacy allows, the training is not (ε, δ)-private.
 """
 
 import math

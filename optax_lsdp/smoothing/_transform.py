@@ -95,13 +95,13 @@ def laplacian_smooth(
             leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
             end is its own neighbour.
-        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
+        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. Higher orders keep more of slow waves and
             less of fast waves. None means 1. To pass a number with `optax.inject_hyperparams`, set
             static_args=("layout", "order").
         method: how to solve the system. Up to rounding, all methods give the same result.
             "recursive" takes linear time for any σ. "halo" is "recursive" for sharded arrays:
             devices exchange two numbers for each contiguous segment that they hold. On TPUs with
-            automatic mesh axes, XLA splits "recursive" itself, and may exchange a little more.
+            automatic mesh axes, XLA splits "recursive" itself, and may exchange more numbers.
             "banded" cuts the kernel off where it is too small to change a float, and needs σ as a
             number. "matrix" is for small grids. "fft" covers every case. "auto" chooses the fastest
             method that can smooth the leaf. On TPUs it never chooses "fft": for 10⁶ entries on TPU
