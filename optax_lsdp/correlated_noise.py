@@ -34,23 +34,23 @@ from optax_lsdp.noise import (
 
 __all__ = ["AddCorrelatedNoiseState", "add_correlated_noise"]
 
-_OTHER = "`correlation` must be the one for which the state was made, got another"
+_OTHER = "`correlation` must be the one for which the state was made, got a different one"
 
 
 class AddCorrelatedNoiseState(NamedTuple):
-    """The key and the past noises, which are secrets, and the number of steps.
+    """The state of `add_correlated_noise`. The key and the past noises are secrets.
 
     Attributes:
         key: the key of all draws.
         step: the number of steps so far.
-        start: the step at which this noise began: 0, or that of the last `restart_noise`.
-        fingerprint: a hash of the correlation, in two uint32 words. An update with another
-            correlation raises an error, or returns NaN inside `jit`.
-        past: for each leaf, the noises of the last b − 1 steps, divided by `stddev`, stacked along
-            a first axis. The noise of step t is in row t mod (b − 1). It is () if the
-            correlation needs no past noises.
-        stddev: that of the first step, or 0 before it. An update with another one raises an error,
-            or returns NaN inside `jit`.
+        start: the step at which this noise began: 0, or the step of the last `restart_noise`.
+        fingerprint: a hash of the correlation C for which this state was made, in two uint32 words.
+            An update with a different C raises an error, or returns NaN inside `jit`.
+        past: if C has b bands, then for each leaf the noises of the last b − 1 steps, divided by
+            `stddev` and stacked along a first axis. Row t mod (b − 1) is the noise of step t. If no
+            past noises are needed, `past` is ().
+        stddev: the `stddev` of the first step, or 0 before the first step. A later step with a
+            different `stddev` raises an error, or returns NaN inside `jit`.
     """
 
     key: jax.Array
@@ -62,7 +62,7 @@ class AddCorrelatedNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Tell `watch` that what precedes this transform is private."""
+        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:
@@ -77,15 +77,15 @@ def add_correlated_noise(
     The sum of such noises over many steps is smaller than with independent noise; see
     `optax_lsdp.correlation`. `accounting.CorrelatedGaussian` computes ε, which requires batches of
     a `CyclicPoissonSampler`, or the same order of examples in every epoch. A `PrivacyPlan` with a
-    `correlation` has both.
+    `correlation` draws such batches and computes ε.
 
     If C has b bands, the state holds the noises of the last b − 1 steps, in float32 or float64. If
     C⁻¹ is banded, the state holds no noises: earlier draws are drawn again. As with
     `add_gaussian_noise`, the noise is the same after resuming and on any mesh.
 
-    There is no noise for steps beyond `correlation.steps`, for a state that was made for another
-    correlation, or for a `stddev` that changes. An update then raises an error. Inside `jit`, it
-    returns NaN instead. To take more steps, start again with a new key and a new state, which
+    There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
+    or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
+    returns NaN. To take more steps, start again with a new key and a new state, which
     counts as a second mechanism.
 
     Args:
@@ -100,8 +100,9 @@ def add_correlated_noise(
     Raises:
         TypeError: if `correlation` is not a Correlation; for other arguments, see
             `add_gaussian_noise`.
-        ValueError: if `stddev` is a schedule, if `updates` differ from the parameters for which
-            the state was made, and for the updates above; see also `add_gaussian_noise`.
+        ValueError: if `stddev` is a schedule; if `updates` differ from the parameters for which
+            the state was made; if there is no noise for a step, as described above; or as for
+            `add_gaussian_noise`.
 
     >>> from optax_lsdp.correlation import optimize_banded
     >>> tx = add_correlated_noise(1.0, optimize_banded(100, bands=8), key=jax.random.key(0))
@@ -152,7 +153,7 @@ def add_correlated_noise(
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
         if not isinstance(state, AddCorrelatedNoiseState):
-            demand = "that of `add_correlated_noise`"
+            demand = "the state of `add_correlated_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
@@ -172,7 +173,7 @@ def add_correlated_noise(
         first = jnp.where(state.stddev == 0, now, state.stddev)
         is_first = now == first
         if not (isinstance(is_first, jax.core.Tracer) or is_first or jnp.isnan(now)):
-            raise refusal("stddev", f"that of the first step, {first}", float(now))
+            raise refusal("stddev", f"the same as in the first step, {first}", float(now))
         noisy = add_scaled(total, noises, stddev, is_good & is_first)
         step = optax.safe_increment(state.step)
         return noisy, state._replace(step=step, past=past, stddev=first)
@@ -186,7 +187,7 @@ def is_noise_state(node: object) -> bool:
 
 
 def has_correlated_noise(state: optax.OptState) -> bool:
-    """Return whether a part of an optimizer's state is that of `add_correlated_noise`."""
+    """Return whether an optimizer's state contains a state of `add_correlated_noise`."""
     leaves = jax.tree.leaves(state, is_leaf=is_noise_state)
     return any(isinstance(leaf, AddCorrelatedNoiseState) for leaf in leaves)
 
@@ -199,7 +200,7 @@ def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
     """Return an optimizer state whose noise begins again at its present step, with a new key.
 
-    Correlated noise becomes a second mechanism, which knows no noise of the first.
+    Correlated noise then is a second mechanism, which is independent of all earlier noise.
     """
 
     def restarted(node: PyTree) -> PyTree:
@@ -215,7 +216,7 @@ def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def _change_first_noise(
     state: optax.OptState, change: Callable[[PyTree], PyTree]
 ) -> optax.OptState:
-    """Change the first noise state, that of `privatize`. Any other noise stays as it is."""
+    """Change the first noise state, which belongs to `privatize`. Leave all others as they are."""
     changes = iter([change])
 
     def change_one(node: PyTree) -> PyTree:
@@ -229,8 +230,8 @@ def _subtract_past(
 ) -> list[jax.Array]:
     """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf.
 
-    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is taken larger by 2e-7, so that no entry
-    of the matrix which is in fact applied exceeds that of C, for which ε is computed.
+    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is increased by a factor 1 + 2e-7. So no
+    entry of the matrix that is effectively used exceeds the entry of C, for which ε is computed.
     """
     rows = len(coefficients) - 1
     lags = (
@@ -247,8 +248,9 @@ def _subtract_past(
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
     """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
 
-    Accelerators read eight rows in one kernel. On a CPU, XLA would then copy each row and, twice,
-    the whole past. On a TPU, it would copy the rows of a vector, which its memory interleaves.
+    Accelerators read eight rows in one kernel. With such a kernel, XLA on a CPU would copy each row
+    and, twice, the whole past. XLA on a TPU would copy rows of vectors, which its memory
+    interleaves.
     """
 
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
@@ -283,13 +285,13 @@ def _combine_draws(
 
 
 def _check_state(state: AddCorrelatedNoiseState, fingerprint: np.ndarray, steps: int) -> None:
-    """Raise for a state of another correlation or without steps left; in `jit`, noise is NaN."""
+    """Raise, outside `jit`, if the state is for a different correlation or has no steps left."""
     is_same, taken = (state.fingerprint == fingerprint).all(), state.step - state.start
     if not (isinstance(is_same, jax.core.Tracer) or is_same):
         raise ValueError(f"{_OTHER}; resume with the same correlation.")
     if not isinstance(taken, jax.core.Tracer) and taken >= steps:
         raise ValueError(
-            f"`state` must have taken fewer than {steps} steps, those of the correlation, got "
+            f"`state` must have taken fewer than {steps} steps, the steps of the correlation, got "
             f"{taken} steps; start again with a new key and a new state, as a second mechanism."
         )
 

@@ -2,9 +2,9 @@
 
 Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻¹Z, where C is a
 lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
-much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most its
-clip norm, as with independent noise. But the sum of the noises over all steps is smaller, because
-C⁻¹ subtracts from each step's noise a part of the noise of earlier steps. C is a Toeplitz matrix:
+much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most the
+clip norm, as with independent noise. But over all steps, the noises add up to less than independent
+noises, because C⁻¹ subtracts from each step's noise a part of the earlier noise. C is Toeplitz:
 its first column determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws
 the noise, and `accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
 """
@@ -71,14 +71,14 @@ _PREFIX_SUM = Workload()
 
 @dataclass(frozen=True)
 class Correlation:
-    """A lower-triangular Toeplitz matrix C of which no column has a norm above 1.
+    """A lower-triangular Toeplitz matrix C, in which no column has a norm above 1.
 
-    The last columns are shorter than the first, so the last steps have more noise than they need.
+    The last columns have smaller norms than the first, so the last steps have excess noise.
 
     Attributes:
         steps: T, the number of rows. There is no noise for later steps.
-        coefficients: the first column of C without its zeros, at most T numbers, the first of
-            which is positive; with `is_inverse`, the first column of C⁻¹.
+        coefficients: the first column of C or, with `is_inverse`, of C⁻¹, without final zeros: at
+            most T numbers, the first of which is positive.
         is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
             draws, which are drawn again, so that no past noise is stored. C has T bands. The
             coefficients are rounded to float32, and C is the inverse of the rounded matrix.
@@ -103,12 +103,12 @@ class Correlation:
         vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
             remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, that norm"
-            demand = "those of a matrix C without a column of norm above 1"
+            demand = "such that no column of the matrix C has a norm above 1"
             raise checks.refusal("coefficients", demand, self.coefficients, remedy)
         if self.is_inverse:
             self._round_inverse(found)
         if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
-            demand = "those of a matrix whose inverse has no entry above 1e+06"
+            demand = "such that the matrix's inverse has no entry above 1e+06"
             raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
@@ -135,7 +135,7 @@ class Correlation:
         return (_padded if self.is_inverse else _inverse)(self.coefficients, self.steps)
 
     def squared_errors(self, workload: Workload = _PREFIX_SUM) -> np.ndarray:
-        """Return the variance of the noise in each parameter after each step, if that of Z is 1."""
+        """Return the variance of the noise in a parameter after each step, for Z of variance 1."""
         checks.check_kind("workload", workload, Workload)
         summed = workload.with_momentum(self.noise_column())
         if (rates := workload.rates(self.steps)) is None:
@@ -148,14 +148,14 @@ class Correlation:
     def sensitivity(self, min_separation: int, steps: int | None = None) -> float:
         """Return how far all uses of one example can move CX, in units of the clip norm.
 
-        Two uses of the example are at least `min_separation` steps apart. The result is exact, up
-        to 1e-9, if C has at most that many bands, so that columns of two uses are orthogonal, or if
-        the first column is non-negative and does not increase (arXiv 2405.13763, Theorem 2).
-        Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153, Algorithm 3 for each row).
+        The result is exact, up to 1e-9, if C has at most `min_separation` bands, so that columns of
+        two uses are orthogonal, or if the first column is non-negative and does not increase
+        (arXiv 2405.13763, Theorem 2). Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153,
+        Algorithm 3 for each row).
 
         Args:
-            min_separation: the steps of an epoch, if every epoch has the same order.
-            steps: how many steps are taken; all, if None.
+            min_separation: the fewest steps from one use to the next; with a fixed order, an epoch.
+            steps: how many steps are taken. None means all steps.
 
         >>> round(independent(100).sensitivity(min_separation=25), 6)  # 4 uses
         2.0
@@ -163,7 +163,7 @@ class Correlation:
         return float(np.r_[0.0, self.sensitivities(min_separation, steps)][-1])
 
     def sensitivities(self, min_separation: int, steps: int | None = None) -> np.ndarray:
-        """Return upper bounds on the sensitivity after each step, exact where it is exact."""
+        """Return upper bounds on the sensitivity after each step, exact where `sensitivity` is."""
         checks.check_whole("min_separation", min_separation)
         taken = self.steps if steps is None else steps
         checks.check_whole("steps", taken, least=0)
@@ -217,11 +217,10 @@ def banded_inverse(
     With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
     factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
     γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
-    It suits several epochs in one fixed order. `accounting` knows no amplification for it.
+    This C suits several epochs in one fixed order. `accounting` knows no amplification for it.
 
-    The noise of a step combines `bands` draws. `power` is γ in [0, 1]. If it is None, it becomes
-    the γ with the smallest mean squared error, for uses of an example that are `min_separation`
-    steps apart. If that is None, an example is used once.
+    The noise of a step combines `bands` draws. `power` is γ in [0, 1]. By default, γ minimizes the
+    mean squared error for examples used every `min_separation` steps, or once if that is None.
 
     >>> chosen = banded_inverse(100, bands=2, min_separation=25)
     >>> bool(chosen.squared_errors().mean() < independent(100).squared_errors().mean())
@@ -263,9 +262,10 @@ def optimize_banded(
 ) -> Correlation:
     """Return the banded Toeplitz matrix C with the smallest squared error, found by L-BFGS.
 
-    More bands cancel more noise, but need b − 1 copies of the parameters, and with cyclic Poisson
-    sampling, ε grows with b (BandMF, arXiv 2306.08153 and 2405.15913). `error` is the "mean" over
-    all steps or, with a constant learning rate, the "max". Other banded matrices can be better.
+    `error` selects what is minimized: the "mean" of the squared errors after all steps, or their
+    "max", which requires a constant learning rate. Matrices that are not Toeplitz can have smaller
+    errors. With b bands, the noise needs b − 1 copies of the parameters. More bands cancel more
+    noise, but with cyclic Poisson sampling, ε grows with b (BandMF, arXiv 2306.08153, 2405.15913).
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -297,7 +297,7 @@ def optimize_banded(
 
 
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
-    """Return a lower bound on the mean, and so on the largest, squared error of any matrix C.
+    """Return a lower bound on the mean, and thus on the largest, squared error of any matrix C.
 
     Let A = BC be the workload's matrix. Its singular values sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in
     Frobenius norms. ‖B‖²/T is the mean squared error.
@@ -336,7 +336,7 @@ def _error_function(
         demand = "None with error='max', because the last step need not have the largest error"
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
     checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit with learning rates")
-    # For C⁻¹'s column g after momentum: gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
+    # For C⁻¹'s column g after momentum, gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
     form, weights = np.zeros((steps, steps)), rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):
         sums = np.cumsum((weights[lag:] * rates[: steps - lag])[::-1])[::-1]
@@ -373,7 +373,7 @@ def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -
 
 
 def _repeated(values: np.ndarray, separation: int) -> np.ndarray:
-    """Return the sum of the values and of their shifts by one separation, by two, and so on."""
+    """Return the sum of the values and of their shifts by one, two, three, … separations."""
     padded = _padded(values, values.size + -values.size % separation)
     return np.cumsum(padded.reshape(-1, separation), axis=0).ravel()[: values.size]
 
@@ -386,7 +386,7 @@ def _squared_bound(column: np.ndarray, separation: int) -> float:
 
 
 def _most(values: np.ndarray, separation: int) -> np.ndarray:
-    """Return the largest sum of values ≥ 0 in the last axis, at least `separation` apart."""
+    """Return, for each row, the largest sum of values ≥ 0 at places `separation` or more apart."""
     best = np.zeros((*values.shape[:-1], values.shape[-1] + separation))
     for place in reversed(range(values.shape[-1])):
         used = values[..., place] + best[..., place + separation]

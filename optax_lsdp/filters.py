@@ -1,8 +1,8 @@
 """Filter noisy updates in time, and keep noise out of Adam's second moments.
 
 `low_pass` is a recursive filter of the sequence of updates. `scale_by_debiased_adam` subtracts the
-variance of the noise from Adam's second moments. To know this variance behind smoothing and
-filters, `denoised` follows it through a sequence of `Denoiser`s, leaf by leaf.
+variance of the noise from Adam's second moments. `denoised` computes this variance, leaf by leaf,
+after a sequence of `Denoiser`s, such as smoothing and filters.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Smoothing: TypeAlias = Stage | Sequence[Stage]
 
 
 class LowPassState(NamedTuple):
-    """The memory of a filter of order N, for updates with `leaves` leaves.
+    """The state of a `low_pass` filter of order N, for updates with `leaves` leaves.
 
     Attributes:
         delays: N trees like the updates: what past updates add to the next outputs.
-        response: the same for a constant signal 1, with shape (N,).
-        covariance: of the noise in the N delays of one entry, with shape (leaves, N, N).
-        noise_variance: of the noise in the last output, with shape (leaves,). It is that of noise
-            of variance 1, unless `privatize` tells the filter the variance of its input.
+        response: the delays for the constant signal 1, with shape (N,).
+        covariance: the noise's covariance in the N delays of one entry, with shape (leaves, N, N).
+        noise_variance: the variance of the noise in the last output, with shape (leaves,). The
+            input's noise has variance 1, unless `privatize` passes its variance to the filter.
     """
 
     delays: tuple[optax.Updates, ...]
@@ -50,13 +50,13 @@ class LowPassState(NamedTuple):
 
 
 class ScaleByDebiasedAdamState(NamedTuple):
-    """Adam's moments, and the same average of the noise's variance as that in `nu`.
+    """The state of `scale_by_debiased_adam`: Adam's moments, and how much noise is in them.
 
     Attributes:
         step: the number of steps taken so far.
         mu: the moving average of the updates.
         nu: the moving average of the squared updates.
-        noise: the moving average of the noise's variance, with shape (leaves,).
+        noise: the moving average of the noise's variance, weighted like `nu`: (leaves,).
     """
 
     step: jax.Array
@@ -69,8 +69,8 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
     """Filter the sequence of updates: y_t = Σₖ bₖ x_(t−k) − Σₖ aₖ y_(t−k), corrected at the start.
 
     The gradient changes slowly from step to step, and the noise does not. So a filter that keeps
-    slow changes removes noise, at no cost in ε. As every filter, it also delays the gradient, which
-    can make large step sizes unstable.
+    slow changes removes noise, at no cost in ε. Like every filter, it also delays the gradient,
+    which can make large step sizes unstable.
 
     The output is divided by the filter's response to the constant signal 1. So constant updates
     pass unchanged from the first step on, and multiplying `numerator` by a number changes nothing.
@@ -84,9 +84,9 @@ def low_pass(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) 
     Args:
         numerator: b₀, b₁, …, as `scipy.signal` returns them; b₀ must not be 0.
         denominator: a₀, a₁, …; all poles of the filter must be inside the unit circle. The default
-            is a weighted mean of the last updates. Both are divided by a₀. `low_pass([0.1], [1,
-            -0.9])` is `optax.ema(0.9)`, and `low_pass(*scipy.signal.butter(1, 0.1))` is a
-            Butterworth filter that keeps frequencies below 0.05 per step.
+            gives a weighted mean of the last updates. Both arguments are divided by a₀.
+            `low_pass([0.1], [1, -0.9])` is `optax.ema(0.9)`. `low_pass(*scipy.signal.butter(1,
+            0.1))` is a Butterworth filter that keeps frequencies below 0.05 per step.
 
     Raises:
         TypeError: if an argument is not a sequence of numbers.
@@ -166,12 +166,12 @@ def scale_by_debiased_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """Scale updates as Adam would without noise: u = m̂ / √max(v̂ − n̂, floor·e).
 
-    Adam divides by √v̂, where v̂ is the average of squared updates. Noise adds its variance to v̂ and
-    often dominates it. Then all entries are divided by the same number, and Adam is SGD with
-    momentum. This transform subtracts n̂, the same average of the noise's variance, which is public.
-    Here e = n̂·√(2g), and g = (1 − b2)(1 + b2ᵗ) / ((1 + b2)(1 − b2ᵗ)): if an update is only
-    noise that is independent between steps, then e is the standard error of v̂ in step t. So the
-    floor keeps entries from long steps where v̂ exceeds n̂ by chance.
+    Adam divides m̂, the average of updates, by √v̂, where v̂ is the average of squared updates. Noise
+    adds its variance to v̂ and often dominates v̂. Then all entries are divided by the same number,
+    and Adam is SGD with momentum. This transform subtracts n̂, the average of the noise's variance,
+    which is public. Here e = n̂·√(2g), and g = (1 − b2)(1 + b2ᵗ) / ((1 + b2)(1 − b2ᵗ)): if updates
+    are only noise that is independent between steps, then e is the standard error of v̂ in step t.
+    So `floor` prevents a long step where v̂ − n̂ is small only by chance.
 
     Inside `privatize`, the variance is known: it follows from noise multiplier, clip norm, batch
     size, smoothing and `low_pass` filters, for each leaf and step, also with schedules and with one
@@ -182,8 +182,8 @@ def scale_by_debiased_adam(
         b1: the decay of the average m of updates.
         b2: the decay of the averages v and n.
         eps: added to the root, as in Adam.
-        floor: how many standard errors e the corrected second moment is at least. The DP-AdamBC
-            paper has a constant instead, which must be tuned to the scale of the noise.
+        floor: the least value of the corrected second moment, in units of e. The DP-AdamBC paper
+            has a constant instead, which must be tuned to the scale of the noise.
         noise_stddev: the standard deviation of the noise in the updates that this transform gets,
             after smoothing and filters: one number, or a tree with one number per leaf, or a
             schedule of either. The default, None, is for `privatize`. Smoothing multiplies the
@@ -191,8 +191,8 @@ def scale_by_debiased_adam(
             noise is correlated between steps, pass a schedule of its standard deviation.
 
     Raises:
-        ValueError: if a number is out of range; or, in `update`, if the noise is not known, or a
-            filter stands between it and this transform where `privatize` cannot see it.
+        ValueError: if a number is out of range; or, in `update`, if the noise is not known. The
+            `init` of `privatize` refuses an `optimizer` with both this transform and `low_pass`.
 
     Reference: Tang et al. 2024, DP-AdamBC: Your DP-Adam Is Actually DP-SGD (Unless You Apply Bias
     Correction).
@@ -286,10 +286,10 @@ def denoised(
 ) -> optax.GradientTransformationExtraArgs:
     """Chain denoisers and an optimizer, and tell the optimizer how much noise is left.
 
-    `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. A
-    debiased optimizer then gets `noise_variance`: that behind the stages, with shape (leaves,). A
-    stage that is not a `Denoiser` could do anything to the noise, so then it gets nothing.
-    `smooths`: `auto_smooth` stands in front. `varies`: no `stddev` of a stage can be right.
+    `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. If
+    all stages are `Denoiser`s, a debiased optimizer gets the variance after the last stage as
+    `noise_variance`, with shape (leaves,). `smooths` says that `auto_smooth` precedes the stages,
+    `varies` that no `stddev` of a stage can be right, for example with correlated noise.
     """
     transforms = [optax.with_extra_args_support(stage) for stage in (*stages, optimizer)]
     *before, last = transforms
@@ -304,7 +304,7 @@ def denoised(
         is_debiased = ScaleByDebiasedAdamState in _kinds(states[-1])
         in_time = [isinstance(state, LowPassState) for state in states[:-1]]
         if is_debiased and max(sum(in_time), len(in_time) - sum(in_time) + smooths) > 1:
-            demand = "one smoothing and one filter at most with debiased moments"
+            demand = "at most one smoothing and one filter if the optimizer is debiased"
             raise checks.refusal("smoothing", demand, f"{len(in_time) + smooths} stages")
         if {LowPassState, ScaleByDebiasedAdamState} <= _kinds(states[-1]):
             raise ValueError(
@@ -344,7 +344,7 @@ def denoised(
 def _next_delays(
     delays: tuple[optax.Updates, ...], updates: optax.Updates, recursion: TimeFilter
 ) -> tuple[optax.Updates, ...]:
-    """Return A d + B x. In each row, A has only its first entry, and a 1 right of the diagonal."""
+    """Return A d + B x. Outside its first column, A has only ones, right above its diagonal."""
 
     def row(index: int) -> optax.Updates:
         first, own = float(recursion.matrix[index, 0]), float(recursion.entry[index])
@@ -394,7 +394,7 @@ def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) ->
 
 
 def _kinds(state: optax.OptState) -> set[type]:
-    """Return which transforms of this module are part of an optimizer, by their states."""
+    """Return the types of this module's states that occur in an optimizer's state."""
     own = (LowPassState, ScaleByDebiasedAdamState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, own))
     return {type(node) for node in nodes}

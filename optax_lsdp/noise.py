@@ -51,14 +51,14 @@ _SMALL = 2**13  # leaves with at most this many entries share draws
 
 
 class AddGaussianNoiseState(NamedTuple):
-    """The key of the noise, which is a secret, and the number of steps that used it."""
+    """The state of `add_gaussian_noise`: the secret key, and the number of steps that used it."""
 
     key: jax.Array
     step: jax.Array
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` can refuse a place before the noise in a chain."""
+        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise

@@ -82,9 +82,8 @@ def privatize(
         correlation: how noise is correlated between steps; see `add_correlated_noise`. It excludes
             schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
-        shard_specs: how `shard_map` splits the summed gradients over its mesh axes; see
-            `add_gaussian_noise`. `privatize` passes `shard_specs` to `laplacian_smooth` as well. If
-            `smoothing` is a transform, set the transform's own `shard_specs`.
+        shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. Also
+            used for smoothing, except for transforms in `smoothing`, which have their own.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
@@ -264,8 +263,8 @@ def dp_lsadam(
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
     For the arguments, see `privatize`; σ is 1 by default. With `debias`, the noise that smoothing
-    leaves is subtracted from Adam's second moments; see `scale_by_debiased_adam`. The steps are
-    then longer, so try smaller learning rates too.
+    leaves is subtracted from Adam's second moments; see `scale_by_debiased_adam`. This makes steps
+    longer, so try smaller learning rates too.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
@@ -292,7 +291,7 @@ def steps_taken(state: optax.OptState) -> jax.Array:
 def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
     """Raise if a setting cannot be combined with correlated noise.
 
-    The settings in `constant` must not vary from step to step. Those in `absent` assume independent
+    Settings in `constant` must not vary from step to step. Settings in `absent` assume independent
     noise, so they must be None.
     """
     for name, value in (constant | absent).items():

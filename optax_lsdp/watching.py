@@ -2,47 +2,47 @@
 
 A release yₜ is the noisy mean of clipped gradients at the parameters wₜ. Its conditional mean is
 ḡₜ, the clipped gradient averaged over the whole dataset, and its error is εₜ = ξₜ + ζₜ. The noise
-ξₜ is Gaussian with covariance s²I. The sampling error ζₜ has a covariance Σₜ of trace at most v²:
-v² = C²(1 − q)/b with Poisson batches, because Σₜ = (1 − q)/b times the mean of cᵢcᵢᵀ over all
-clipped gradients cᵢ, and ‖cᵢ‖ ≤ C. Batches without replacement have (n − b)/((n − 1)b) times the
-*centred* second moment, which is smaller, so v² = C²(n − b)/((n − 1)b). Full batches have v = 0.
+ξₜ is Gaussian with covariance s²I. The sampling error ζₜ has a covariance Σₜ of trace at most v².
+Poisson batches of expected size b, sampled at rate q, have v² = C²(1 − q)/b: Σₜ is (1 − q)/b times
+the mean of cᵢcᵢᵀ over all clipped gradients cᵢ, and ‖cᵢ‖ ≤ C. Batches of b examples of n, without
+replacement, have v² = C²(n − b)/((n − 1)b), from the *centred* second moment. Full batches: v = 0.
 
-The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩. Its two ends are estimated as follows.
+The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ₊₁⟩. Both terms are estimated as follows.
 
 - *The end of the step*: Δₜ is known before εₜ₊₁ is drawn, so ⟨Δₜ, yₜ₊₁⟩ has the conditional mean
   ⟨Δₜ, ḡₜ₊₁⟩ and at most the conditional variance (s² + v²)‖Δₜ‖².
 - *The start of the step*: Δₜ depends on εₜ. By Stein's identity E⟨Δₜ, ξₜ⟩ = s² E tr Jₜ for the
   Jacobian Jₜ = ∂Δₜ/∂yₜ, and Hutchinson's estimate of s² tr Jₜ is subtracted: the optimizer is
-  asked for its update once more, at yₜ + hω with public signs ω and h = s/8. The difference p of
-  both updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
-  itself, as SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
+  also asked for its update at yₜ + hω with public signs ω and h = s/8. The difference p of both
+  updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
+  itself, like SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
   the entries within h of the jump. After eight steps, only every eighth step is probed. A probe
-  serves the steps until the next, which corrects for linear drift of tr J; other drift is a bias.
-  Optimizers that collect updates are probed in every step.
+  serves all steps until the next probe, which corrects for linear drift of tr J; other drift is a
+  bias. Optimizers that collect updates are probed in every step.
 
 The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
 ½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
 martingale differences, so their variances add. With full batches, the variance of the first is
 ¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again); the expectation of ‖p‖²/h² is ‖Jₜ‖²_F,
-which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F. This is
-estimated by half the squared change since the last probe, which counts drift too, plus a share 1/m
-of the bound at probe m. Steps that share a probe share its error, so they add up before squaring.
+which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F. Half the
+squared change since the last probe, which counts drift too, estimates this variance; at probe m, a
+share 1/m of the bound is added. Errors of steps that share a probe are added before squaring.
 
 With an `AdaptiveClip`, s and v are multiplied by a factor that depends on the noisy slack of the
 step. Given slack and past, ξₜ is still Gaussian, because the noise of the slack is independent. So
 all of this holds with s = sₜ, and ḡₜ is the mean that the factor of step t gives. If batches are
-sampled, the factor and ζₜ depend on the same batch; their correlation is neglected.
+sampled, the factor and ζₜ depend on the same batch; the correlation of the two is neglected.
 
 If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
 optimizer that descends and at least −λv², where λ is the largest entry of |p|/h. No product of
-releases reveals it, because the releases only show its sum with the curvature ΔₜᵀHΔₜ. So the middle
-estimate is a lower limit, and there are two upper limits: the middle estimate plus ½λv² per step,
-and the sum of all ends, which is too high by half the curvature where this is positive. The curve
+releases reveals this term: they only show its sum with the curvature ΔₜᵀHΔₜ, for the Hessian H. So
+the middle estimate is a lower limit, and there are two upper limits: the middle estimate plus ½λv²
+per step, and the sum of all ends, which is too high by half of any positive curvature. The curve
 is the smaller upper limit, and half its distance to the lower limit is added to the standard error.
 
 The bound (s² + v²)‖Δₜ‖² is far above the variance if sampling errors point in many directions. So
-the part of sampling is estimated by half the squared differences of consecutive ends, less the
-known part of noise, which errs upward. After t steps, a share 1/t of the bound is added.
+the variance from sampling is estimated: half the squared differences of consecutive ends, less the
+known variance from noise. This errs upward. After t steps, a share 1/t of the bound is added.
 
 References: Stein 1981, Estimation of the Mean of a Multivariate Normal Distribution; Hutchinson
 1990, A Stochastic Estimator of the Trace of the Influence Matrix.
@@ -90,12 +90,12 @@ class WatchSums(NamedTuple):
 class Probe(NamedTuple):
     """What the last probe has shown of the Jacobian J = ∂Δ/∂y."""
 
-    trace: jax.Array  # of J, with Hutchinson's error
+    trace: jax.Array  # tr J, with Hutchinson's error
     square: jax.Array  # ‖p‖²/h², whose mean is ‖J‖²_F
     steepest: jax.Array  # λ
     doubt: jax.Array  # the variance of `trace`
-    used: jax.Array  # the sum of ½s² over the steps that have used it
-    steps: jax.Array  # how many steps with noise have used it
+    used: jax.Array  # the sum of ½s² over the steps that have used this probe
+    steps: jax.Array  # how many steps with noise have used this probe
 
 
 # Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe, in one array.
@@ -103,7 +103,7 @@ Advance: TypeAlias = tuple[optax.Updates, optax.OptState, jax.Array, jax.Array]
 
 
 class WatchState(NamedTuple):
-    """The state of the optimizer, its last step, and sums over all steps. All of it is public."""
+    """The state of `watch`: the optimizer's state, its last step, and sums over steps. Public."""
 
     optimizer: optax.OptState
     step: jax.Array  # how many releases were seen
@@ -122,8 +122,8 @@ class TrainingCurve(NamedTuple):
         steps: 0, 1, 2, …: how many steps were taken.
         work: the estimated change of the clipped loss in these steps.
         stderr: the standard error of `work`.
-        signal_to_noise: for each leaf, the mean of (‖y‖² − s²d)/(s²d) over all releases y, where
-            d is the size of the leaf. It is 0 up to its error √(2/(d·steps)) if y is only noise.
+        signal_to_noise: for each leaf of size d, the mean of (‖y‖² − s²d)/(s²d) over all releases
+            y with noise of standard deviation s. Pure noise gives 0 ± √(2/(d·steps)).
             Sampling counts as signal. Releases that an `AdaptiveClip` makes zero do not count.
     """
 
@@ -179,10 +179,10 @@ def watch(
     steps. With batches that are sampled, the curve errs upward: it counts the
     curvature along a step twice, or it takes all clipped gradients to be as long as the clip norm,
     whichever is less. The standard error covers this, the noise and the sampling, if the curvature
-    along the steps is positive on the whole. With small batches and large step sizes it is wide.
+    along the steps is positive on the whole. With small batches and large step sizes it is large.
     The estimate would be wrong with noise that is correlated between steps, with a standard
     deviation or smoothing that depends on the release itself, with batches that depend on earlier
-    batches, as those of `ShuffledSampler`, and with Poisson batches that are often truncated.
+    batches, like those of `ShuffledSampler`, and with Poisson batches that are often truncated.
 
     Args:
         optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
@@ -320,7 +320,7 @@ def _collects_updates(node: object) -> bool:
 def training_curve(state: PyTree) -> TrainingCurve:
     """Return the curve that a watched optimizer has recorded in its state; see `watch`.
 
-    `state` is that of `watch`, or a tree that contains it, such as the state of `privatize`, a
+    `state` is the state of `watch`, or a tree that contains it, such as the state of `privatize`, a
     `TrainState` or an `nnx.Optimizer`'s state. The work of a step is known after the next release.
     So after t releases, the curve has the t points from 0 to t − 1 steps.
 
@@ -337,7 +337,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
         raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")
     if is_before_noise(state, _is_watch_state):
         raise ValueError(
-            "`state` must be that of a chain with `watch` after the noise, got one with `watch` "
+            "`state` must come from a chain with `watch` after the noise, got one with `watch` "
             "before the noise, whose curve is private; put `watch` after `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
@@ -365,7 +365,7 @@ def describe_work(work: float, stderr: float) -> str:
 def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     """Return the estimated work of the first `count` steps, and its standard error: (2,).
 
-    The lower limit is the middle estimate. Without sampling, it is the only one.
+    Without sampling, the middle estimate is the result. With sampling, it is the lower limit.
     """
     gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
     most = jnp.maximum(sums.ends_noise, sums.middle_noise)
@@ -373,7 +373,7 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     count = jnp.maximum(count, 1).astype(float)
     found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
     sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
-    # Not in squares: the gap is no random error, and must be covered beside two random errors.
+    # The gap is not random, so it is not added in squares: two standard errors cover it whole.
     return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
 
 

@@ -275,7 +275,7 @@ BAD = {
         lambda: add(INVERSE).update(
             jnp.zeros(3), lsdp.add_gaussian_noise(1.0, key=KEY).init(jnp.zeros(3))
         ),
-        "`state` must be that of `add_correlated_noise`, got AddGaussianNoiseState",
+        "`state` must be the state of `add_correlated_noise`, got AddGaussianNoiseState",
     ),
     "other names": (
         lambda: add(BANDED).update({"a": jnp.zeros(3)}, add(BANDED).init({"b": jnp.zeros(3)})),
@@ -289,27 +289,28 @@ BAD = {
         lambda: jax.jit(add(BANDED).update)(
             jnp.zeros(3), add(square_root(9, 3)).init(jnp.zeros(3))
         ),
-        "got another that needs 4 past noises for a state with 2; resume with the same",
+        "got a different one that needs 4 past noises for a state with 2; resume with the same",
     ),
     "no past noises, in jit": (
         lambda: jax.jit(add(BANDED).update)(jnp.zeros(3), add(INVERSE).init(jnp.zeros(3))),
-        "got another that needs 4 past noises for a state with 0; resume with the same",
+        "got a different one that needs 4 past noises for a state with 0; resume with the same",
     ),
     "another correlation": (
         lambda: add(INVERSE).update(jnp.zeros(3), add(banded_inverse(9, 3)).init(None)),
-        "`correlation` must be the one for which the state was made, got another; resume",
+        "`correlation` must be the one for which the state was made, got a different one; resume",
     ),
     "steps beyond the last": (
         lambda: add(INVERSE).update(
             jnp.zeros(3), add(INVERSE).init(None)._replace(step=jnp.int32(STEPS))
         ),
-        "fewer than 12 steps, those of the correlation, got 12 steps; start again with a new key",
+        "fewer than 12 steps, the steps of the correlation, got 12 steps; "
+        "start again with a new key",
     ),
     "another stddev": (
         lambda: add(INVERSE).update(
             jnp.zeros(3), add(INVERSE).init(None)._replace(stddev=jnp.float32(2))
         ),
-        "`stddev` must be that of the first step, 2.0, got 1.0",
+        "`stddev` must be the same as in the first step, 2.0, got 1.0",
     ),
     "stacked gradients": (
         lambda: add(INVERSE).update(jnp.zeros((2, 3)), add(INVERSE).init(None), jnp.zeros(3)),

@@ -342,10 +342,13 @@ def test_what_cannot_work_is_refused_in_one_sentence(name):
 @pytest.mark.parametrize(
     ("stages", "sentence"),
     [
-        ([lsdp.low_pass([0.1], [1, -0.9])] * 2, "one smoothing and one filter at most .*2 stages"),
-        ([1.0, 3.0], "`smoothing` must be one smoothing and one filter at most .* got '2 stages'"),
-        (["auto", 1.0], "`smoothing` must be one smoothing and one filter at most"),
-        ([lsdp.low_pass(*butter(4, 0.03))], "noise float32 can follow .* of order 4"),
+        ([lsdp.low_pass([0.1], [1, -0.9])] * 2, "at most one smoothing and one filter .*2 stages"),
+        ([1.0, 3.0], "`smoothing` must be at most one smoothing and one filter .* got '2 stages'"),
+        (["auto", 1.0], "`smoothing` must be at most one smoothing and one filter"),
+        (
+            [lsdp.low_pass(*butter(4, 0.03))],
+            "float32 can compute the noise variance .* got order 4",
+        ),
     ],
 )
 def test_noise_that_debiased_moments_cannot_follow_is_refused(stages, sentence):

@@ -220,7 +220,7 @@ class PrivacyProfile:
     mu_lower: float  # μ for lower bounds
     lower: tuple[Sequence[tuple[Pair, int]], ...]  # for each case, the pairs for lower bounds
     group_size: int  # k, if only the generic bound covers groups of k examples, otherwise 1
-    mu_unamplified: float  # μ as if the attacker knew every batch; no answer exceeds its ε or δ
+    mu_unamplified: float  # μ as if the attacker knew every batch; caps all upper bounds
 
     @classmethod
     def of(cls, upper: _Analyses, lower: _Analyses, group_size: int, mu_unamplified: float) -> Self:
@@ -264,7 +264,7 @@ class PrivacyProfile:
         return min(most, max(bounds.upper_delta(case, epsilon) for case in self.upper))
 
     def lower_epsilon(self, delta: float, upper: float) -> float:
-        """Return a lower bound on the smallest ε. `upper` must be an upper bound on this ε."""
+        """Return a lower bound on the smallest ε, given the upper bound `upper` on this ε."""
         if not self.lower:
             return bounds.gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
         highest = 0.0
@@ -327,7 +327,7 @@ def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
     """Return, for each case, one (part, count) per phase.
 
     Each entry of `parts` belongs to a phase. It has one part per case, and a count. If a phase has
-    fewer cases than another, its cases repeat in order.
+    fewer cases than other phases, its cases repeat in order.
     """
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]

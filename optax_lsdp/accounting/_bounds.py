@@ -97,7 +97,8 @@ def _bisect(low: float, high: float, holds: Callable[[float], bool]) -> float:
 def narrow(low: float, high: float, holds: Callable[[float], bool], precision: float) -> float:
     """Halve [low, high] until its width is at most precision·high, and return its upper end.
 
-    `holds` must be false at `low` and true at `high`. It is true at the returned point.
+    The caller ensures that `holds` is false at `low` and true at `high`. Then `holds` is true at
+    the returned point.
     """
     while low < (middle := (low + high) / 2) < high and high - low > precision * high:
         low, high = (low, middle) if holds(middle) else (middle, high)
@@ -138,7 +139,7 @@ def _refined(steps: Steps, delta: float, high: float) -> float:
 
 
 def _union_bound(steps: Steps) -> float:
-    """Return Σ T·δ(0), where each step is taken T times. It bounds δ(ε) at every ε ≥ 0."""
+    """Return Σ T·δ(0), where each step is taken T times. The sum bounds δ(ε) at every ε ≥ 0."""
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
@@ -201,9 +202,9 @@ def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
 def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float) -> float:
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
-    `upper` must be an upper bound on ε. An optimistic lattice never has a larger δ(ε) than its
-    pair, and the same holds after composition. The mesh is refined until a finer mesh gains
-    nothing.
+    The caller passes an upper bound on this ε as `upper`. An optimistic lattice never has a larger
+    δ(ε) than its pair, and the same holds after composition. The mesh is refined until a finer mesh
+    gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)

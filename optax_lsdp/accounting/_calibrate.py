@@ -260,8 +260,8 @@ def check_batch_size(batch_size: int, dataset_size: int) -> None:
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    `spent` must not decrease. It usually grows like a power of n, so the search interpolates
-    log spent(n) linearly in log n.
+    The caller ensures that `spent` does not decrease. It usually grows like a power of n, so the
+    search interpolates log spent(n) linearly in log n.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

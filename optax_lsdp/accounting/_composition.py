@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from optax_lsdp.accounting._mechanisms import Phase, SampledGaussian
 
-_MOST_KINDS = 64  # if more sampled steps are different, similar steps are made equal
+_MOST_KINDS = 64  # if there are more different sampled phases, similar phases are made equal
 
 
 class Mechanism:
@@ -187,7 +187,7 @@ def profile(phases: "tuple[SampledGaussian, ...]") -> analysis.PrivacyProfile:
 def simplify(
     phases: "Sequence[SampledGaussian]", *, more_private: bool = False
 ) -> "Sequence[SampledGaussian]":
-    """Make similar phases equal.
+    """Return the phases. If too many are different, make similar phases equal by rounding.
 
     Round noise down and rates up or, if `more_private`, noise up and rates down.
     """

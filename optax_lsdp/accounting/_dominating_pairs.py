@@ -95,10 +95,10 @@ def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
     Let the two values of the example contribute u and v, of norm at most μ. For α = e^ε ≥ 1, the
-    divergence is that of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It grows with the
-    distances of u from 0 and from v (Choquette-Choo et al. 2023, Privacy Amplification for Matrix
-    Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v of norm μ, which
-    attains both. For α < 1, exchange u and v.
+    divergence equals that of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It increases with
+    the distances of u from 0 and from v (Choquette-Choo et al. 2023, Privacy Amplification for
+    Matrix Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v of norm μ,
+    which attains both. For α < 1, exchange u and v.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -130,9 +130,9 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
     """Return m, and an upper bound on the probability that a batch has more than m group members.
 
     A group has `size` examples, and a pair models batches with at most m members of the group. m is
-    the smallest number that batches exceed with a negligible probability. If this many members
-    would move the sum by more than `_LARGEST_REACH` standard deviations, m is smaller, but at least
-    1.
+    the smallest number ≥ 1 for which more than m members have a probability below `_UNLIKELY`. But
+    if m members would move the sum by more than `_LARGEST_REACH` standard deviations, m is the
+    largest number of members that would not, or 1.
     """
 
     def exceeds(m: int) -> float:

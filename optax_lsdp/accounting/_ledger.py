@@ -60,8 +60,8 @@ class Ledger(Mechanism):
         if type(phase) not in _KINDS:
             raise TypeError(
                 "`phase` must be a SampledGaussian or a CorrelatedGaussian, got "
-                f"{repr(phase)[:200]}; append each phase separately, and for correlated noise, the "
-                "CorrelatedGaussian instead of its `dominating` phase."
+                f"{repr(phase)[:200]}; append each phase separately. For correlated noise, append "
+                "the CorrelatedGaussian itself, not its `dominating` phase."
             )
         can_merge = continues or not SCHEMES[phase.sampling].keeps_order
         if phase is not self._last or not can_merge:  # the same object needs no second check

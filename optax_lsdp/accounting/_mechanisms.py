@@ -79,8 +79,8 @@ class SampledGaussian(Mechanism):
     max_batch_size: int | None = None
     dataset_size: int | None = None
     group_size: int = 1
-    has_group_analysis: ClassVar[bool] = True  # whether Poisson batches have one for groups
-    is_exact: ClassVar[bool] = True  # False if the phase stands for one that may reveal less
+    has_group_analysis: ClassVar[bool] = True  # whether groups in Poisson batches have one
+    is_exact: ClassVar[bool] = True  # False if the phase stands for noise that may reveal less
 
     def __post_init__(self) -> None:
         is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
@@ -161,27 +161,28 @@ class CorrelatedGaussian(Mechanism):
     multiple of `cycle` steps apart. If the matrix of the correlation has at most `cycle` bands, its
     columns for these steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉
     steps of a Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified)
-    Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that the part of each
-    example is chosen beforehand. For "add_remove", it must be chosen independently of all other
-    examples, as `CyclicPoissonSampler` does. An equal split of the data supports "zero_out" and
+    Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that each example is
+    assigned to a part of the data beforehand. For "add_remove", the assignment must not depend on
+    other examples, as in `CyclicPoissonSampler`. An equal split of the data supports "zero_out" and
     "replace_one" only. A matrix with a banded inverse has T bands, so it gains nothing from this
     analysis.
 
-    With `min_separation`, two uses of an example are at least that many steps apart. This number is
-    ⌊n/b⌋ with `ShuffledSampler(…, reshuffle=False)`. With a new order in every epoch, it would be
-    one. All steps together are one Gaussian mechanism, whose sensitivity is
-    `correlation.sensitivity`. No amplification is claimed, so the order need not be secret.
+    With `min_separation`, two uses of an example are at least `min_separation` steps apart. For
+    batches of b of n examples, this is ⌊n/b⌋ with `ShuffledSampler(…, reshuffle=False)`. With a new
+    order in every epoch, it would be 1. All steps together are one Gaussian mechanism, whose
+    sensitivity is `correlation.sensitivity`. No amplification is claimed, so the order need not be
+    secret.
 
-    The noise multiplier is the same in all steps. A run that goes on with new noise is a second
+    The noise multiplier is the same in all steps. A run that continues with new noise is a second
     mechanism: add both, or append the second to a `Ledger` without `continues`.
 
     Attributes:
         noise_multiplier: z, the standard deviation of the noise before it is correlated, divided by
             the largest norm that one example can contribute to a sum; see `SampledGaussian`.
         correlation: the matrix that correlates the noise.
-        steps: how many steps have been taken; all, if None.
+        steps: how many steps of the correlation are taken. None means all.
         sampling_rate: q, the expected share of the dataset in a batch.
-        cycle: the number of parts of the data; if None, the number of bands.
+        cycle: the number of parts of the data. None means the number of bands.
         min_separation: the smallest number of steps between two uses of an example.
         neighbouring: the neighbouring relation; see `SampledGaussian`. The default is "add_remove"
             with `sampling_rate`. With `min_separation`, it must be "zero_out" or "replace_one".
@@ -288,7 +289,7 @@ class CorrelatedGaussian(Mechanism):
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
 
     def uses(self) -> np.ndarray:
-        """Return, for each step, how many `use`s together reveal as much as all steps up to it.
+        """Return, for each step, how many `use`s reveal as much as this and all earlier steps.
 
         With `sampling_rate`, this is the number of cycles, otherwise the squared sensitivity.
         """
@@ -318,7 +319,7 @@ class DiscreteGaussian:
     4T/(2z²) with "replace_one", as with continuous noise. Then ε is the minimum over α > 1 of
     αρ + log(1 − 1/α) − log(αδ)/(α − 1). Every α gives a valid bound (Canonne, Kamath, Steinke 2020,
     The Discrete Gaussian for Differential Privacy). Continuous noise has an exact analysis, so its
-    ε is somewhat smaller.
+    ε is somewhat smaller than this one.
 
     Args:
         noise_multiplier: z, the scale of the noise, divided by the largest norm that one example

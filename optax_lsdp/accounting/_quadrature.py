@@ -115,7 +115,7 @@ def settings_for_delta(steps: Steps, epsilon: float, log_delta: float) -> Lattic
 def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
     """Return the steps' quadratures, and the mass that is cut off each tail.
 
-    If there are too many different steps, consecutive steps share one quadrature: that of the step
+    If there are too many different steps, consecutive steps share the quadrature of the step
     whose Gaussians are furthest apart.
     """
     total = sum(count for _, count in steps)

@@ -303,7 +303,7 @@ def _check_batches_in_jit(key: jax.Array) -> str:
 
 
 def _check_keys(key: jax.Array) -> str:
-    """Compare all keys that two plans derive from one key."""
+    """Return which two keys that two plans derive from one key are wrongly equal, or ""."""
     found = {"the key itself": _bits(key)}
     derived_from = {}
     for name, plan in (("one plan", poisson_plan()), ("another plan", poisson_plan(steps=2))):
@@ -321,7 +321,7 @@ def _check_keys(key: jax.Array) -> str:
 
 
 def _check_fresh_keys() -> str:
-    """Compare two fresh keys that one process draws at the same time."""
+    """Return why two fresh keys, drawn at one fixed time and seed, are too similar, or ""."""
     draw = fixed_surroundings()(fresh_key)
     one, other = (int.from_bytes(_bits(draw())) for _ in range(2))
     return too_similar(one, other)

@@ -187,7 +187,7 @@ def audit_split_parameters(key: jax.Array) -> ClaimsReport:
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:
-    """Check that losses that read other shards are refused, and equal noise on all shards, too."""
+    """Check that losses that read other shards, and equal noise on all shards, are refused."""
     batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
     noise = add_gaussian_noise(1.0, key=key)
 

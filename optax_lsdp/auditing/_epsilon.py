@@ -2,7 +2,7 @@
 
 A canary is an example designed to leave a trace in the model. The attacker computes a score from
 the trained model, and guesses "in" if the score exceeds a threshold. If the guesses are better than
-(ε, δ)-differential privacy allows, the true ε must be larger.
+(ε, δ)-differential privacy allows, the training is not (ε, δ)-private.
 """
 
 import math
@@ -191,7 +191,7 @@ def audit_one_run(
         train: `train(is_in)` trains once, with the canaries for which the bool array `is_in` is
             true. It returns a score for each canary, larger for canaries that were used.
         canaries: the number of canaries: examples designed to leave a trace in the model. A person
-            must have at most one. If the unit of privacy is a user, a canary is one user.
+            must not own two canaries. If the unit of privacy is a user, a canary is one user.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
         guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
@@ -232,7 +232,7 @@ class Rates(NamedTuple):
 
 
 def rates(true_positives: int, false_positives: int, trials: int, failure: float) -> Rates:
-    """Return Clopper-Pearson bounds that hold together with probability 1 − `failure`."""
+    """Return Clopper–Pearson bounds. Both are jointly right with probability ≥ 1 − `failure`."""
 
     def lower(count: int) -> float:
         return float(beta.ppf(failure / 2, count, trials - count + 1)) if count else 0.0

@@ -105,7 +105,7 @@ def audit_sensitivity(
     or few examples, of large or small examples, or of a thousand equal examples. It removes or
     replaces one example. It multiplies this example by −1, ∞, NaN, or a huge or tiny factor, or
     sets one entry of it to ∞, NaN or a huge number. Gradient ascent then increases the largest
-    distances. Examples outside the mask must have no effect.
+    distances. The audit fails if an example outside the mask has an effect.
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a

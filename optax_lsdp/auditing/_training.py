@@ -65,7 +65,7 @@ def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
 
 
 def audit_one_step_with_users(key: jax.Array) -> ClaimsReport:
-    """Take a step with and without the examples of a user, and compare with their average."""
+    """Check that steps with and without a user's examples differ by a clipped average of them."""
     from optax_lsdp.training import UserData  # needs Orbax, which is optional
 
     keys, owners = jax.random.split(key), np.asarray(_OWNERS)

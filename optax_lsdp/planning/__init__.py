@@ -1,4 +1,4 @@
-"""Privacy plans: one set of settings gives a sampler, gradient, optimizer and ε that agree."""
+"""Privacy plans: one set of settings gives a matching sampler, gradient, optimizer and ε."""
 
 from optax_lsdp.planning._plan import PrivacyPlan
 from optax_lsdp.planning._settings import Piecewise

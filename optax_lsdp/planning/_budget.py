@@ -21,7 +21,7 @@ RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because resta
 
 
 def planned_steps(plan: "PrivacyPlan") -> Composition:
-    """Return a plan's steps for z = 1, in which the noise multipliers are the noise schedule."""
+    """Return a plan's steps for z = 1. Noise multipliers are the factors of the noise schedule."""
     size, batch = plan.dataset_size, plan.expected_batch_size
     shared: dict[str, Any] = {"neighbouring": plan.neighbouring, "group_size": plan.group_size}
     if plan.correlation is not None:
@@ -113,7 +113,7 @@ def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
 def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) -> Ledger:
     """Return a copy of a ledger with `phases` appended.
 
-    With `continues`, the first of them continues the ledger's last phase.
+    With `continues`, the first of `phases` continues the ledger's last phase.
     """
     whole = Ledger(ledger.phases)
     for phase in phases:
@@ -166,8 +166,9 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
     """Return whether `step` is the next planned step of a run that has repeated no step.
 
-    The ledger must have each planned step before `step` once. `step` must not start a new order or
-    new correlated noise.
+    The answer is True if the ledger has each planned step before `step` exactly once, unless
+    `continues` is False and `step` starts a new order of the examples or new correlated noise.
+    For `continues`, see `PrivacyPlan.allows`.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0
@@ -175,9 +176,10 @@ def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | No
 
 
 def watched_rate(plan: "PrivacyPlan") -> float:
-    """Return q such that a batch's mean of clipped gradients has variance C²(1 − q)/b or less.
+    """Return q such that the mean of b sampled clipped gradients has variance ≤ C²(1 − q)/b.
 
-    For batches of fixed size, the variance is at most C²(n − b)/((n − 1)b).
+    C is the clip norm. For batches of fixed size b from n examples, the variance is at most
+    C²(n − b)/((n − 1)b).
     """
     size, batch = plan.dataset_size, plan.expected_batch_size
     if SCHEMES[plan.sampling].random_size or size == 1:

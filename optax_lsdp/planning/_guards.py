@@ -112,6 +112,6 @@ def _check_masked(updates: optax.Updates) -> None:
             got = "a sum without a mask" if is_marked(leaf) else "arrays"
             raise ValueError(
                 f"`updates` must be clipped sums that were computed with a mask, got {got}; "
-                "compute them with the plan's `clipped_grad(loss)(params, batch, mask)`, and pass "
-                "an ordinary optimizer to the plan or `fit`, not a private one."
+                "compute them with the plan's `clipped_grad(loss)(params, batch, mask)`, and give "
+                "`PrivacyPlan.optimizer` or `fit` an ordinary optimizer, not a private one."
             )

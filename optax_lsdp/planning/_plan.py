@@ -157,7 +157,8 @@ class PrivacyPlan:
         """Return the size to which larger batches are truncated.
 
         If a step truncates its batch with probability P, the truncations in T steps cost at most
-        (1 + e^ε)·T·P of δ. T is twice the number of planned steps, because restarts repeat steps.
+        (1 + e^ε)·T·P of δ. Here T is twice the number of planned steps, because restarts repeat
+        steps.
         """
         if not SCHEMES[self.sampling].random_size:
             return self.expected_batch_size
@@ -309,8 +310,8 @@ class PrivacyPlan:
         """Return whether the budget covers the steps in the ledger and the planned step `step`.
 
         `continues` says whether the step continues the noise and the order of the ledger's last
-        step; see `Ledger.append`. By default, it does if the ledger has each planned step before
-        `step` exactly once.
+        step; see `Ledger.append`. None means True if the ledger has each planned step before `step`
+        exactly once, and False otherwise.
         """
         if step >= self.steps:
             return False

@@ -131,7 +131,7 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
 
 
 def check_scheme(sampling: Sampling, correlation: object) -> None:
-    """Raise if noise is correlated, and the sampling scheme has no analysis for it."""
+    """Raise if noise is correlated and the sampling scheme has no analysis of such noise."""
     checks.check_choice("sampling", sampling, SCHEMES)
     if correlation is not None and not SCHEMES[sampling].correlated:
         demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
@@ -149,7 +149,7 @@ def default_sampling(correlation: object) -> Sampling:
 def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
     """Return a plan's correlation, found by `optimize_banded` if it is a number of bands.
 
-    Raise unless it covers all steps of the plan, and has an analysis with its other settings.
+    Raise unless the correlation has all steps of the plan, and an analysis with all its settings.
     """
     wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
     if wanted is None:
@@ -198,7 +198,7 @@ def _check_constant(plan: "PrivacyPlan") -> None:
 
 
 def check_slack(correlation: object, slack: int | None) -> None:
-    """Raise if `slack` is passed to a gradient function, as the plan's optimizer expects none."""
+    """Raise if a caller passes `slack`, because the plan's optimizer would not expect it."""
     if slack is not None and correlation is not None:
         demand = "None with a correlation, because estimates of norms assume independent noise"
         raise checks.refusal("slack", demand, slack, "leave it out")

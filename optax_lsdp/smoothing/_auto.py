@@ -11,45 +11,46 @@ but V grows only in proportion.
 
 **Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
 To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
-is centred. Longer steps make more progress and more of everything else, so compare progress at
-equal length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
-⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from a
-lower estimate,
+is centred. A longer step makes more progress but adds more noise, so compare progress at equal
+length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
+⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from
+p(A), a low estimate of ⟨S, A S⟩; the next paragraphs define κ and M:
 
     p(A) = max(0, ⟨D, A D⟩ − V·tr A − M − κ·V·√(2 tr A²)), J(A) = p(A)² / ‖A D‖².
 
-**κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p is
-positive with probability α = 5 % at most: by the union bound, κ must be the (1 − α/m)-quantile of
-(⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)) for m candidates. This weighted sum of centred χ² variables has
-a skewness of at most √(8/tr A²), with which Cornish and Fisher correct the normal quantile.
+**κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p should
+be positive with probability α = 5 % at most. By the union bound over m candidates, this holds if κ
+is the (1 − α/m)-quantile of (⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)). This weighted sum of centred χ²
+variables has a skewness of at most √(8/tr A²). The Cornish–Fisher expansion corrects for it.
 
-**Means do not count.** The inputs of a unit may share a mean gradient in any order, and a large σ
-would keep this mean alone. So the mean of each unit's inputs is first subtracted from D. If the
-rest has no order, its spectrum is flat, ⟨S, A S⟩ = ‖S‖²·γ, and where noise dominates, J(A) is
-γ²/β ≤ 1 times J(I), by Cauchy and Schwarz: inputs without order are left alone.
+**Means do not count.** The gradients of a unit's inputs may have a common mean, whatever the order
+of the inputs, and a large σ would keep only this mean. So each unit's mean over its inputs is first
+subtracted from D. If the order of the inputs means nothing, the rest has a flat spectrum. Then, if
+noise dominates, J(A)/J(I) is (tr A)² / (d·tr A²) ≤ 1 for d entries, so nothing is smoothed.
 
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
-g. It is not white but as smooth as the examples are, so it would pass for signal. Summed over all
-entries of all leaves, its variance is at most v² = C²(1 − q)/b per step, and A lengthens no vector.
-So M = Σ v² bounds the mean of its part in ⟨D, A D⟩, and all of it is subtracted for every leaf.
+g. Sampling noise is as smooth as the examples, so it would pass for signal. Summed over all entries
+of all leaves, its variance is at most v² = C²(1 − q)/b per step, where C is the clip norm. A does
+not lengthen vectors. So M = Σ v² bounds what sampling noise adds to the mean of ⟨D, A D⟩, summed
+over all leaves. The rule subtracts the whole M for every leaf.
 
 **Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. After
-that, nothing is smoothed. Evidence fades when training has converged: D stops growing, V does not.
+that, nothing is smoothed. Evidence fades after training has converged: only V still grows.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
-least the progress of D. The step is therefore multiplied by ℓ = ‖D‖/‖A D‖ ≥ 1, and by 4 at most.
-But ℓ makes steps of smooth directions and of means longer: a learning rate near the largest stable
-one becomes too large. Adam cancels ℓ. The optimizer sees noise of the variance ℓ²·β·s².
+least as much progress as D. So the step is multiplied by ℓ = min(4, ‖D‖/‖A D‖) ≥ 1. But ℓ makes
+steps along smooth directions and means longer, so a learning rate close to the largest stable one
+becomes too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²·s²·(tr A²)/d.
 
-**What the rule cannot see.** Length counts noise alike in all directions, but the loss feels it as
-the curvature H says: V·tr(A H A), not V·tr A². If H has the spectrum of S and noise dominates, no A
-gains, by Cauchy and Schwarz. Smooth inputs come near this. H is private, so the rule ignores it.
+**What the rule cannot see.** ‖A D‖ counts noise equally in all directions. But the loss rises with
+V·tr(A H A) for the Hessian H, not with V·tr A². If H has the spectrum of S and noise dominates, no
+A gains; smooth inputs come close to this. H is private, so the rule ignores it.
 
-**What remains true.** The choice is post-processing of the releases before this step. So the update
-is linear in the release if the optimizer is, its noise is Gaussian, and `watch` stays unbiased.
+**What remains true.** The choice is post-processing of the releases before this step. So smoothing
+is linear in this step's release and keeps its noise Gaussian, and `watch` stays unbiased.
 
-**Cost.** Of a large leaf, D holds only the first output units, with about 2¹⁶ entries; how many
-depends on shapes alone. If they are a share f of the leaf, the evidence is weaker by √f. All
+**Cost.** For a large leaf, D holds only the first output units, with about 2¹⁶ entries; shapes
+alone decide how many. If they are a share f of the leaf, the evidence is √f times as strong. All
 candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
@@ -102,11 +103,11 @@ class Choice(NamedTuple):
 
 
 class AutoSmoothState(NamedTuple):
-    """The sum of all releases, the noise in it, and what was chosen from it."""
+    """The state of `auto_smooth`: the sum of past releases, its noise, and the current choice."""
 
     optimizer: optax.OptState
     step: jax.Array
-    total: optax.Updates  # D; of a large leaf, of its first output units only
+    total: optax.Updates  # D; for a large leaf, of its first output units only
     variance: jax.Array  # V, of the noise in each entry of D
     sampling: jax.Array  # M, which bounds the squared norm of the sampling noise in D
     choice: Choice
@@ -128,15 +129,16 @@ def auto_smooth(
     `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
     your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
     layout, chosen from past releases, which costs no privacy. A leaf is smoothed if the sum of its
-    past releases shows that neighbouring entries belong together. Smoothed steps keep their length,
+    past releases shows that neighbouring entries are similar. Smoothed steps keep their length,
     so a learning rate that was tuned without smoothing usually stays tuned. `chosen_smoothing`
     shows the choices.
 
     The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
     Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
     (⟨D, A D⟩ − V·tr A − κ·V·√(2 tr A²))² / ‖A D‖², the squared progress of A D per squared length,
-    if the difference is positive. Multiply the step by ‖D‖/‖A D‖, and by 4 at most. This module's
-    docstring derives the rule, with κ and what it adds for sampled batches.
+    among those with a positive difference in parentheses. Multiply the step by ‖D‖/‖A D‖, and by 4
+    at most. The margin κ keeps noise from passing for signal. This module's docstring derives the
+    rule, and adds a term for sampled batches.
 
     Args:
         optimizer: everything that follows the noisy mean.
@@ -147,10 +149,10 @@ def auto_smooth(
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
             Without it, the noise of sampling may pass for signal.
         layouts: the layouts to choose from; see `laplacian_smooth`.
-        boundary: see `laplacian_smooth`, also for `order`, `method` and `shard_specs`.
-        order: the order n.
-        method: not "banded".
-        shard_specs: how `shard_map` splits the updates.
+        boundary: see `laplacian_smooth`.
+        order: see `laplacian_smooth`.
+        method: any method of `laplacian_smooth` except "banded".
+        shard_specs: how `shard_map` splits the updates; see `laplacian_smooth`.
 
     >>> tx = auto_smooth(optax.sgd(0.1), stddev=1.0)
     >>> wave = jnp.sin(jnp.arange(100) / 9)
@@ -189,10 +191,10 @@ def auto_smooth(
         none, one = jnp.zeros(count := len(jax.tree.leaves(params))), jnp.ones(count)
         choice = Choice(none.astype(jnp.int32), none, one, one)
         total = jax.tree.map_with_path(begin, params)
-        state = AutoSmoothState(None, step, total, zero, zero, choice)  # copy: donated only once
+        state = AutoSmoothState(None, step, total, zero, zero, choice)
         if has_noise(first := inner.init(params)):
             raise ValueError("`optimizer` must be what follows the noise, got one that adds noise.")
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
 
     def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
         named, _ = unmarked_leaves("auto_smooth", updates)
@@ -207,7 +209,7 @@ def auto_smooth(
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
-        """Return ℓ A y, and D with the first units of y added."""
+        """Return the smoothed releases ℓ·A y, and D plus the first output units of y."""
         named, structure = jax.tree.flatten_with_path(compute_once(updates))
         smoothed, sums = [], []
         options, totals = candidates(updates)[0], jax.tree.leaves(total)
@@ -215,7 +217,7 @@ def auto_smooth(
         for (path, array), leaves, before, now in rows:
             first = partial(first_units, path, shape=before.shape)
             branches = [_branch(smooth, leaf, now.smoothing, first) for leaf in (None, *leaves)]
-            # The branches return units of y, or XLA on CPUs would draw the noise again for D.
+            # The branches also return units of y, or XLA on CPUs would draw the noise twice.
             result, y = jax.lax.switch(now.layout, branches, array)
             smoothed.append(result * now.length.astype(result.dtype))
             sums.append(before + y.astype(before.dtype))
@@ -258,7 +260,7 @@ def auto_smooth(
         )
         check_shapes(kept, state.total, "smooth what follows `add_gaussian_noise`")
         smoothed, total = smooth_releases(updates, state.total, state.choice)
-        if "noise_stddev" in extra_args:  # of `privatize`: tell the optimizer what noise is left
+        if "noise_stddev" in extra_args:  # from `privatize`: tell the optimizer what noise is left
             whole = jnp.asarray(extra_args["noise_stddev"])
             left = whole * state.choice.length * jnp.sqrt(state.choice.beta)
             extra_args["noise_stddev"] = jax.tree.unflatten(jax.tree.structure(total), [*left])
@@ -277,10 +279,8 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
 
     `layout` is 0 for no smoothing, 1 for "inputs" and 2 for "images", unless you set `layouts`.
-    `beta` is the share of the noise's variance that remains. `length` lengthens smoothed releases.
-
-    Args:
-        state: a tree that contains the state of `auto_smooth`, such as that of `privatize`.
+    `beta` is the share of the noise's variance that remains. Smoothed releases are multiplied by
+    `length`. `state` is a tree that contains an `AutoSmoothState`, like the state of `privatize`.
 
     >>> chosen_smoothing(auto_smooth(optax.sgd(0.1), stddev=1.0).init({"w": jnp.zeros(3)}))
     {'w': Choice(layout=0, smoothing=0.0, beta=1.0, length=1.0)}
@@ -292,7 +292,7 @@ def chosen_smoothing(state: PyTree) -> PyTree:
             "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
         )
     if is_before_noise(state, _is_auto):
-        raise ValueError("`state` must have `auto_smooth` after the noise, got a private choice.")
+        raise ValueError("`state` must have `auto_smooth` after the noise, got it in front.")
     if isinstance(found.step, jax.core.Tracer):
         raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
     if found.step.ndim:
@@ -318,9 +318,9 @@ def _split(choice: Choice) -> list[Choice]:
 
 
 def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf | None]:
-    """Replace arrangements by None if they occurred before, or if `method` cannot smooth them.
+    """Replace leaves by None if their arrangement is a repetition or `method` cannot smooth them.
 
-    Raise if there are arrangements, but `method` can smooth none of them.
+    Raise if `method` can smooth none of the leaves, and there is at least one.
     """
     traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []
@@ -342,12 +342,12 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
 def _branch(
     smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array, first: Callable[..., jax.Array]
 ) -> Callable[..., PyTree]:
-    """Return a function that returns a release smoothed, and its first units."""
+    """Return a function from a release to the smoothed release and the release's first units."""
     return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), first(y))
 
 
 def _is_due(step: jax.Array) -> jax.Array:
-    """Return whether to choose: if `step` has at most three binary digits before its zeros."""
+    """Return whether at most three binary digits of `step` precede its final zeros."""
     return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
 
 

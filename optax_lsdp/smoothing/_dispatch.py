@@ -3,7 +3,7 @@
 `_METHODS` is the table of methods. To add a method, write a function of type `SmoothLeaves` or
 `SmoothArray` in `methods/`, add a line to the table, and say in `_obstacle` which leaves the method
 cannot smooth. The limits below, and the order in which "auto" tries methods, come from
-`benchmarks/smoothing.py`. Its results say how much slower each choice is than the fastest method.
+`benchmarks/smoothing.py`, whose results say how much slower a choice is than the fastest method.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def smooth_leaves(
 
 
 def check_leaf(leaf: Leaf, operator: Operator, method: str) -> None:
-    """Raise if `method` cannot smooth the leaf by itself."""
+    """Raise if `method` cannot smooth the leaf with scope="leaf"."""
     name = _choose_method(method, leaf, operator)
     if name != "halo":
         _check_whole(name, [leaf])

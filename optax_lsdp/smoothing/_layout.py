@@ -17,8 +17,8 @@ from optax_lsdp._trees import path_name
 LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
 _SMALLEST_SIDE = 4  # pixels of an image that "images" looks for
-_ENOUGH = 2**16  # entries of a leaf, to choose its smoothing
-_UNITS = 32  # the number of units that are kept is a multiple, which meshes can split
+_ENOUGH = 2**16  # entries of a leaf that suffice to choose its smoothing
+_UNITS = 32  # the number of units that are kept is a multiple of 32, which meshes can split
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> L
     unnamed = (shard.varying or frozenset()) - set(shard.named)
     if unnamed:
         raise ValueError(
-            "`updates` must not be split inside shard_map, got a shard over "
-            f"{', '.join(sorted(unnamed))} at {path!r}; sum the leaf with jax.lax.psum, or pass "
-            "`shard_specs` that name the mesh axes over which it is split."
+            "`updates` must not be split inside shard_map over mesh axes that `shard_specs` do not "
+            f"name, got a shard over {', '.join(sorted(unnamed))} at {path!r}; sum the leaf with "
+            "jax.lax.psum, or pass `shard_specs` that name these axes."
         )
     shape = list(array.shape)
     for axis, entry in enumerate(spec):
@@ -163,15 +163,15 @@ def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
 
 
 def _unit_axis(path: str, rank: int) -> int | None:
-    """Return the axis of the output units. A vector has none."""
+    """Return the axis of the output units, or None for a vector, which has no such axis."""
     return None if rank < 2 else 0 if _has_outputs_first(path) else rank - 1
 
 
 def enough_units(path: tuple[object, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the first output units of a leaf: enough to choose its smoothing.
 
-    The number of units is halved while they have more than `_ENOUGH` entries together, and half of
-    them is a multiple of `_UNITS`.
+    The number of units is halved as long as all units together have more than `_ENOUGH` entries and
+    half the number is a multiple of `_UNITS`.
     """
     axis = _unit_axis(path_name(path), len(shape))
     if axis is None:
@@ -192,7 +192,7 @@ def first_units(path: tuple[object, ...], array: jax.Array, shape: tuple[int, ..
 
 
 def centre_units(path: str, array: jax.Array, spec: jax.P) -> jax.Array:
-    """Subtract from the inputs of each output unit their mean. `spec` says how they are split."""
+    """Subtract each output unit's mean over its inputs. `spec` says how the leaf is split."""
     unit = _unit_axis(path, array.ndim)
     axes = tuple(axis for axis in range(array.ndim) if axis != unit)
     names = tuple(x for axis in axes for x in axis_names(spec[axis] if axis < len(spec) else None))

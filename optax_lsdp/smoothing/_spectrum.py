@@ -1,10 +1,10 @@
-"""Compute what smoothing leaves of noise, without JAX: decay, kernel, γ and β, and gains in time.
+"""Compute how much noise smoothing and `low_pass` leave, without JAX.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing
-multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|. γ is the
-diagonal of the matrix. β is the variance of independent unit noise after smoothing. The functions
-for rings use arithmetic operators only, so they accept floats, complex numbers and arrays. At the
-end are filters in time, for `low_pass`.
+multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|. γ is each
+diagonal entry of the matrix. β is the variance of independent unit noise after smoothing. The
+functions for rings use arithmetic operators only, so they accept floats, complex numbers and
+arrays. The functions for `low_pass`, which filters in time, are at the end.
 
 Reference: Wang et al. 2019, DP-LSSGD.
 """
@@ -23,9 +23,9 @@ from optax_lsdp._checks import check_choice, check_non_negative, check_whole, nu
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", bound=Any)  # a float, a complex number, or an array of any library
-_LONGEST_START = 10**6  # steps after which the start of a filter in time is taken to be over
-_FOLLOWED = 4000  # steps after which a recursion in float32 is judged
-_NEGLIGIBLE = 1e-9  # the share of the start that may be left earlier
+_LONGEST_START = 10**6  # most steps in which the start of a filter in time is examined
+_FOLLOWED = 4000  # steps of the recursion in float32 that `check_followed` computes
+_NEGLIGIBLE = 1e-9  # the start is over when about this share of it is left
 
 
 def ring_decay(smoothing: _Number) -> _Number:
@@ -38,11 +38,11 @@ def ring_decay(smoothing: _Number) -> _Number:
 
 
 def ring_gamma(smoothing: _Number, size: int, xp: ModuleType = np) -> _Number:
-    """Return γ = (1/d) Σₖ 1/λₖ, the diagonal of (I − σL)⁻¹ for a ring of d = `size` entries.
+    """Return γ = (1/d) Σₖ 1/λₖ, a diagonal entry of (I − σL)⁻¹ for a ring of d = `size` entries.
 
     Here λₖ = 1 + 4σ sin²(πk/d). The sum equals (1 + ρᵈ) / ((1 − ρᵈ) r) with r = √(1 + 4σ); see
-    Proposition 2 of the DP-LSSGD paper. As d grows, γ tends to 1/r, not to 0. If σ is traced, `xp`
-    is jax.numpy.
+    Proposition 2 of the DP-LSSGD paper. As d grows, γ tends to 1/r, not to 0. For a traced σ, pass
+    jax.numpy as `xp`.
 
     >>> round(ring_gamma(1.0, 1000), 3)
     0.447
@@ -67,7 +67,7 @@ def ring_beta(smoothing: _Number, size: int, xp: ModuleType = np) -> _Number:
 
 
 def _tail(smoothing: Any, size: int, xp: ModuleType) -> tuple[Any, Any]:
-    """Return ρᵈ and 1 − ρᵈ, without cancellation: 1 − ρ = (1 + r) / (1 + 2σ + r)."""
+    """Return ρᵈ and 1 − ρᵈ without cancellation: 1 − ρ = (1 + r) / (1 + 2σ + r), r = √(1 + 4σ)."""
     root = (1 + 4 * smoothing) ** 0.5
     gap = (1 + root) / (1 + 2 * smoothing + root)
     if isinstance(smoothing, float | int):
@@ -80,9 +80,9 @@ def _tail(smoothing: Any, size: int, xp: ModuleType) -> tuple[Any, Any]:
 def line_kernel(smoothing: float, order: int, error: float) -> np.ndarray:
     """Return one half of the kernel of (I + (−1)ⁿ σ Lⁿ)⁻¹ on an infinite line, centre first.
 
-    The result is the mean of n kernels of order 1, one for each root r of 1 + σrⁿ = 0. The kernel
-    of a root has σ = −1/r, and its entry at distance k is gain·ρᵏ. The absolute values of all
-    entries that are cut off, on both sides, sum to at most `error`.
+    Here n is `order`. The result is the mean of n kernels of order 1, one for each root r of
+    1 + σrⁿ = 0. The kernel of a root has σ = −1/r, and its entry at distance k is gain·ρᵏ. The
+    absolute values of all entries that are cut off, on both sides, sum to at most `error`.
 
     >>> line_kernel(2.0, 1, 0.1)  # 1/√9, and ρ = ½
     array([0.33333333, 0.16666667, 0.08333333, 0.04166667])
@@ -144,7 +144,7 @@ def _grid_means(
     A wave has an energy 4 sin²(…) along each axis. Let s be its energy along the last axis, and E
     the sum of its energies along the other axes. Then λ = 1 + σ(s + E)ⁿ. Let r run over the n roots
     of 1 + σrⁿ = 0, and let u = r − E. Partial fractions give 1/λ = (1/n) Σ_r r/(u − s). As
-    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is that of a ring with the complex
+    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is γ of a ring with the complex
     smoothing −1/u, times r/u. For β, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ, and σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
@@ -176,12 +176,12 @@ def _grid_means(
 
 
 class Candidates(NamedTuple):
-    """What "auto" may choose for one leaf. Arrays of shape (candidates,); the first is σ = 0."""
+    """What "auto" may choose for one leaf: arrays of shape (candidates,), first for σ = 0."""
 
     layout: np.ndarray  # 0 for no smoothing, 1 for the first of the layouts, and so on
     smoothing: np.ndarray
-    trace: np.ndarray  # of A
-    trace_square: np.ndarray  # of A²
+    trace: np.ndarray  # tr A for A = (I − σL)⁻¹
+    trace_square: np.ndarray  # tr A²
 
 
 @lru_cache(maxsize=1024)
@@ -192,9 +192,9 @@ def list_candidates(
     boundary: Boundary,
     order: int,
 ) -> Candidates:
-    """Return all σ on the grid of each layout, for a leaf of this size.
+    """Return σ = 0, and each σ of `smoothings` on each of `grids`, for a leaf of `size` entries.
 
-    None stands for a layout that does not apply.
+    `grids` has one grid per layout, or None if a layout does not apply to the leaf.
     """
     rows = [(0, 0.0, 1.0, 1.0)]
     for place, grid in enumerate(grids, 1):
@@ -208,9 +208,9 @@ def list_candidates(
 
 
 class TimeFilter(NamedTuple):
-    """A recursive filter as a linear system: d' = A d + B x and y = d₀ + D x, with N delays d.
+    """A recursive filter with input x, output y and N delays d: d' = A d + B x and y = d₀ + D x.
 
-    Its response to the constant signal 1 tends to 1.
+    The filter's response to the constant signal 1 tends to 1.
     """
 
     matrix: np.ndarray  # A: (N, N)
@@ -221,12 +221,13 @@ class TimeFilter(NamedTuple):
 def low_pass_gain(
     numerator: Sequence[float], denominator: Sequence[float] = (1.0,), *, step: int | None = None
 ) -> float:
-    """Return the variance of independent unit noise behind `low_pass`: Σₖ hₖ² / (Σₖ hₖ)².
+    """Return the variance of independent unit noise after `low_pass`: Σₖ hₖ² / (Σₖ hₖ)².
 
     h is the impulse response of the filter: h₀, …, h_t in step t, or all of it if `step` is None.
-    The sums have a closed form. The delays of the filter, driven by unit noise, have the stationary
-    covariance P = APAᵀ + BBᵀ, and before step t the covariance P − AᵗP(Aᵗ)ᵀ. Their response to a
-    constant signal is then (I − Aᵗ)(I − A)⁻¹B. For `optax.ema(ρ)`, the variance in step t is
+    The sums have a closed form, with A and B of `TimeFilter`. The filter's delays, driven by unit
+    noise, have the stationary covariance P = APAᵀ + BBᵀ. Before step t, the delays of a filter that
+    started at zero have the covariance P − AᵗP(Aᵗ)ᵀ, and for the constant signal 1 they are
+    (I − Aᵗ)(I − A)⁻¹B. For `optax.ema(ρ)`, the variance in step t is
     (1 − ρ)(1 + ρᵗ⁺¹) / ((1 + ρ)(1 − ρᵗ⁺¹)).
 
     Args:
@@ -255,7 +256,7 @@ def low_pass_gain(
 
 
 def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> TimeFilter:
-    """Return the filter, scaled to a response of 1 to constants. Raise if it is unusable.
+    """Return the filter, scaled so that its response to 1 tends to 1. Raise if it is unusable.
 
     The delays are those of the transposed direct form II, which needs the fewest.
     """
@@ -269,7 +270,7 @@ def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> Tim
     radius = max(np.abs(np.roots(below.astype(np.float32))), default=0.0)
     if not radius < 1:
         remedy = f"the largest pole has the absolute value {radius:.7g}"
-        stable = "that of a filter whose poles are inside the unit circle, in float32"
+        stable = "such that all poles of the filter are inside the unit circle, in float32"
         raise refusal("denominator", stable, denominator, remedy)
     order = max(len(above), len(below)) - 1
     above = above * below.sum() / (above.sum() or math.inf)
@@ -279,7 +280,7 @@ def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> Tim
     entry = above[1:] - above[0] * below[1:]
     if not _least_response(matrix, entry, radius) > 0 or above.sum() == 0:
         remedy = "take a low-pass filter, such as scipy.signal.butter(1, 0.1)"
-        positive = "that of a filter whose response to a constant signal is positive in all steps"
+        positive = "such that the response to a constant signal is positive in all steps"
         raise refusal("numerator", positive, numerator, remedy)
     return TimeFilter(matrix, entry, float(above[0]))
 
@@ -290,9 +291,9 @@ def _final_delays(matrix: np.ndarray, entry: np.ndarray) -> np.ndarray:
 
 
 def _least_response(matrix: np.ndarray, entry: np.ndarray, radius: float) -> float:
-    """Return the least response to the constant signal 1, of a filter that tends to 1.
+    """Return the least response, over all steps, to the constant signal 1.
 
-    The response in step t is 1 − cᵀAᵗ(I − A)⁻¹B, where c picks the first delay.
+    The response in step t is 1 − cᵀAᵗ(I − A)⁻¹B, where c picks the first delay. It tends to 1.
     """
     if not len(entry):
         return 1.0
@@ -304,24 +305,24 @@ def _least_response(matrix: np.ndarray, entry: np.ndarray, radius: float) -> flo
 
 
 def check_followed(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) -> None:
-    """Raise unless the float32 recursion of `low_pass` follows the noise behind a filter to 1 %.
+    """Raise unless `low_pass` computes the variance of noise after a filter to 1 % in float32.
 
-    It is inexact for filters of high order with a low cut-off frequency. The variance that it
-    follows may even become negative.
+    Rounding spoils the variance if a filter of high order has a low cut-off frequency. The computed
+    variance may even be negative.
     """
     order = len(read_filter(numerator, denominator).entry)
     coefficients = tuple(map(float, numerator)), tuple(map(float, denominator))
     gain = low_pass_gain(*coefficients)
     if abs(_float32_gain(*coefficients) - gain) > 0.01 * gain:
         raise ValueError(
-            "`smoothing` must hold a filter whose noise float32 can follow if the optimizer is "
-            f"debiased, got one of order {order}; take order 2, or a higher cut-off frequency."
+            "`smoothing` must hold a filter for which float32 can compute the noise variance that "
+            f"debiasing needs, got order {order}; take order 2, or a higher cut-off frequency."
         )
 
 
 @lru_cache(maxsize=64)
 def _float32_gain(numerator: tuple[float, ...], denominator: tuple[float, ...]) -> float:
-    """Return the gain of a filter that a float32 recursion finds after many steps."""
+    """Return a filter's `low_pass_gain`, computed by many steps of a float32 recursion."""
     found = read_filter(numerator, denominator)
     if not len(found.entry):
         return low_pass_gain(numerator, denominator)

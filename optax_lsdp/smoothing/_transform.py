@@ -27,10 +27,11 @@ class Denoiser(optax.GradientTransformationExtraArgs):
     """A linear transform that can tell how much of the noise in its input it leaves.
 
     Attributes:
-        variance_after: a function (variance, before, after, updates) → variance. It takes the
-            noise's variance in one entry of each leaf of `updates`, with shape (leaves,), and the
-            states before and after the update. It returns the variance behind the transform. The
-            noise must be independent between entries and steps.
+        variance_after: a function (variance, before, after, updates) → variance. `variance` has
+            shape (leaves,): the variance of the noise in each entry of a leaf of `updates`.
+            `before` and `after` are the transform's states before and after the update. The result
+            is the variance after the transform, in the same shape. The function assumes noise that
+            is independent between entries and steps.
     """
 
     variance_after: VarianceAfter
@@ -46,12 +47,12 @@ class Denoiser(optax.GradientTransformationExtraArgs):
         self.variance_after = variance_after
         return self
 
-    def __getnewargs__(self) -> tuple[object, ...]:  # so that copies have all three
+    def __getnewargs__(self) -> tuple[object, ...]:  # so that copies keep `variance_after`
         return (*self, self.variance_after)
 
 
 class LaplacianSmoothState(NamedTuple):
-    """The number of steps taken so far, at which a schedule of σ is evaluated."""
+    """The state of `laplacian_smooth`: the number of steps so far, for schedules of σ."""
 
     step: jax.Array
 
@@ -94,13 +95,13 @@ def laplacian_smooth(
             leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
             end is its own neighbour.
-        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. A higher order keeps more of slow waves and
-            less of fast waves. None means 1. With `optax.inject_hyperparams`, another order needs
+        order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. Higher orders keep more of slow waves and
+            less of fast waves. None means 1. To pass a number with `optax.inject_hyperparams`, set
             static_args=("layout", "order").
         method: how to solve the system. Up to rounding, all methods give the same result.
             "recursive" takes linear time for any σ. "halo" is "recursive" for sharded arrays:
             devices exchange two numbers for each contiguous segment that they hold. On TPUs with
-            automatic mesh axes, XLA splits "recursive" itself, and may exchange a little more.
+            automatic mesh axes, XLA splits "recursive" itself, and may exchange more numbers.
             "banded" cuts the kernel off where it is too small to change a float, and needs σ as a
             number. "matrix" is for small grids. "fft" covers every case. "auto" chooses the fastest
             method that can smooth the leaf. On TPUs it never chooses "fft": for 10⁶ entries on TPU

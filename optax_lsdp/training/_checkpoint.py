@@ -62,7 +62,7 @@ class Checkpoint(NamedTuple):
     state: State
     step: int  # how many steps were taken
     ledger: Ledger  # the privacy spent; repeated steps may count twice
-    nonce: str  # of the run's last start or restart
+    nonce: str  # the nonce of the run's last start or restart
     initial: dict[str, str]  # see `hash_initial`
 
 

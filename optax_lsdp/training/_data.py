@@ -247,14 +247,14 @@ class Read(NamedTuple):
 
     microbatch: Microbatch  # on the devices
     is_last: bool  # whether it is the last microbatch of its batch
-    digest: str  # hash of the examples that this process has read of the batch, if `hashed`
+    digest: str  # hash of the batch's examples that this process has read, if `hashed`
 
 
 class BatchReader:
     """Reads the batches of all steps from `first_step` on, one microbatch after the other.
 
-    A microbatch has `size` examples, including padding. `key` is derived from the run's key and its
-    nonce. If `hashed`, each `Read` has a digest for the journal.
+    A microbatch has `size` examples, including padding. `key` is derived from the key and the nonce
+    of the run. If `hashed`, each `Read` has a digest for the journal.
     """
 
     def __init__(

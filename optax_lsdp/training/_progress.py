@@ -38,12 +38,12 @@ class StepReport(NamedTuple):
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
-        work: the estimated change of the clipped loss before the last step, and its standard error,
-            as an array of two numbers; None if the run is not watched. It may be released. The next
-            step reuses its memory.
+        work: the estimated change of the clipped loss over all steps except the last, and its
+            standard error, as an array of two numbers; None if the run is not watched. It may be
+            released. The next step reuses its memory.
         norms: the clip norm, the share of gradients that are clipped, and the distribution of
-            norms, if the plan's clip norm is an `AdaptiveClip`, else None. They have noise, so they
-            may be released. The next step reuses their memory.
+            norms, if the plan's clip norm is an `AdaptiveClip`, else None. These estimates contain
+            noise, so they may be released. The next step reuses their memory.
     """
 
     step: int

@@ -121,7 +121,7 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn if parameters or optimizer state are not those with which the run began.
+    """Warn if parameters or optimizer state differ from those with which the run began.
 
     A resumed run ignores the passed values. The arguments are hashes of `hash_initial`.
     """
@@ -150,7 +150,7 @@ class Account:
         self._plan, self._order_start = plan, order_start
         self._before, self._continues = deepcopy(ledger), first_step > order_start
         repeated = _repeated_steps(plan, first_step) if not self._continues else 0
-        if repeated:  # a new order, which counts since the beginning of the epoch
+        if repeated:  # a new order: the epoch's earlier steps count again
             self._before.append(replace(plan.event(first_step), steps=repeated))
             self._continues = True
         left = plan.remaining_steps(self._before, first_step, continues=self._continues)
@@ -161,7 +161,7 @@ class Account:
         count_steps(self._plan, self.ledger, range(step, step + 1), self._order_start)
 
     def epsilon(self, step: int) -> float:
-        """Return ε after `step` steps. `step` must be larger than `first_step`."""
+        """Return ε after `step` steps, for a `step` above `first_step`."""
         return float(self._curve[step - self.first_step - 1])
 
     @cached_property

@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     params: optax.Params  # may be released
     optimizer: optax.OptState  # includes the noise key
-    average: optax.Params  # of the parameters, or an empty tuple; may be released
+    average: optax.Params  # the average of the parameters, or an empty tuple; may be released
     key: jax.Array  # the key of the run
 
     def __repr__(self) -> str:
@@ -229,7 +229,7 @@ def explain_out_of_memory(
 
 
 def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
-    """Return whether microbatches of this size fit. Devices that tell no limit count as large."""
+    """Return whether microbatches of this size fit. Devices without a known limit fit anything."""
     try:
         needed = compile_step(size).needed_bytes()
     except jax.errors.JaxRuntimeError:

@@ -42,8 +42,8 @@ class UserData:
     With neighbouring="replace_one", all examples of a user may change, and their number as well.
 
     `len(data)` is the number of users, the plan's `dataset_size`. Users are numbered in the order
-    of their first example. If every user has one example, `fit` computes the same bits as
-    without users.
+    of their first example. If every user has one example, `fit` computes the same bits as with
+    ordinary data.
 
     Args:
         arrays: an array, or a dict or tuple of arrays, which may be memory-mapped. The first axis
@@ -55,8 +55,8 @@ class UserData:
     Attributes:
         arrays: the arrays, in NumPy.
         owners: (n,) for each example, the index of its user.
-        width: how many examples of one user a batch has room for: `max_examples`, however many
-            the users have, or 1 if no user has two.
+        width: the number of examples per user for which a batch has room: 1 if no user has two
+            examples, otherwise `max_examples`.
 
     >>> data = UserData(
     ...     np.array([1.0, 2.0, 3.0, 4.0]), ["ann", "bob", "ann", "ann"], max_examples=2
@@ -105,11 +105,11 @@ class UserData:
         """Return some examples of each user of a batch.
 
         Args:
-            batch: the indices of the users and their mask, from the plan's sampler. No user may be
-                in it twice. Padding gets no examples.
+            batch: the indices of the users and their mask, from the plan's sampler. A batch with
+                the same user twice is refused. Padding gets no examples.
             step: the number of the step.
             key: one typed key, secret. You may pass the same key to the plan's sampler, because
-                both derive their own keys from it.
+                this method and the sampler derive different keys from it.
         """
         check_key("key", key)
         users, is_user = self._check_batch(batch)

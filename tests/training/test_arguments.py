@@ -179,7 +179,7 @@ def test_a_loss_may_close_over_a_key():
 
 
 def test_an_optimizer_that_is_private_already_is_refused():
-    with pytest.raises(ValueError, match="pass an ordinary optimizer to the plan or `fit`"):
+    with pytest.raises(ValueError, match="or `fit` an ordinary optimizer, not a private one"):
         fit(optimizer=PLAN.optimizer(optax.sgd(0.1), jax.random.key(0)))
     with pytest.raises(TypeError, match="`plan` must be a PrivacyPlan, got dict"):
         training.fit({}, loss, {}, {}, optimizer=optax.sgd(0.1))

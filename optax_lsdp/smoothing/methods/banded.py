@@ -1,15 +1,16 @@
 """Smooth with a banded matrix, if σ is a known number.
 
-Far from the diagonal, the entries of A⁻¹ are too small to change a float. Without these entries,
-A⁻¹ is a band matrix. `smooth_banded` is for any order. It cuts the input into blocks and multiplies
-them by a few small matrices, which together hold the band.
+Smoothing multiplies by the inverse of an `Operator` A. Far from the diagonal, the entries of A⁻¹
+are too small to change a float. Without these entries, A⁻¹ is a band matrix. `smooth_banded`
+supports any order. It cuts the input into blocks and multiplies them by a few small matrices, which
+together hold the band.
 
 `smooth_in_blocks` smooths large leaves on TPUs, along the axis on which neighbours are stored. A
 leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU pays
 more for a change of layout, and for padding, than for products. So nothing is padded, and the axes
-keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. They
-round each operand to a sum of two bfloat16 numbers, so an entry has an error of at most `ERROR`
-times the largest entry.
+keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. Three
+passes round each operand to a sum of two bfloat16 numbers, so an entry has an error of at most
+`ERROR` times the largest entry.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Blocking(NamedTuple):
 
     @property
     def reach(self) -> int:
-        """Return on how many neighbours on either side a smoothed entry depends."""
+        """The number of neighbours on each side on which a smoothed entry depends."""
         return len(self.half) - 1
 
 
@@ -136,9 +137,9 @@ def smooth_in_blocks(array: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] | None:
-    """Return how many spatial entries, inputs and outputs a leaf has, and if it is transposed.
+    """Return a leaf's numbers (space, inputs, outputs), and whether it is transposed.
 
-    Return None if the whole leaf is not one ring.
+    Return None if the leaf is not one row of neighbours, or if its order does not suit blocks.
     """
     shape, order, rank = arrangement.shape, arrangement.order, len(arrangement.shape)
     if arrangement.trailing != rank or len(arrangement.grid) > 1 or arrangement.reshapes:
@@ -253,7 +254,7 @@ def _smooth_kernels(kernels: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _smooth_vector(vector: jax.Array, blocking: Blocking) -> jax.Array:
-    """Smooth a long vector a few entries at a time, in blocks of 128 entries."""
+    """Smooth a long vector in steps of 2¹⁸ entries, by products with blocks of 128 entries."""
     matrices = _block_matrices(blocking, _LANES)
 
     def filtered(slab: jax.Array) -> jax.Array:
@@ -275,10 +276,10 @@ def _in_steps(
 ) -> jax.Array:
     """Smooth `size` entries of an axis at a time.
 
-    `beyond` is a pair of arrays of equal length: the entries before and after the line. A slab has
-    `size` entries, and on each side as many entries as one of these arrays. `filtered` smooths one
-    slab. If `size` does not divide the length of the line, the last slab starts earlier and smooths
-    some entries again, so nothing is padded.
+    `beyond` is a pair of arrays of equal length k: the entries before and after the line. A slab is
+    `size` entries with k more on each side. `filtered` maps a slab to its smoothed middle. If
+    `size` does not divide the length of the line, the last slab starts earlier and smooths some
+    entries again, so nothing is padded.
     """
     before, after = beyond
     beside, length = before.shape[axis], line.shape[axis]

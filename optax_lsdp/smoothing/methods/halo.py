@@ -40,7 +40,7 @@ from optax_lsdp.smoothing.methods.recursive import (
 from optax_lsdp.smoothing.methods.spectral import Operator
 
 _SMALL = 2**16  # leaves with at most this many entries are worth copying into a pack
-_COLUMN = 8  # fewer columns, or shorter columns, are transposed before they are filtered
+_COLUMN = 8  # fewer than 8 columns, or columns of fewer than 8 entries, are transposed first
 
 
 class Task(NamedTuple):
@@ -118,7 +118,7 @@ def smooth_recursive(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -
 
 
 def smooth_halo(leaves: Sequence[Leaf], operator: Operator, scope: Scope) -> list[jax.Array]:
-    """Return the smoothed leaves, sharded as before.
+    """Return the smoothed leaves, sharded like the leaves.
 
     Devices gather a leaf only if its sharding is unknown, or if its shards differ in shape. On
     automatic mesh axes of TPUs, XLA splits "recursive" by itself.
@@ -200,7 +200,7 @@ def _cut_rows(
 
 
 def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
-    """Return, for each pack, the carries of its segments if each row is smoothed by itself."""
+    """Return the carries of each pack's segments for scope="leaf", in which rows are separate."""
     found = []
     for _, segments, rows in packs:
         kernel = rows.kernel
@@ -214,7 +214,7 @@ def _carries_of_each_row(packs: list[Pack], boundary: Boundary) -> list[Ends]:
 
 
 def _carries_in_one_row(packs: list[Pack], sizes: list[int], boundary: Boundary) -> list[Ends]:
-    """Return, for each pack, the carries of its segments if all leaves together form one row."""
+    """Return the carries of each pack's segments for scope="tree", which joins all leaves."""
     kernel = packs[-1].rows.kernel
     lefts, rights = dict[int, jax.Array](), dict[int, jax.Array]()
     within_leaves = []
@@ -301,10 +301,10 @@ def _on_explicit_mesh(
 
 @lru_cache(maxsize=256)
 def _on_automatic_mesh(task: Task, fixed: float | None) -> Callable[..., list[jax.Array]]:
-    """Return a function that smooths `(*arrays, σ)`, if the compiler chooses the shardings.
+    """Return a function that smooths `(*arrays, σ)` in the shardings that the compiler chooses.
 
-    Under `vmap` and differentiation, the function does not split the arrays. `fixed` is σ if it is
-    a number, and otherwise None.
+    Under `vmap` and differentiation, the function does not split the arrays. `fixed` is σ if σ is a
+    number, and otherwise None.
     """
     count = len(task.arrangements)
 

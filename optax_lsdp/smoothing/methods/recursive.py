@@ -36,10 +36,10 @@ class Kernel(NamedTuple):
 
     rate: jax.Array  # −log ρ
     gain: jax.Array  # the kernel at its centre
-    reach: float = math.inf  # beyond it, the kernel is negligible; ∞ if σ is traced
+    reach: float = math.inf  # at larger distances the kernel is negligible; ∞ if σ is traced
 
     def powers(self, exponents: jax.Array | int) -> jax.Array:
-        """Return ρ^k for k ≥ 0."""
+        """Return ρᵏ for each exponent k ≥ 0."""
         if isinstance(exponents, jax.Array):
             exponents = exponents.astype(self.rate.dtype)
         return jnp.exp(-self.rate * exponents)
@@ -85,7 +85,7 @@ class Rows(NamedTuple):
     ends: Ends  # (rows,): first and last entry, smoothed as if zeros surrounded the row
     sizes: tuple[int, ...]  # the number of entries: one for all rows, or one for each row
     kernel: Kernel
-    upright: bool  # saves a transposition
+    upright: bool  # whether rows are columns of `values`, which saves a transposition
     filtered: jax.Array | None  # a single row's blocks, filtered as if zeros surrounded each
 
 

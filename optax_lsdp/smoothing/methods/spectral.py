@@ -3,8 +3,8 @@
 The operator is A = I + (−1)ⁿ σ Lⁿ on a grid, where L is the sum of the second differences along the
 axes of the grid. In the basis of waves, A is diagonal. The methods here use this basis, by FFT or
 by matrix products. Both support every boundary, every order and grids with any number of axes. The
-FFT is faster for long axes, matrix products for short axes. `_spectrum.py` has the same formulas
-without JAX. To add an operator, add a field to `Operator`, add its eigenvalues to
+FFT is faster for long axes, and matrix products are faster for short axes. `_spectrum.py` has the
+same formulas without JAX. To add an operator, add a field to `Operator`, add its eigenvalues to
 `inverse_spectrum`, and name the methods that do not support it in `_dispatch._obstacle`.
 """
 
