@@ -84,9 +84,10 @@ def clipped_grad(
     """Return a function `f(params, batch, mask=None)` that sums clipped per-example gradients.
 
     s = Σᵢ maskᵢ · cᵢ · ∇loss_fn(params, exampleᵢ). The clip factors cᵢ, which `clip_style` defines,
-    ensure that adding or removing one example moves s by at most the clip norm C. The result is a
-    sum, not a mean: the optimizers of this package add noise to the sum, and then divide it by the
-    public expected batch size.
+    ensure that adding or removing one example moves s by at most the clip norm C, or, with groups
+    of clip norms, by at most `sensitivity(clip_norm)`. The result is a sum, not a mean: the
+    optimizers of this package add noise to the sum, and then divide it by the public expected batch
+    size.
 
     Clip factors come from upper bounds on the norms, which allow for rounding errors. So an example
     whose gradient is longer than C contributes a vector slightly shorter than C; `explain_clipping`
