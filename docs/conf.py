@@ -58,7 +58,7 @@ napoleon_use_rtype = False
 python_maximum_signature_line_length = 72
 add_module_names = False
 nitpick_ignore_regex = [  # types without a page here
-    ("py:class", r"Stopped|(jax|collections|typing|numpy|optax)\..*"),
+    ("py:class", r"Stopped|PyTree|(jax|collections|typing|numpy|optax)\..*"),
 ]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 toc_object_entries_show_parents = "hide"

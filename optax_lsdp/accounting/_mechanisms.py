@@ -289,7 +289,7 @@ class CorrelatedGaussian(Mechanism):
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
 
     def uses(self) -> np.ndarray:
-        """Return, for each step, how many `use`s reveal as much as this and all earlier steps.
+        """Return, for each step, how many times `use` reveals as much as the steps so far.
 
         With `sampling_rate`, this is the number of cycles, otherwise the squared sensitivity.
         """

@@ -49,9 +49,9 @@ A gains; smooth inputs come close to this. H is private, so the rule ignores it.
 **What remains true.** The choice is post-processing of the releases before this step. So smoothing
 is linear in this step's release and keeps its noise Gaussian, and `watch` stays unbiased.
 
-**Cost.** For a large leaf, D holds only the first output units, with about 2¹⁶ entries; shapes
-alone decide how many. If they are a share f of the leaf, the evidence is √f times as strong. All
-candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
+**Cost.** For a large leaf, D holds only the first output units: 128, or more with 2¹⁶ entries.
+Shapes alone decide how many. If they are a share f of the leaf, the evidence is √f times as
+strong. All candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
 _SMALLEST_SIDE = 4  # pixels of an image that "images" looks for
 _ENOUGH = 2**16  # entries of a leaf that suffice to choose its smoothing
-_UNITS = 32  # the number of units that are kept is a multiple of 32, which meshes can split
+_UNITS = 128  # the number of units that are kept is a multiple, so that large meshes can split it
 
 
 @dataclass(frozen=True)

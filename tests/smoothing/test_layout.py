@@ -136,6 +136,7 @@ AXIS_TYPES = {"auto": jax.sharding.AxisType.Auto, "explicit": jax.sharding.AxisT
 def few_units(monkeypatch):
     """Keep 32 of 64 units of a leaf, as otherwise of large leaves only."""
     monkeypatch.setattr(_layout, "_ENOUGH", 32 * 9)
+    monkeypatch.setattr(_layout, "_UNITS", 32)
     rng = np.random.default_rng(3)
     wave = 2 * np.sin(np.arange(9 * 64).reshape(64, 9).T / 2)
     return (rng.normal(size=(6, 9, 64)) + wave).astype(np.float32)

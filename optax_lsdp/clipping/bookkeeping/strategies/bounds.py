@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lsdp._trees import wide_dtype, widen
+from optax_lsdp._trees import wide_dtype
 from optax_lsdp.clipping.bookkeeping._platforms import CPU, Platform
 
 
@@ -86,8 +86,9 @@ def lengths(arrays: Sequence[jax.Array], platform: Platform) -> tuple[jax.Array,
     would add up in an unknown order.
     """
     squares: dict[tuple[int, ...], jax.Array] = {}
+    dtype = wide_dtype(*arrays)
     for x in arrays:
-        y = jnp.square(widen(x))
+        y = jnp.square(x.astype(dtype))
         squares[x.shape] = squares[x.shape] + y if x.shape in squares else y
     entries = sum(math.prod(x.shape[1:]) for x in arrays)
     roundings, longest = 1 + len(arrays) - len(squares), platform.longest_sum
