@@ -64,17 +64,12 @@ def _without_folders(words: list[str]) -> list[str]:
     return ["PATH" if "/" in word else word for word in words]
 
 
-def arguments(description: str, default: str, *, can_repeat: bool = False) -> argparse.Namespace:
-    """Parse the options that all benchmarks share. `--again` deletes the record."""
+def arguments(description: str, default: str) -> argparse.Namespace:
+    """Parse the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--output", type=Path, default=RESULTS / default, help="a JSON file")
     parser.add_argument("--smoke", action="store_true", help="seconds instead of minutes")
-    if can_repeat:
-        parser.add_argument("--again", action="store_true", help="measure what is recorded too")
-    found = parser.parse_args()
-    if can_repeat and found.again:
-        found.output.unlink(missing_ok=True)
-    return found
+    return parser.parse_args()
 
 
 def measure_missing(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> None:

@@ -4,8 +4,8 @@ A step clips, adds noise, smooths with σ = 1 and updates by SGD. It estimates n
 distribution of norms from 16 slack coordinates, or a training curve. A training curve probes the
 optimizer in every eighth step, so steps that probe ("probe") and steps between probes ("between")
 are timed apart. A run pays (probe + 7·between)/8 per step on average. Every round calls all steps
-in turn. Results are written model by model, and an interrupted run continues. `--again` deletes the
-record first; all of it takes about ten minutes on a quiet machine.
+in turn. Results are written model by model, and an interrupted run continues. All models take about
+ten minutes on a quiet machine.
 """
 
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def measure(name: str, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure every model that has no record yet."""
-    options = _timing.arguments(__doc__ or "", "estimates.json", can_repeat=True)
+    options = _timing.arguments(__doc__ or "", "estimates.json")
     names = list(ZOO)[:1] if options.smoke else list(ZOO)
     rounds = 3 if options.smoke else 100
     work = {"milliseconds": {name: partial(measure, name, rounds) for name in names}}

@@ -214,8 +214,7 @@ def scale_by_debiased_adam(
             checks.check_non_negative("noise_stddev", stddev)
 
     def init(params: optax.Params) -> ScaleByDebiasedAdamState:
-        zeros = jnp.zeros(len(jax.tree.leaves(params)))
-        step = jnp.zeros([], jnp.int32)
+        zeros, step = jnp.zeros(len(jax.tree.leaves(params))), jnp.zeros([], jnp.int32)
         return ScaleByDebiasedAdamState(step, _zeros_like(params), _zeros_like(params), zeros)
 
     def update(
@@ -233,10 +232,11 @@ def scale_by_debiased_adam(
             now = noise_stddev(state.step) if callable(noise_stddev) else noise_stddev
             noise_variance = _per_leaf(now, updates) ** 2
         variance = _known(noise_variance, state)
-        noise = b2 * state.noise + (1 - b2) * variance
-        mu = jax.tree.map(lambda m, u: b1 * m + (1 - b1) * widen(u), state.mu, updates)
-        nu = jax.tree.map(lambda v, u: b2 * v + (1 - b2) * widen(u) ** 2, state.nu, updates)
-        step = optax.safe_increment(state.step)
+        noise = optax.tree.update_moment(variance, state.noise, b2, 1)
+        wide, step = jax.tree.map(widen, updates), optax.safe_increment(state.step)
+        mu = optax.tree.update_moment(wide, state.mu, b1, 1)
+        nu = optax.tree.update_moment(wide, state.nu, b2, 2)
+        # Of Python numbers, this is the log in float64; 1e-300 stands for a decay of 0.
         logs = (math.log(max(b, 1e-300)) if checks.is_number(b) else jnp.log(b) for b in (b1, b2))
         seen1, seen2 = (-jnp.expm1(step.astype(float) * log) for log in logs)  # 1 − bᵗ, for b ≈ 1
         error = jnp.sqrt(2 * (1 - b2) * (2 - seen2) / ((1 + b2) * seen2))
