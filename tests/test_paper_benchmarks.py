@@ -83,14 +83,14 @@ def test_a_record_runs_again_what_is_asked_for_otherwise(tmp_path):
         ran.append("final")
         return 2 * json.loads(record.read_text())["search"]["all"]["found"]
 
-    def alone(data):
+    def alone(folder):
         ran.append("alone")
 
     def measure(size):
         data = np.zeros(3)
         first = {"all": functools.partial(search, data, size)}
         last = {"of it": functools.partial(final, path, data)}
-        rest = {"too": functools.partial(alone, data)}
+        rest = {"too": functools.partial(alone, tmp_path)}
         _record.measure(path, {"search": first, "final": last, "alone": rest})
         return json.loads(path.read_text())["final"]["of it"]["found"]
 

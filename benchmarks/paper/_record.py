@@ -116,7 +116,8 @@ def measure(path: Path, work: Mapping[str, Mapping[str, Callable[[], Any]]]) -> 
         known = record.get(part, {})
         was_stale = stale
         for name, task in tasks.items():
-            reads = any(isinstance(x, Path) for x in getattr(task, "args", ()))
+            given = getattr(task, "args", ())
+            reads = any(isinstance(x, Path) and x == path for x in given)
             is_same = known.get(name, {}).get("asked") == asked(task)
             if not is_same or (reads and was_stale):
                 known.pop(name, None)

@@ -1,7 +1,7 @@
 """Generate the tables and the figure of records, correlated noise and the tournament."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from benchmarks._results import RESULTS, load, markdown
 from benchmarks.paper._figures import save, tidy
 from benchmarks.paper._tables import spread
 from benchmarks.paper.cnn_tournament import METHODS
+from benchmarks.paper.cnn_tournament import NOISES as ON_NETWORK
 
 Rows = dict[str, list[dict[str, Any]]]  # the rows of each method
 NOISES = ("4 bands", "16 bands", "inverse of 8 bands", "independent, full batches")
@@ -174,21 +175,40 @@ def automatic() -> str:
     return markdown(["`auto` minus fixed σ", *(f"ε = {e:g}" for e in epsilons)], rows)
 
 
-def cnn_tournament() -> str:
-    """Return what each method that is done gains over none on the paper's network."""
+def on_network(methods: Iterable[str]) -> dict[str, dict[float, Any]]:
+    """Return the rows of all methods that were trained on the paper's network, by method and ε."""
     record = load("paper/cnn_tournament")
-    finals = {name: list(record.get(f"final, {name}", {}).values()) for name in METHODS}
     found = {
-        name: {row["found"]["epsilon"]: row["found"] for row in finals[name]}
-        for name, method in METHODS.items()
-        if len(finals[name]) == len(method.epsilons)
+        name: {row["found"]["epsilon"]: row["found"] for row in part.values()}
+        for name in methods
+        if (part := record.get(f"final, {name}"))
     }
+    most = max(map(len, found.values()), default=0)
+    return {name: part for name, part in found.items() if len(part) == most}
+
+
+def cnn_tournament() -> str:
+    """Return what each method gains over none on the paper's network."""
+    found = on_network(METHODS)
     none, rows = found.pop("none"), []
     rows.append(["none", *(f"{np.mean(row['test_accuracies']):.2f} %" for row in none.values())])
-    for method, part in found.items():
-        cells = [shown(part[e], plain) if e in part else "" for e, plain in none.items()]
-        rows.append([method, *cells])
+    rows += [[name, *(shown(part[e], none[e]) for e in none)] for name, part in found.items()]
     return markdown(["method", *(f"ε = {epsilon:g}" for epsilon in none)], rows)
+
+
+def correlated_on_network() -> str:
+    """Return what each kind of noise gains over independent noise on the paper's network."""
+    found = on_network(ON_NETWORK)
+    plain = found.pop("independent")
+    rows = [
+        [
+            f"{e:g}",
+            spread(row["test_accuracies"]),
+            *(shown(part[e], row) for part in found.values()),
+        ]
+        for e, row in sorted(plain.items())
+    ]
+    return markdown(["ε", "independent", *found], rows)
 
 
 def found_first() -> Rows:
@@ -231,5 +251,6 @@ STACKED_TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 CORRELATED: dict[str, Callable[[], str]] = {  # the tables in the other README
     "correlated": correlated,
     "correlated spreads": spreads,
+    "correlated on a network": correlated_on_network,
     "correlated step sizes": at_all_step_sizes,
 }

@@ -70,6 +70,7 @@ METHODS = {
 }
 NOISES = {
     "independent": Method(),
+    "independent, Laplacian": Method((0.3, 1.0)),
     "4 bands": Method(bands=4),
     "16 bands": Method(bands=16),
     "16 bands, Laplacian": Method((0.3, 1.0), bands=16),
