@@ -26,6 +26,7 @@ from optax_lsdp.correlation import Correlation
 from optax_lsdp.noise import (
     AddGaussianNoiseState,
     SumLeaves,
+    add_drawn,
     add_scaled,
     check_stddev,
     draw_noise,
@@ -158,15 +159,6 @@ def add_correlated_noise(
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
-        past = state.past
-        if rows:
-            _check_past(updates, past, rows)
-            drawn = draw_noise(independent, total)
-            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
-            put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
-            past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
-        else:
-            noises = _combine_draws(draws, independent, state.start, total)
         is_planned = state.step - state.start < correlation.steps
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)
@@ -174,7 +166,18 @@ def add_correlated_noise(
         is_first = now == first
         if not (isinstance(is_first, jax.core.Tracer) or is_first or jnp.isnan(now)):
             raise refusal("stddev", f"the same as in the first step, {first}", float(now))
-        noisy = add_scaled(total, noises, stddev, is_good & is_first)
+        is_good &= is_first
+        past = state.past
+        if rows:
+            _check_past(updates, past, rows)
+            drawn = draw_noise(independent, total)
+            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
+            put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
+            past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
+            noisy = add_scaled(total, noises, stddev, is_good)
+        else:
+            draw = partial(_combine_draws, draws, independent, state.start, total)
+            noisy = add_drawn(total, draw, independent, stddev, is_good)
         step = optax.safe_increment(state.step)
         return noisy, state._replace(step=step, past=past, stddev=first)
 

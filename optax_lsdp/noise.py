@@ -8,7 +8,7 @@ its key. Noise that is correlated between steps is in `correlated_noise`, exact 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -130,7 +130,8 @@ def add_gaussian_noise(
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
         scale = stddev(state.step) if callable(stddev) else stddev
-        noisy = add_scaled(total, draw_noise(state, total), scale, state.step < _LAST_STEP)
+        draw = partial(draw_noise, state, total)
+        noisy = add_drawn(total, draw, state, scale, state.step < _LAST_STEP)
         if isinstance(noisy, WithSlack):
             noisy = replace(noisy, is_noisy=True)
         return noisy, AddGaussianNoiseState(state.key, optax.safe_increment(state.step))
@@ -189,6 +190,35 @@ def add_scaled(
     return jax.tree.unflatten(total.structure, noisy)
 
 
+def add_drawn(
+    total: SumLeaves,
+    draw: Callable[[], list[jax.Array]],
+    state: AddGaussianNoiseState,
+    scale: ArrayLike,
+    is_good: jax.Array,
+) -> optax.Updates:
+    """Return `add_scaled` of the noise that `draw` returns. XLA for CPUs draws it only once.
+
+    Otherwise XLA would draw it again in every kernel that reads a noisy leaf, and smoothing has
+    three of them. XLA merges nothing across the border of a `lax.cond`. The condition always holds,
+    because steps are never negative. Outside `jit`, nothing is merged.
+    """
+
+    def add() -> optax.Updates:
+        return add_scaled(total, draw(), scale, is_good)
+
+    def add_nan() -> optax.Updates:
+        words = jnp.sum(jax.random.key_data(state.key))  # varies over mesh axes if the key does
+        nan = [leaf * (jnp.nan * words.astype(leaf.dtype)) for leaf in total.wide]
+        return add_scaled(total, nan, scale, is_good)
+
+    if not (total.wide and isinstance(state.step, jax.core.Tracer)):
+        return add()
+    add = jax.jit(add)  # so that the branches do not trace it again
+    always = all_under_vmap(state.step >= 0)
+    return jax.lax.platform_dependent(cpu=lambda: jax.lax.cond(always, add, add_nan), default=add)
+
+
 def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array]:
     """Return standard Gaussian noise for each leaf, in float32 or float64.
 
@@ -221,21 +251,11 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
             noises[members[0]] = with_automatic_axes(draw, explicit_spec(first))(chosen[0])
             continue
         # XLA's CPU backend does not vectorize loops over an odd number of entries.
-        rows = _draw_once(chosen, room + is_long_and_odd, first.dtype, state.step)
+        rows = standard_normal(chosen, (room + is_long_and_odd,), first.dtype)
         for row, index in enumerate(members):
             cut = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
             noises[index] = cut.reshape(leaves[index].shape)
     return [noises[index] for index in range(len(leaves))]
-
-
-def _draw_once(keys: jax.Array, room: int, dtype: jnp.dtype, step: jax.Array) -> jax.Array:
-    """Return a row of standard Gaussian noise for each key.
-
-    `lax.cond` keeps XLA from drawing the rows again in every kernel that takes the noise of one
-    leaf from them. Its condition always holds, because steps are never negative.
-    """
-    draw = partial(standard_normal, shape=(room,), dtype=dtype)
-    return jax.lax.cond(all_under_vmap(step >= 0), draw, lambda keys: jnp.nan * draw(keys), keys)
 
 
 def check_stddev(stddev: ArrayLike) -> None:
