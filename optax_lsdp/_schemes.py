@@ -42,11 +42,11 @@ class Scheme:
     random_size: bool = False  # whether batches are padded, and `max_batch_size` can limit them
     whole_dataset: bool = False  # whether every batch is the whole dataset
     once_per_epoch: bool = False  # whether an epoch of ⌊n/b⌋ batches uses no example twice
-    correlated: bool = False  # whether the scheme is for correlated noise, and for no other
+    correlated: bool = False  # whether the scheme is for correlated noise only
 
     @property
     def keeps_order(self) -> bool:
-        """Return whether steps count by epoch or cycle, which begins again after a restart."""
+        """Return whether batches are ordered by epochs or cycles, which begin anew at a restart."""
         return self.once_per_epoch or self.correlated
 
     @property
