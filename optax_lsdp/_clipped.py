@@ -84,7 +84,8 @@ class WithSlack:
 
     Attributes:
         total: the clipped sum, with the structure of the parameters.
-        slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
+        slack: for each group, the sums of its K slack coordinates: arrays of shape (K,) in a tree
+            with the structure of the clip norm.
         adapts: whether the clip norm is an `AdaptiveClip`. If so, sum and slack are in units of it.
         is_noisy: whether `add_gaussian_noise` has added noise to the sum and the slack.
     """

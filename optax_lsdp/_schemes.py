@@ -35,7 +35,7 @@ class Scheme:
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
     batches: str  # how batches are drawn. `describe` fills in `{unit}`, `{rate}` and `{epoch}`. For
-    # cyclic Poisson batches, it also fills in `{chosen}`: how the part of an example is chosen.
+    # cyclic Poisson batches, it also fills in `{chosen}`: how an example's part is chosen.
     remark: str = ""  # what the command line prints after the ε of this scheme
     amplified: bool = False  # whether the randomness of the batches lowers ε
     tight: bool = False  # whether the accountant's ε is the true ε up to rounding

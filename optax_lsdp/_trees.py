@@ -141,7 +141,10 @@ def check_mask(mask: object, size: int) -> None:
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if an extra argument of `update` has one entry for each of `height` examples."""
+    """Raise if an extra argument of `update` holds bools, or one value for each example.
+
+    `height` is the number of examples, or None if it is unknown.
+    """
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):

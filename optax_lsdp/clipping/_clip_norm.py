@@ -55,8 +55,8 @@ class AdaptiveClip:
     **Method "slack"** costs no privacy. Let t = ‖g‖/C for a gradient g. The slack of `clipped_grad`
     estimates the mean s = E[min(1, t²)] over examples, which is 1 if all gradients are clipped, and
     near 0 if all are far shorter than C. The noise in s has standard deviation z/b, with noise
-    multiplier z and expected batch size b, whatever K is. The rule first searches for the scale of
-    the gradients, which is the C with s = `target`:
+    multiplier z and expected batch size b, for any number K of slack coordinates. The rule first
+    searches for the scale of the gradients, which is the C with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
@@ -71,10 +71,10 @@ class AdaptiveClip:
     After that, the rate falls to a fiftieth, so vanishing or exploding gradients hardly move C.
 
     **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
-    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The sensitivity of this coordinate is w/2, so all
-    noise grows by the factor √(1 + w²/4), and ε stays the same. In the paper's notation, the count
-    has noise σ_b = z·√(1 + w²/4)/w, and the sum has the noise multiplier (z⁻² − (2σ_b)⁻²)^(−½). The
-    rule is C ← C · exp(rate · (share of clipped gradients − target)).
+    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The divided sum and this coordinate together have
+    the sensitivity √(1 + w²/4), and all noise grows by this factor, so ε stays the same. In the
+    paper's notation, the count has noise σ_b = z·√(1 + w²/4)/w, and the sum has noise multiplier
+    (z⁻² − (2σ_b)⁻²)^(−½). The rule is C ← C · exp(rate · (share of clipped gradients − target)).
 
     **Method "fixed"** never moves C, but estimates norms as method "slack" does.
 
@@ -195,7 +195,9 @@ class CheckedClipNorm:
             group = ClipGroup(next(addresses), norm)
             leaves = jax.tree.leaves(subtree, is_leaf=is_marked)
             if not leaves and len(self.addresses) > 1:
-                raise TypeError(f"`clip_norm` must be None at the empty {group.path}, got {norm}.")
+                raise TypeError(
+                    f"`clip_norm` must be None at the empty group {group.path}, got {norm}."
+                )
             groups.extend([group] * len(leaves))
 
         try:
@@ -323,10 +325,9 @@ class ExampleNorms(NamedTuple):
 def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
     """Return upper bounds on the norms of gradients after clipping by `factors`.
 
-    `norms` and `rounding` mean the same as in `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) ·
-    `norms`[i] and ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place
-    cover the roundings of this product and of the weighted gradient. The bound is ∞ for an example
-    that contributes nothing although its gradient is not zero.
+    With `norms` and `rounding` as in `clip_factors`, ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i].
+    Eight more units in the last place cover the roundings of this product and of the weighted
+    gradient. The bound is ∞ where the factor is 0, except for a gradient of zeros.
     """
     eps = float(jnp.finfo(norms.dtype).eps)
     upper = norms * jnp.asarray(1 + rounding + 8 * eps, norms.dtype)
@@ -374,8 +375,7 @@ def clip_and_sum(
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative error.
 
-    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …), and the
-    norms have shape (n,).
+    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

@@ -269,7 +269,8 @@ def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNo
     if norm.adaptive is None and clip_norm is not None:
         raise ValueError(
             "`clip_norm` must be passed to the gradient function only if `clipped_grad` got an "
-            f"AdaptiveClip, got {clip_norm!r} with clip_norm={norm.value!r} there; leave it out."
+            f"AdaptiveClip, got {clip_norm!r} although `clipped_grad` got {norm.value!r}; leave "
+            "`clip_norm` out."
         )
 
 

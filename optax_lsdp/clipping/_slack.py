@@ -71,7 +71,7 @@ def append_slack(
 ) -> optax.Updates:
     """Return a `WithSlack`: a clipped sum with the slack of each group.
 
-    `now` holds the clip norms of this step. If they are adaptive, slack is in units of C.
+    `now` holds the clip norms of this step. If they are adaptive, slack is divided by them.
     """
     norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
     values = dict(zip(norm.addresses, norms, strict=True))
@@ -133,7 +133,7 @@ class NormEstimates(NamedTuple):
     structure, with estimates of each group.
 
     Attributes:
-        radii: K norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to small.
+        radii: K norms in units of the clip norm: √(1 − j/K), j = 1, …, K, or 1 for "quantile".
             If the clip norm changes, each step measures norms in units of its own clip norm.
         shares: for each of the K `radii`, an estimate of the share of examples whose clipped
             gradient is at most radius · C long: the mean over all steps. A share is a number of
@@ -143,7 +143,7 @@ class NormEstimates(NamedTuple):
             include the random choice of the batches.
         clipped: an estimate of the share of examples whose gradient is longer than `radii[0]` · C:
             the mean over the first ten steps, then an exponential mean over about ten steps. If a
-            batch is smaller than expected, the missing examples count as well.
+            batch is smaller than expected, the missing examples count as clipped.
         clipped_error: the standard deviation of the noise in `clipped`.
         clip_norm: the C of the next step.
         steps: how many steps the estimates cover.
@@ -173,7 +173,7 @@ def estimate_norms(
 
     The noise of an estimated count has standard deviation stddev·√K/C. So with noise multiplier z
     and one clip norm, a share has the standard error z·√K/(b·√T) after T steps. If the clip norm is
-    an `AdaptiveClip`, this transform also moves the clip norm, and multiplies the sum by it.
+    an `AdaptiveClip`, this transform also moves the clip norm, and scales the sum by it.
 
     Args:
         clip_norm: C, as in `clip_per_example`.

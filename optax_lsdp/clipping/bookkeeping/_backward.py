@@ -164,7 +164,7 @@ def _run_checkpoint(
 def _run_scan(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Evaluate a scan that also slices the taps of its body, and stacks its uses' operands."""
+    """Evaluate a scan that also slices the taps, and stacks the operands, of uses in its body."""
     consts, carry, slices = scan_parts(equation, arguments)
     unchanged = carried_unchanged(equation)
 

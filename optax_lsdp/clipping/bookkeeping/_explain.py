@@ -174,7 +174,7 @@ def explain_clipping(
     - "Gram matrices": the norm comes from the inner products ⟨a_t, a_s⟩ and ⟨g_t, g_s⟩ of all pairs
       of rows.
     - "Gram matrices of patches", on accelerators only: Gram matrices for the kernel of a
-      convolution.
+      convolution, whose rows a_t are patches of the image.
     - "by offset", on accelerators only: the gradient of a convolution's kernel is formed, squared
       and forgotten, one offset of the window after the other.
     - "by patches", on a TPU only: the gradient of a convolution's kernel is formed in one product
@@ -212,7 +212,7 @@ def explain_clipping(
         params: the parameters, or their shapes and dtypes (`jax.eval_shape`).
         example: one example *without* batch axis, or its shapes and dtypes. Take a public example.
         platform: the kind of device that the table describes; by default the kind that JAX uses
-            here. The device need not be present.
+            now. The device need not be present.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):

@@ -241,8 +241,8 @@ class Strategy(NamedTuple):
 
     Attributes:
         kind: the name of the strategy; `explain_clipping` says what each name means.
-        multiplications: how many multiplications it takes to compute the norm of one example.
-        floats: how many floats are stored to compute the norm of one example.
+        multiplications: how many multiplications the norm of one example's gradient takes.
+        floats: how many floats are stored to compute this norm.
         cost: multiplications and memory traffic together, converted to multiplications.
     """
 
@@ -275,8 +275,8 @@ def is_plain_convolution(use: Use) -> bool:
 def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
     """Return the strategy that stores all gradients and reads them back.
 
-    Forming the gradients takes no extra multiplications, because the clipped sum then needs no
-    product.
+    Its cost is mostly memory traffic. Forming the gradients takes no extra multiplications, because
+    the clipped sum then needs no product.
     """
     multiplications, idle = 0, 0
     for use in leaf.uses:
@@ -289,7 +289,7 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
             idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
     stored = 8 * leaf.entries * platform.per_byte
     if platform.keeps and any(use.rule.expands for use in leaf.uses):
-        stored /= 5  # because other strategies make patches twice, for norms and for sums
+        stored /= 5  # storing pays here: other strategies make patches twice, for norms and sums
     if not platform.keeps and leaf.uses and is_plain_convolution(leaf.uses[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
