@@ -125,7 +125,7 @@ def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ja
     """Return two arrays of random 32-bit words, both of shape (*keys.shape, *shape).
 
     With JAX's default generator, the exclusive or of the two arrays is `jax.random.bits` of the
-    key. For any other generator, or for 2³² entries and more, each array has its own key.
+    key. For other generators, or for 2³² entries and more, JAX draws each array with its own key.
     """
     if not is_threefry(keys) or math.prod(shape) >= 2**32:
         return _draw_twice(keys, shape)

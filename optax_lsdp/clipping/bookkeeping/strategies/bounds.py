@@ -58,7 +58,7 @@ def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
     """Return one bound of shape (n,) for blocks that share no entry: roots of sums of squares.
 
     The bounds are rounded up. Squares may underflow to zero, so this function adds a bound on the
-    loss. Otherwise, automatic clipping to a huge clip norm would use bounds that are too small.
+    lost squares. Otherwise, automatic clipping to a huge clip norm would use too small bounds.
     """
     dtype = wide_dtype(*(bound.upper for bound in bounds))
     terms = sum(bound.upper.shape[1] for bound in bounds)
@@ -186,7 +186,7 @@ class Gram(NamedTuple):
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
         weighting: the relative errors of the factors a and g after `weighted_sum` multiplies one of
-            them by the clip factors and rounds it. None if the two terms are not the same term.
+            them by the clip factors and rounds it. None unless both terms are the same.
     """
 
     a: jax.Array

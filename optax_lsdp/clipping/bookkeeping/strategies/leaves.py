@@ -159,7 +159,10 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
 
 def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
-    """Convert a gradient (blocks, inputs, outputs) to the weight's shape, after axes of scans."""
+    """Convert a gradient of shape (blocks, inputs, outputs) to the shape of the weight.
+
+    An axis for each scan that slices the weight comes first.
+    """
     matrix, stack = use.matrix, [loop.length for loop in use.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
     sizes = [matrix.split[axis] for axis in order]
@@ -170,7 +173,10 @@ def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
 def to_leaves(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, gradient: jax.Array
 ) -> dict[int, jax.Array]:
-    """Map the gradient of a weight back to leaves. All are multiplied by `rounded.scales`."""
+    """Return the gradient of each leaf, computed from the gradient of a weight.
+
+    The gradient of the weight and the results are multiplied by `rounded.scales`.
+    """
     weight, leaves = use.weight, rounded.leaves
     members = [leaves[index] for index in leaf.indices]
     stack = [loop.length for loop in weight.sliced]
