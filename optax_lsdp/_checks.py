@@ -100,7 +100,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 
 def numbers(name: str, value: object, demand: str) -> tuple[float, ...]:
-    """Return a non-empty sequence of finite numbers as a tuple. Raise if it is anything else."""
+    """Return `value` as a tuple. Raise unless it is a non-empty sequence of finite numbers."""
     if getattr(value, "ndim", None) == 1 and hasattr(value, "tolist"):
         value = value.tolist()
     found = list(value) if isinstance(value, Sequence) else []
@@ -164,7 +164,7 @@ def _object_of_unique_names(pairs: list[tuple[str, object]]) -> dict[str, object
 
 
 def _known_number(name: str, value: object, schedule: bool) -> float | None:
-    """Return a number as a float, or None for a traced value or a schedule. Raise otherwise."""
+    """Return `value` as a float, or None if it is traced or a schedule. Raise for anything else."""
     if callable(value) and schedule:
         return None
     if not is_number(value) and getattr(value, "shape", None) != ():

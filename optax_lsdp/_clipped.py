@@ -34,18 +34,20 @@ class Clipped:
     example whose gradient is not finite contributes zero.
 
     Attributes:
-        value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule,
-            the sum is divided by the clip norm, so that its sensitivity is 1 at every step.
-        clip_norm: the clip norm of the leaf's group: a number, or the schedule itself.
+        value: the sum of clipped gradients, in float32 or float64. If the clip norm is a schedule
+            or an `AdaptiveClip`, the sum is divided by the clip norm of its step, so that its
+            sensitivity is 1 at every step.
+        clip_norm: the clip norm of the leaf's group: a number, a schedule or an `AdaptiveClip`.
         group: the group's path in the prefix tree of clip norms; "" if there is one group.
-        leaves_in_group: how many leaves were clipped together, including this leaf. If k leaves are
-            clipped separately, each to C, their joint sensitivity is √k·C.
+        leaves_in_group: how many leaves were clipped together, including this leaf. The optimizer
+            checks this number, because k leaves that are clipped separately, each to C, have the
+            joint sensitivity √k·C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
             with padded batches refuse sums without a mask.
-        slack: (K,) on the first leaf of each group, if `clipped_grad` was called with `slack=K`:
-            how many examples fill each coordinate; see `norm_estimates`. None on other leaves.
+        slack: (K,) on the first leaf of each group, if the sum has slack: how many examples fill
+            each coordinate; see `norm_estimates`. None on other leaves.
         coordinates: K, or 0 if the leaf has no slack. JAX refuses to add sums with different K,
-            because K is not an array but part of the mark.
+            because K is part of the tree's structure.
 
     >>> import jax.numpy as jnp
     >>> half = Clipped(jnp.ones(2), clip_norm=1.0)
@@ -64,7 +66,7 @@ class Clipped:
     def __radd__(self, *other: object) -> NoReturn:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
-            "`updates` must be private before they are applied, got a clipped sum without noise; "
+            "`updates` must have noise before they are applied, got a clipped sum without noise; "
             "pass all of it through `privatize`, and do not differentiate frozen parameters."
         )
 
@@ -82,8 +84,9 @@ class WithSlack:
 
     Attributes:
         total: the clipped sum, with the structure of the parameters.
-        slack: (K,) sums of slack coordinates for each group, with the structure of the clip norm.
-        adapts: whether the clip norm is an `AdaptiveClip`. If so, the sum is divided by it.
+        slack: for each group, the sums of its K slack coordinates: arrays of shape (K,) in a tree
+            with the structure of the clip norm.
+        adapts: whether the clip norm is an `AdaptiveClip`. If so, sum and slack are in units of it.
         is_noisy: whether `add_gaussian_noise` has added noise to the sum and the slack.
     """
 

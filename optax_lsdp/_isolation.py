@@ -79,7 +79,7 @@ class TracedLoss(NamedTuple):
 
 
 def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> TracedLoss:
-    """Trace a loss on one example; raise if an operation could mix examples under vmap."""
+    """Trace a loss on one example. Raise if an operation could mix or reveal examples."""
     replicated = _replicated_axes(example)
     vouched: set[str] = set()
     token = _VOUCHED.set(vouched)
@@ -96,12 +96,12 @@ def trace_loss(loss_fn: ValueAndAux, params: optax.Params, example: PyTree) -> T
 
 
 def vouch_for_callbacks(loss_fn: _Function, *names: str) -> _Function:
-    """Mark callbacks of a loss as safe: the caller asserts that they do not mix examples.
+    """Mark callbacks of a loss as safe: you assert that they neither mix nor reveal examples.
 
     A callback that sees a whole batch could make one example's loss depend on another example. A
     callback with a side effect can reveal examples. `clipped_grad` and `fit` therefore refuse
     callbacks, except those that JAX calls for one example at a time (`vmap_method="sequential"`)
-    and those that Equinox uses to raise errors. The library cannot check what the caller asserts.
+    and those that Equinox uses to raise errors. The library cannot check what you assert.
 
     Args:
         loss_fn: the loss that `clipped_grad` or `fit` refuses.

@@ -125,7 +125,7 @@ def random_words(keys: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, ja
     """Return two arrays of random 32-bit words, both of shape (*keys.shape, *shape).
 
     With JAX's default generator, the exclusive or of the two arrays is `jax.random.bits` of the
-    key. Any other generator is called twice, once for each array.
+    key. For other generators, or for 2³² entries and more, JAX draws each array with its own key.
     """
     if not is_threefry(keys) or math.prod(shape) >= 2**32:
         return _draw_twice(keys, shape)
@@ -157,7 +157,7 @@ def threefry(key: tuple[_Words, _Words], count: tuple[_Words, _Words]) -> tuple[
 
 
 def hashed_signs(shape: tuple[int, ...], seed: jax.Array) -> jax.Array:
-    """Return an array of ±1, by hashing the index of each entry. The signs are public.
+    """Return an array of ±1, by hashing `seed` and each entry's index. The signs are public.
 
     XLA fuses the hash with the code that uses the signs.
     """
@@ -202,7 +202,10 @@ class RandomBits:
         return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
 
     def reached(self, table: tuple[np.ndarray, np.ndarray]) -> Array:
-        """Draw a random 64-bit number x. Return how many numbers in a table are at most x."""
+        """Draw a random 64-bit number x. Return how many numbers of `table` are at most x.
+
+        The table has two arrays: the high and the low words of its numbers.
+        """
         high, low = self.draw(0, 1)
         return ((table[0] < high) | ((table[0] == high) & (table[1] <= low))).sum(dtype=np.int32)
 

@@ -3,7 +3,7 @@
 A loss is `loss_fn(params, example)` or `loss_fn(params, example, key)`. `fit`, `check_model` and
 `explain_clipping` make the keys themselves. For `clipped_grad` the keys are part of the batch.
 
-If a loss fails, this module tries other likely calls. The message suggests one that works, if any.
+If a loss fails, this module tries other likely calls. If one works, the error message suggests it.
 """
 
 import inspect
@@ -276,7 +276,7 @@ def explain_failure(
 ) -> str | None:
     """Return one sentence that explains why a loss failed, or None if no cause is found.
 
-    With `batched`, `loss_fn` and `example` are those of a whole batch.
+    With `batched`, `loss_fn` is the loss of a whole batch, and `example` is a batch.
     """
     layer = batch_norm_in_traceback(error)
     if layer:

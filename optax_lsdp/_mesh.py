@@ -74,14 +74,14 @@ def check_replicated_axes(named: tuple[str, ...], params: PyTree, batch_and_mask
     """
     unknown = {axis for axis in manual_axes() if axis_size((axis,)) > 1} - set(named)
     if are_shards_tracked():
-        # If only the parameters or only the batch varies over an axis, the axis splits just that.
+        # If only the parameters vary over an axis, or only the batch, the axis splits nothing else.
         unknown -= varying_axes(params) ^ varying_axes(batch_and_mask)
     if unknown:
         raise ValueError(
             "`replicated_axes` must name the mesh axes of shard_map over which all parameters are "
             f"replicated, if JAX cannot tell, got none for {', '.join(sorted(unknown))}; name this "
-            "axis if it splits no parameters; if it does, use check_vma=True, give all its shards "
-            "the same batch, and if they need different keys, make these inside the loss."
+            "axis if it splits no parameters; otherwise use check_vma=True, pass the same batch to "
+            "all its shards, and make keys that differ between these shards inside the loss."
         )
 
 
@@ -100,7 +100,7 @@ def with_automatic_axes(function: _Function, out_shardings: PyTree) -> _Function
 
 
 def explicit_spec(array: jax.typing.ArrayLike, axes: int | None = None) -> jax.P:
-    """Return the explicit sharding of an array's first `axes` axes, or of all axes if None."""
+    """Return the explicit sharding of an array's first `axes` axes, by default of all."""
     return jax.P(*tuple(jax.typeof(array).sharding.spec)[:axes])
 
 

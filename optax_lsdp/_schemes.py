@@ -35,18 +35,18 @@ class Scheme:
     sampler: str  # the name of the class in `optax_lsdp.sampling` that draws such batches
     neighbouring: tuple[Neighbouring, ...]  # the relations for which the accountant has an analysis
     batches: str  # how batches are drawn. `describe` fills in `{unit}`, `{rate}` and `{epoch}`. For
-    # cyclic Poisson batches, it also fills in `{chosen}`: how the part of an example is chosen.
+    # cyclic Poisson batches, it also fills in `{chosen}`: how an example's part is chosen.
     remark: str = ""  # what the command line prints after the ε of this scheme
     amplified: bool = False  # whether the randomness of the batches lowers ε
     tight: bool = False  # whether the accountant's ε is the true ε up to rounding
     random_size: bool = False  # whether batches are padded, and `max_batch_size` can limit them
     whole_dataset: bool = False  # whether every batch is the whole dataset
     once_per_epoch: bool = False  # whether an epoch of ⌊n/b⌋ batches uses no example twice
-    correlated: bool = False  # whether the scheme is for correlated noise, and for no other
+    correlated: bool = False  # whether the scheme is for correlated noise only
 
     @property
     def keeps_order(self) -> bool:
-        """Return whether steps count by epoch or cycle, which begins again after a restart."""
+        """Return whether batches are ordered by epochs or cycles, which begin anew at a restart."""
         return self.once_per_epoch or self.correlated
 
     @property

@@ -61,7 +61,7 @@ def _is_plain(entry: object) -> bool:
 
 
 def zip_leaves(tree: PyTree, other: PyTree) -> Iterator[tuple[str, PyTree, PyTree]]:
-    """Yield the name of each leaf, and the leaves of `tree` and `other` with this name."""
+    """Yield the name of each leaf of `tree`, the leaf, and the leaf of `other` at its place."""
     others = jax.tree.leaves(other)
     for (path, leaf), its_other in zip(jax.tree.leaves_with_path(tree), others, strict=True):
         yield path_name(path), leaf, its_other
@@ -141,7 +141,10 @@ def check_mask(mask: object, size: int) -> None:
 
 
 def check_not_per_example(extra_args: Mapping[str, PyTree], height: int | None) -> None:
-    """Raise if an extra argument of `update` has one entry for each of `height` examples."""
+    """Raise if an extra argument of `update` holds bools, or one value for each example.
+
+    `height` is the number of examples, or None if it is unknown.
+    """
     for name, value in extra_args.items():
         numbers = isinstance(value, list | tuple) and all(map(is_number, value))
         for leaf in [np.asarray(value)] if numbers else jax.tree.leaves(value):
@@ -234,7 +237,7 @@ def usable_scale(largest: jax.Array) -> jax.Array:
 
 
 def norm_rounding(leaves: Sequence[jax.Array]) -> float:
-    """Return r such that the true norm of a row is at most (1 + r) times that of `row_norms`.
+    """Return r such that the true norm of a row is at most 1 + r times the result of `row_norms`.
 
     Let u be half the machine epsilon. A sum of B non-negative numbers, added in any order, has a
     relative error of at most (B − 1)u. The block size bounds B, and the errors of nested blocks add

@@ -256,7 +256,7 @@ CASES = {
     ),
     "a sum without noise": (
         lambda: optax.apply_updates(PARAMS, marked()),
-        "`updates` must be private .* got a clipped sum without noise",
+        "`updates` must have noise .* got a clipped sum without noise",
     ),
     # layouts
     "a layout of something else": (

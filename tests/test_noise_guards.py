@@ -74,7 +74,7 @@ def sum_without_noise():
     ],
 )
 def test_a_sum_without_noise_allows_no_arithmetic(step):
-    with pytest.raises(TypeError, match="must be private before they are applied"):
+    with pytest.raises(TypeError, match="must have noise before they are applied"):
         step(jnp.zeros(3), sum_without_noise())
 
 

@@ -54,32 +54,32 @@ class AdaptiveClip:
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C for a gradient g. The slack of `clipped_grad`
     estimates the mean s = E[min(1, t²)] over examples, which is 1 if all gradients are clipped, and
-    near 0 if all are far shorter than C. For any K, the noise in s has standard deviation z/b, with
-    noise multiplier z and expected batch size b. The rule first searches for the scale of the
-    gradients, which is the C with s = `target`:
+    near 0 if all are far shorter than C. The noise in s has standard deviation z/b, with noise
+    multiplier z and expected batch size b, for any number K of slack coordinates. The rule first
+    searches for the scale of the gradients, which is the C with s = `target`:
 
         C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
 
     where clip limits s to [l, 1], and e is the standard error of s, from noise and the random size
     of batches: e² = (z/b)² + 1/b for one step. For fixed gradients, the search converges from any
-    C: it is a fixed-point iteration for an M-estimate of scale. While e exceeds target/4, C stays,
-    and s is averaged over more steps. If s exceeds (1 + target)/2, C is multiplied by 3^rate
-    instead. Updates are zero until s is first known, and while the last known s is below target/2,
-    because they would be mostly noise. The search ends once s ≥ target/2 and s + 2e <
-    (1 + target)/2; if e ≤ (1 − target)/8, s < (1 + target)/2 is enough. C then falls to a third of
-    the scale, because noise harms more than clipping, and gradients get shorter as a model learns.
+    C: it is a fixed-point iteration for an M-estimate of scale. s is known once e ≤ target/4. Until
+    then, C stays, and s is averaged over more steps. If s exceeds (1 + target)/2, C is multiplied
+    by 3^rate instead. Updates are zero until s is first known, and while the last known s is below
+    target/2, because they would be mostly noise. The search ends once target/2 ≤ s and s + 2e <
+    (1 + target)/2, where 2e is left out if e ≤ (1 − target)/8. C then falls to a third of the
+    scale, because noise harms more than clipping, and gradients get shorter as a model learns.
     After that, the rate falls to a fiftieth, so vanishing or exploding gradients hardly move C.
 
     **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
-    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The sensitivity of this coordinate is w/2, so all
-    noise grows by the factor √(1 + w²/4), and ε stays the same. In the paper's notation, the count
-    has noise σ_b = z·√(1 + w²/4)/w, and the sum has the noise multiplier (z⁻² − (2σ_b)⁻²)^(−½). The
-    rule is C ← C · exp(rate · (share of clipped gradients − target)).
+    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The divided sum and this coordinate together have
+    the sensitivity √(1 + w²/4), and all noise grows by this factor, so ε stays the same. In the
+    paper's notation, the count has noise σ_b = z·√(1 + w²/4)/w, and the sum has noise multiplier
+    (z⁻² − (2σ_b)⁻²)^(−½). The rule is C ← C · exp(rate · (share of clipped gradients − target)).
 
     **Method "fixed"** never moves C, but estimates norms as method "slack" does.
 
     Attributes:
-        initial: C before the first step.
+        initial: C in the first step.
         target: the share of gradients to clip, above 0 and below 1. With method "slack", a gradient
             that is shorter than C counts as the fraction (‖g‖/C)² of a clipped gradient.
         rate: how fast C moves, above 0; by default 1 for "slack" and 0.2 for "quantile".
@@ -157,7 +157,7 @@ class CheckedClipNorm:
     is_schedule: bool
     addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
     slack: int = 0  # K, the number of coordinates that are added to the sum of each group
-    adaptive: AdaptiveClip | None = None  # of the first group, if clip norms adapt
+    adaptive: AdaptiveClip | None = None  # of the first group; None if C does not adapt
 
     @property
     def is_relative(self) -> bool:
@@ -187,7 +187,7 @@ class CheckedClipNorm:
         return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf, with the clip norm in `now`, by default in `value`."""
+        """Return the group of each leaf, with clip norms from `now`, or from `value` by default."""
         prefix, groups = self.value if now is None else now, list[ClipGroup]()
         addresses = iter(self.addresses)
 
@@ -195,7 +195,9 @@ class CheckedClipNorm:
             group = ClipGroup(next(addresses), norm)
             leaves = jax.tree.leaves(subtree, is_leaf=is_marked)
             if not leaves and len(self.addresses) > 1:
-                raise TypeError(f"`clip_norm` must be None at the empty {group.path}, got {norm}.")
+                raise TypeError(
+                    f"`clip_norm` must be None at the empty group {group.path}, got {norm}."
+                )
             groups.extend([group] * len(leaves))
 
         try:
@@ -248,7 +250,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
 
 
 def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
-    """Raise unless all clip norms are adaptive and add the same coordinates to sums."""
+    """Raise unless each group has an AdaptiveClip with the same method, slack and weight."""
     kinds = {
         (x.method, x.slack, x.indicator_weight) if isinstance(x, AdaptiveClip) else None
         for x in norms
@@ -323,10 +325,9 @@ class ExampleNorms(NamedTuple):
 def bound_norms(norms: jax.Array, factors: jax.Array, rounding: float) -> jax.Array:
     """Return upper bounds on the norms of gradients after clipping by `factors`.
 
-    `norms` and `rounding` mean the same as in `clip_factors`, so ‖gᵢ‖ ≤ (1 + `rounding`) ·
-    `norms`[i] and ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i]. Eight more units in the last place
-    cover the roundings of this product and of the weighted gradient. The bound is ∞ for an example
-    that contributes nothing although its gradient is not zero.
+    With `norms` and `rounding` as in `clip_factors`, ‖cᵢgᵢ‖ ≤ cᵢ · (1 + `rounding`) · `norms`[i].
+    Eight more units in the last place cover the roundings of this product and of the weighted
+    gradient. The bound is ∞ where the factor is 0, except for a gradient of zeros.
     """
     eps = float(jnp.finfo(norms.dtype).eps)
     upper = norms * jnp.asarray(1 + rounding + 8 * eps, norms.dtype)
@@ -348,7 +349,7 @@ def clip_and_sum(
     or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
-    # One barrier around all leaves would make all vary over the axes that split some of them.
+    # One barrier around all leaves would make each leaf vary over axes that split another leaf.
     leaves = list(map(compute_once, leaves)) if any(split or ()) else compute_once(leaves)
     split = split or [frozenset()] * len(leaves)
     norms, bounds, factors = {}, {}, {}
@@ -374,8 +375,7 @@ def clip_and_sum(
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative error.
 
-    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …), and the
-    norms (n,).
+    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

@@ -58,9 +58,9 @@ class PerExample(NamedTuple):
         norms: gradient norms before clipping, of shape (n,); zero where the mask is False. If the
             clip norm is a prefix tree, `norms` is a tree of the same structure with the norms of
             each group. The bookkeeping engine returns inaccurate norms if they are far below the
-            clip norm, or if the terms of a gradient cancel almost entirely, and ∞ if squares
-            overflow. Clip factors do not depend on this accuracy: they come from upper bounds on
-            the norms.
+            clip norm, or if a gradient is a sum of terms that cancel almost entirely. It returns ∞
+            if squares overflow. Clip factors do not depend on this accuracy: they come from upper
+            bounds on the norms.
         aux: the second output of `loss_fn`, with a leading axis of examples; meaningless where the
             mask is False.
     """
@@ -117,9 +117,9 @@ def clipped_grad(
         microbatch_size: how many examples to differentiate at a time, to bound memory.
         keep_batch_axis: whether `loss_fn` gets its example with a leading axis of length 1.
         replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
-            replicated. The library cannot check that they are. Name an axis if JAX does not track
-            it (check_vma=False, `pmap`), if parameters and batch both vary over it, or if neither
-            varies over it.
+            replicated. The library cannot check that they are. You must name such an axis if JAX
+            does not track it (check_vma=False, `pmap`), if parameters and batch both vary over it,
+            or if neither of them does.
         slack: K, the number of slack coordinates, up to 1,024, or None for no slack. From the
             slack, the optimizer estimates the distribution of gradient norms at no cost in ε. Each
             example adds K coordinates to the sum: the first ⌊K(1 − r²/C²)⌋ are C/√K, and the others
@@ -186,8 +186,8 @@ def value_and_clipped_grad(
     The clipped sum is the result of `clipped_grad`. `PerExample` holds each example's loss, norm
     and aux, which are private: never release them, or anything that depends on them, without noise.
     All arguments except `has_aux` are those of `clipped_grad`. With `has_aux`, `loss_fn` returns a
-    pair `(value, aux)`. With `keep_batch_axis`, each aux keeps the batch axis of length 1 of the
-    example.
+    pair `(value, aux)`. With `keep_batch_axis`, the aux of each example keeps its batch axis of
+    length 1.
 
     >>> def loss(w, x):
     ...     return jnp.vdot(w, x)
@@ -260,7 +260,7 @@ def value_and_clipped_grad(
 
 
 def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNorm) -> None:
-    """Raise if a schedule got no step, or if `norm` needs no step or clip norm but got one."""
+    """Raise if a schedule lacks a `step`, or if `step` or `clip_norm` is passed but not needed."""
     if norm.is_schedule != (step is not None):
         raise ValueError(
             "`step` must be passed if and only if `clip_norm` is a schedule, got "
@@ -269,7 +269,8 @@ def _check_step(norm: CheckedClipNorm, step: ArrayLike | None, clip_norm: ClipNo
     if norm.adaptive is None and clip_norm is not None:
         raise ValueError(
             "`clip_norm` must be passed to the gradient function only if `clipped_grad` got an "
-            f"AdaptiveClip, got {clip_norm!r} with clip_norm={norm.value!r}."
+            f"AdaptiveClip, got {clip_norm!r} although `clipped_grad` got {norm.value!r}; leave "
+            "`clip_norm` out."
         )
 
 

@@ -1,7 +1,7 @@
 """Estimate the distribution of gradient norms from the gap below the clip norm, at no cost in ε.
 
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
-there is a gap below the sensitivity. K slack coordinates fill this gap: the first
+there is a gap below the clip norm. K slack coordinates fill this gap: the first
 m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
 together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with
 the same noise and the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K,
@@ -42,15 +42,15 @@ def count_slack(
 ) -> dict[str, jax.Array]:
     """Return how many examples set each slack coordinate: arrays of shape (K,), by group path.
 
-    The counts are whole numbers in float32, so adding up counts of disjoint batches is exact. An
+    The counts are multiples of ½ in float32, so adding up counts of disjoint batches is exact. An
     example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
-    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With the method "quantile" of
-    `AdaptiveClip`, K is 1: each clipped example adds −½, each other one with a finite bound ½.
+    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With method "quantile", K is 1:
+    a clipped example adds −½, and any other example with a finite bound adds ½.
 
-    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴. The bounds are more
-    than 1 + 4u times the true norms, so the computed x = r²/C² is at least the exact x, unless
-    squares underflow, which changes C² by a factor of 1 + 10⁻³⁷. The computed K(1 − x) is at most
-    1 + 3u times the exact one. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
+    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴, and let h be the
+    clipped gradient and x = ‖h‖²/C². The bound r is more than (1 + 4u)‖h‖, so the computed r²/C² is
+    at least x, or less than 10⁻³⁷ below x if squares underflow. Rounding raises K(1 − r²/C²) by at
+    most the factor 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
     (1 − 16u)·(1 + 2u)·C/√K (see `slack_value`), and their squares sum to less than (1 − x)C².
     """
 
@@ -71,7 +71,7 @@ def append_slack(
 ) -> optax.Updates:
     """Return a `WithSlack`: a clipped sum with the slack of each group.
 
-    `now` holds the clip norms of this step. If they are adaptive, each slack is divided by them.
+    `now` holds the clip norms of this step. If they are adaptive, slack is divided by them.
     """
     norms = [1.0] * len(counts) if norm.adaptive else jax.tree.leaves(now)
     values = dict(zip(norm.addresses, norms, strict=True))
@@ -80,7 +80,7 @@ def append_slack(
 
 
 def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
-    """Return C/√K or, with method "quantile", C·`indicator_weight`: a coordinate, rounded down."""
+    """Return the value of one count, rounded down: C/√K, or C·`indicator_weight` for "quantile"."""
     factor = 1 / math.sqrt(norm.slack)
     if norm.adaptive is not None and _is_quantile(norm):
         factor = norm.adaptive.indicator_weight
@@ -103,8 +103,8 @@ class GroupEstimates(NamedTuple):
 class ClipRule(NamedTuple):
     """The state of the rule of an `AdaptiveClip`, for one group of parameters."""
 
-    excess: jax.Array  # the sum of s = E[min(1, ‖g‖²/C²)] since the clip norm last moved
-    waited: jax.Array  # how many steps `excess` adds up
+    excess: jax.Array  # the sum of s over the last `waited` steps; see `AdaptiveClip`
+    waited: jax.Array  # how many steps were taken since the rule last set the clip norm
     settled: jax.Array  # whether the search for the clip norm is over
     useful: jax.Array  # whether the search lets updates pass; else they are zero
     factor: jax.Array  # the number that multiplied the last noisy sum
@@ -133,7 +133,7 @@ class NormEstimates(NamedTuple):
     structure, with estimates of each group.
 
     Attributes:
-        radii: K norms in units of the clip norm, √(1 − j/K) for j = 1, …, K, from large to small.
+        radii: K norms in units of the clip norm: √(1 − j/K), j = 1, …, K, or 1 for "quantile".
             If the clip norm changes, each step measures norms in units of its own clip norm.
         shares: for each of the K `radii`, an estimate of the share of examples whose clipped
             gradient is at most radius · C long: the mean over all steps. A share is a number of
@@ -143,7 +143,7 @@ class NormEstimates(NamedTuple):
             include the random choice of the batches.
         clipped: an estimate of the share of examples whose gradient is longer than `radii[0]` · C:
             the mean over the first ten steps, then an exponential mean over about ten steps. If a
-            batch is smaller than expected, the missing examples count as well.
+            batch is smaller than expected, the missing examples count as clipped.
         clipped_error: the standard deviation of the noise in `clipped`.
         clip_norm: the C of the next step.
         steps: how many steps the estimates cover.
@@ -173,7 +173,7 @@ def estimate_norms(
 
     The noise of an estimated count has standard deviation stddev·√K/C. So with noise multiplier z
     and one clip norm, a share has the standard error z·√K/(b·√T) after T steps. If the clip norm is
-    an `AdaptiveClip`, this transform also moves the clip norm, and multiplies the sum by it.
+    an `AdaptiveClip`, this transform also moves the clip norm, and scales the sum by it.
 
     Args:
         clip_norm: C, as in `clip_per_example`.

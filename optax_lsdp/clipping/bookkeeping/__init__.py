@@ -1,4 +1,4 @@
-"""The bookkeeping engine: clip, and form per-example gradients only where nothing is cheaper."""
+"""The bookkeeping engine: clip, and form per-example gradients only if no other way is cheaper."""
 
 from optax_lsdp.clipping.bookkeeping._engine import clip_by_bookkeeping
 from optax_lsdp.clipping.bookkeeping._explain import explain_clipping

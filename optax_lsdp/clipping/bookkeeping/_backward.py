@@ -3,7 +3,7 @@
 A use is an equation that combines a parameter with data; see `_uses`. A *tap* is an array of zeros
 that is added to the output of a use. The gradient with respect to the tap is the cotangent of the
 output. One backward pass with respect to all taps therefore gives all cotangents. This pass forms
-no gradient of a parameter whose uses all have rules.
+a parameter's gradient only if automatic differentiation handles one of its uses.
 
 All norms and sums use the rounded arrays of `round_recorded`. For each example, these arrays define
 a gradient that depends on no other example. So clipping this gradient is as private as clipping the
@@ -55,13 +55,14 @@ Operands = dict[Path, jax.Array]  # the data operands of uses, indexed by `Use.o
 
 
 class Recorded(NamedTuple):
-    """What one backward pass recorded: arrays with a leading axis of examples.
+    """The arrays that one backward pass recorded, with a leading axis of examples.
 
     Attributes:
         operands: the data operands, indexed by `Use.operand`. The other operand of a use is its
             weight.
         cotangents: the cotangent of the output of each use, indexed by `Use.path`.
-        gradients: for each leaf with uses that have no rule, the gradient from those uses.
+        gradients: for each leaf with uses that automatic differentiation handles, the gradient from
+            these uses.
     """
 
     operands: Operands
@@ -131,13 +132,13 @@ def _read(atom: Atom, values: Mapping[Atom, jax.Array]) -> jax.Array:
 
 
 def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
-    """Evaluate one use with its weight held constant. Return the output plus `tap`, and the data.
+    """Evaluate one use with its weight held constant, so that the weight gets no gradient.
 
-    JAX then computes no gradient with respect to the weight. `tap` is an array of zeros: the
-    gradient with respect to `tap` is the cotangent of the output.
+    Return the output plus `tap`, and the data operand. `tap` is an array of zeros: the gradient
+    with respect to `tap` is the cotangent of the output.
     """
     data = arguments[1 - use.place]
-    if use.is_mixed:  # else the weight is a constant already, which scans store once
+    if use.is_mixed:  # else JAX does not differentiate the weight, and scans store it once
         arguments[use.place] = lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
     return [output + tap], {use.operand: data}  # uses that share an operand record it once
@@ -163,7 +164,7 @@ def _run_checkpoint(
 def _run_scan(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Evaluate a scan that also slices the taps of its body, and stacks its uses' operands."""
+    """Evaluate a scan that also slices the taps, and stacks the operands, of uses in its body."""
     consts, carry, slices = scan_parts(equation, arguments)
     unchanged = carried_unchanged(equation)
 
@@ -218,8 +219,7 @@ class Rounded(NamedTuple):
             of examples. If a rule makes factors that are larger than its operand, such as patches,
             `pairs` holds the operand and the cotangent instead. Each g or cotangent has been
             multiplied by the scale of the first leaf of the weight.
-        gradients: for each leaf with uses that have no rule, the gradient from those uses,
-            multiplied by the scale of the leaf.
+        gradients: `Recorded.gradients`, each multiplied by the scale of the leaf.
         scales: for each leaf, the power of two nearest to 1/C, where C is its clip norm. C times
             the scale is near 1, so that squares of scaled norms neither overflow nor underflow.
             With automatic clipping, `STABILITY` takes the place of C, because norms need not be
@@ -289,7 +289,7 @@ def _scale(clip_norm: ArrayLike) -> ArrayLike:
 
 
 def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
-    """Return x times `scale`. If x is float16, return float32, which has a larger range."""
+    """Return x times `scale`. Unless `scale` is 1, turn float16 into float32, to avoid overflow."""
     if isinstance(scale, float) and scale == 1:
         return x
     x = widen(x) if x.dtype == jnp.float16 else x
@@ -297,7 +297,7 @@ def _scaled(x: jax.Array, scale: ArrayLike) -> jax.Array:
 
 
 def apply_rule(use: Use, a: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the factors from operand a and cotangent g, for all examples and scan iterations."""
+    """Return the factors for operand a and cotangent g, of all examples and scan iterations."""
     factors = partial(use.rule.factors, use.equation, use.place)
     for _ in range(len(use.loops) + 1):
         factors = jax.vmap(factors)

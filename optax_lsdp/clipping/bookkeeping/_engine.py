@@ -1,9 +1,9 @@
 """The bookkeeping engine: find uses → one backward pass → bounds on norms → factors → sums.
 
 No branch of the engine depends on the examples, so the time that the engine takes does not depend
-on them either. The clip factors come from upper bounds on the norms. If the terms a_t ⊗ g_t of an
-example's gradient cancel almost entirely, the upper bound is far above the norm, and the engine
-clips the gradient more than necessary. This is rare, and as private as any clipping.
+on them either. The clip factors come from upper bounds on the norms. An example's gradient is a sum
+of outer products. If these cancel almost entirely, the upper bound is far above the norm, and the
+engine clips the gradient more than necessary. This is rare, and as private as any clipping.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class LeafGradient(Protocol):
     """All examples' gradients of one or several leaves, multiplied by `Rounded.scales`."""
 
     def bounds(self) -> list[NormBound]:
-        """Return one bound for each part of the leaves; parts share no entry."""
+        """Return one bound for each part of the leaves. Different parts share no entry."""
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
         """Return Σᵢ cᵢGᵢ of each leaf: cᵢ is `factors[i]`, and Gᵢ the gradient of example i."""

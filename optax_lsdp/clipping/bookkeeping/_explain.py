@@ -57,8 +57,8 @@ class LeafClipping:
         multiplications: how many multiplications the norm takes. If the gradient is materialised,
             these multiplications cost nothing extra, because the sum needs them as well.
         bytes: the memory that the norm takes in addition to ordinary training.
-        effective_clip_norm: as in `ClippingExplanation`, but if this parameter alone were clipped
-            to C. *Private* if the example is private.
+        effective_clip_norm: as in `ClippingExplanation`, but as if this parameter alone were
+            clipped to C. This number reveals something about the example.
     """
 
     path: str
@@ -82,7 +82,7 @@ class ClippingExplanation:
             the clip norm C, assuming that the gradient is longer than C. None if only shapes were
             passed, if the example is traced, or if its gradient is shorter than 1e-15. Zero if the
             example contributes nothing, because its gradient is not finite or squares overflow.
-            *Private* if the example is private.
+            This number reveals something about the example: keep it secret if the example is.
     """
 
     rows: tuple[LeafClipping, ...]
@@ -174,11 +174,11 @@ def explain_clipping(
     - "Gram matrices": the norm comes from the inner products ⟨a_t, a_s⟩ and ⟨g_t, g_s⟩ of all pairs
       of rows.
     - "Gram matrices of patches", on accelerators only: Gram matrices for the kernel of a
-      convolution.
+      convolution, whose rows a_t are patches of the image.
     - "by offset", on accelerators only: the gradient of a convolution's kernel is formed, squared
       and forgotten, one offset of the window after the other.
-    - "by patches", on a TPU only: this gradient is formed in one product with the patches of the
-      image, squared and forgotten.
+    - "by patches", on a TPU only: the gradient of a convolution's kernel is formed in one product
+      with the patches of the image, squared and forgotten.
     - "materialised": every example's gradient is formed and stored, because that is cheapest.
     - "materialised, no rule": every example's gradient is formed and stored, because a use of the
       parameter has no rule.
@@ -197,8 +197,8 @@ def explain_clipping(
     *effective clip norm*. Its estimate is C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the
     upper bound on the norm, and E bounds the rounding error of the weighted gradient. For typical
     examples the estimate is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C
-    on TPUs and NVIDIA GPUs, whose matrix units round operands. It may be smaller than these values
-    if Gram matrices have a hundred rows or more, or if the terms of an example's gradient cancel.
+    on TPUs and NVIDIA GPUs, whose matrix units round operands. The estimate may be smaller if Gram
+    matrices have a hundred rows or more, or if the terms of an example's gradient cancel.
     `benchmarks/README.md` has measurements.
 
     To show the effective clip norm, this function compiles and runs one backward pass on the
@@ -212,7 +212,7 @@ def explain_clipping(
         params: the parameters, or their shapes and dtypes (`jax.eval_shape`).
         example: one example *without* batch axis, or its shapes and dtypes. Take a public example.
         platform: the kind of device that the table describes; by default the kind that JAX uses
-            here. The device need not be present.
+            now. The device need not be present.
 
     >>> import jax.numpy as jnp
     >>> def loss(params, x):

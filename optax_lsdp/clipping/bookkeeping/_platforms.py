@@ -29,7 +29,7 @@ class Platform(NamedTuple):
 
     Attributes:
         name: the name of the platform in JAX.
-        mantissa_bits: how many bits after the leading one the matrix unit multiplies.
+        mantissa_bits: how many bits the operands of the matrix unit have after the leading one.
         addition_error: the largest relative rounding error of a float32 addition.
         longest_sum: how many numbers one sum may add in an unknown order; longer sums are split.
         longest_product: how many products one entry of a Gram matrix may add in an unknown order.
@@ -38,9 +38,10 @@ class Platform(NamedTuple):
         keeps: whether per-example gradients of matrices are cheap to store and read back.
         per_byte: how many multiplications take the time in which memory moves one byte.
         lanes: how many rows and columns the matrix unit processes at once.
-        fuses: whether XLA slices operands and squares results of a product without storing either.
-        grouped: the cost of a multiplication in a convolution with many feature groups, compared
-            with other multiplications.
+        fuses: whether XLA slices the operands of a product, and squares its result, without storing
+            the slices or the result.
+        grouped: the cost of a multiplication in a convolution with many feature groups, divided by
+            the cost of any other multiplication.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Platform(NamedTuple):
         return x.astype(jnp.bfloat16) if bits == 7 and self.takes_bfloat16 else x
 
     def unit(self, dtype: jnp.dtype) -> float:
-        """Return the largest relative rounding error of an addition."""
+        """Return the largest relative rounding error of an addition in `dtype`."""
         return self.addition_error if dtype == jnp.float32 else 2.0**-52
 
     def growth(self, roundings: float, dtype: jnp.dtype) -> float:

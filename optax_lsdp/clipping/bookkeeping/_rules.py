@@ -58,7 +58,7 @@ class Rule(NamedTuple):
         operand_key: (equation, place) → a key. If two uses of one operand have equal keys, they
             have equal factors a.
         is_one_hot: whether the rows of a are one-hot.
-        expands: whether a is larger than the operand, as the patches of an image are.
+        expands: whether a is larger than the operand, as patches are larger than their image.
     """
 
     matrix: Callable[[Equation, int], Matrix | None]
@@ -109,16 +109,17 @@ class Movement(NamedTuple):
 
     @property
     def offsets(self) -> int:
-        """Return the number of offsets: window/stride if the stride divides the window.
+        """Return how many offsets the window has after the engine has shortened it.
 
-        The engine then moves the stride into the channels. Dilations prevent this.
+        If the stride divides the window, the engine moves the stride into the channels, and
+        window/stride offsets are left. With dilations or any other stride, all offsets are left.
         """
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window
 
     def padded(self, size: int, positions: int) -> tuple[int, int, int]:
-        """Return the padding (low, high, interior) with which the window never leaves the image."""
+        """Return the padding (low, high, interior) with which the window stays inside the image."""
         reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
         length = (size - 1) * self.image_dilation + 1
         return self.padding, reach - self.padding - length, self.image_dilation - 1
@@ -229,7 +230,7 @@ def _gather_factors(
     return ids, g.reshape(1, ids.shape[1], -1)
 
 
-MATMUL = Rule(_matmul_matrix, _matmul_factors, _matmul_operand_key)  # either may be the weight
+MATMUL = Rule(_matmul_matrix, _matmul_factors, _matmul_operand_key)  # weight: either operand
 CONVOLUTION = Rule(_conv_matrix, _conv_factors, expands=True)  # any rank, stride, padding, dilation
 EMBEDDING = Rule(_gather_matrix, _gather_factors, is_one_hot=True)  # whole rows of a table
 RULES = {"dot_general": MATMUL, "conv_general_dilated": CONVOLUTION, "gather": EMBEDDING}

@@ -28,8 +28,8 @@ from optax_lsdp.clipping.bookkeeping._platforms import Platform
 from optax_lsdp.clipping.bookkeeping._rules import CONVOLUTION, movements
 from optax_lsdp.clipping.bookkeeping._uses import Path, Use, are_disjoint, find_uses, reshaped
 
-_LONG_LOOP = 8  # in scans, a leaf may keep factors of up to this many times its size
-_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # for biases, scales and positions
+_LONG_LOOP = 8  # in scans, factors may take up to this many times the memory of the leaf
+_ENTRYWISE = {"add", "add_any", "sub", "mul", "div"}  # how losses use biases and scales
 # Costs in multiplications of a TPU's matrix unit, from the cost model of its compiler:
 _ADDING = 100  # to add an entry to a Gram matrix
 _SQUARING = 300  # to square an entry without storing it
@@ -59,11 +59,15 @@ class ParameterLeaf:
     Attributes:
         indices: the index of the leaf, or the indices of the concatenated leaves.
         entries: how many entries these leaves have together.
-        uses: the uses that have a rule.
-        parts: the same uses, grouped into parts. None if the gradient has to be formed.
-        primitives: the primitives that use the leaf.
+        uses: the uses that the engine handles by rules.
+        parts: `uses`, grouped into parts. None if automatic differentiation handles a use, or if
+            the uses form no such parts. The gradient of each example then has to be formed.
+        primitives: the primitives of all uses.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
-        has_rule: whether every use has a rule, applied or not, or every use is entrywise.
+        has_rule: whether the engine calls the leaf "materialised" instead of "materialised, no
+            rule" if it forms the gradients. True if every use has a rule, even if automatic
+            differentiation handles a use because that is cheaper. Also True if every use is
+            entrywise, such as adding a bias: then a rule would save nothing.
     """
 
     indices: tuple[int, ...]
@@ -83,11 +87,11 @@ class ParameterLeaf:
     def is_cheaper_without_rule(self) -> bool:
         """Return whether automatic differentiation should handle the leaf.
 
-        A use with a rule keeps the operands and cotangents of all iterations of a scan. Automatic
+        The engine's rules need the operands and cotangents of all iterations of a scan. Automatic
         differentiation adds up the gradient of a small leaf during the backward pass instead. If
         the loop is rematerialised, only this gradient stays in memory. If the gradient has to be
-        formed, automatic differentiation forms it best, except for convolutions and in scans: there
-        one product over all patches or iterations is faster.
+        formed, automatic differentiation forms it best, except for convolutions and in scans: for
+        these, one product over all patches or iterations is faster.
         """
         is_in_long_loop = self.held > _LONG_LOOP * self.entries
         has_product = any(use.loops or use.rule.expands for use in self.uses)
@@ -96,7 +100,7 @@ class ParameterLeaf:
 
 
 class LossAnalysis(NamedTuple):
-    """The traced loss of one example, its uses that have a rule, and the leaves with their uses."""
+    """The traced loss of one example, the uses that rules handle, and all leaves."""
 
     program: TracedLoss
     uses: dict[Path, Use]
@@ -156,7 +160,7 @@ def _components(uses: Iterable[Use], leaves: int) -> list[tuple[set[int], list[U
 
 
 def _is_joined(indices: set[int], uses: Sequence[Use], groups: Sequence[ClipGroup]) -> bool:
-    """Return whether leaves are concatenated, and used in no other way."""
+    """Return whether leaves with one clip norm and the same scans are concatenated for one use."""
     if len(uses) != 1 or len(indices) == 1:
         return False
     weight, is_one_group = uses[0].weight, len({groups[index].path for index in indices}) == 1
@@ -172,7 +176,7 @@ def _leaf(
     without_rule: dict[int, set[str]],
     dropped: Sequence[str] = (),
 ) -> ParameterLeaf:
-    """Return a leaf; `dropped` has the primitives of uses whose rule costs more than it saves."""
+    """Return a `ParameterLeaf`; `dropped` names primitives whose rules cost more than they save."""
     own = [use for use in uses if not use.weight.leaves.isdisjoint(indices)]
     names = without_rule.get(indices[0], set())
     is_entrywise = names <= _ENTRYWISE and not own and not dropped
@@ -192,7 +196,7 @@ def _leaf(
 
 
 def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
-    """Group the uses of a leaf into parts that share no entry. Return None if none are found.
+    """Group the uses of a leaf into parts that share no entry, or return None if this fails.
 
     All uses of a part have matrices of the same entries in the same order, up to a transpose.
     """
@@ -237,8 +241,8 @@ class Strategy(NamedTuple):
 
     Attributes:
         kind: the name of the strategy; `explain_clipping` says what each name means.
-        multiplications: how many multiplications it takes to compute the norm of one example.
-        floats: how many floats are stored to compute the norm of one example.
+        multiplications: how many multiplications the norm of one example's gradient takes.
+        floats: how many floats are stored to compute this norm.
         cost: multiplications and memory traffic together, converted to multiplications.
     """
 
@@ -269,10 +273,10 @@ def is_plain_convolution(use: Use) -> bool:
 
 
 def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
-    """Return the cost of storing all gradients and reading them back.
+    """Return the strategy that stores all gradients and reads them back.
 
-    Forming the gradients takes no extra multiplications, because the clipped sum then needs no
-    product.
+    Its cost is mostly memory traffic. Forming the gradients takes no extra multiplications, because
+    the clipped sum then needs no product.
     """
     multiplications, idle = 0, 0
     for use in leaf.uses:
@@ -285,7 +289,7 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
             idle += blocks * (_padded(rows, platform) - rows) * inputs * outputs
     stored = 8 * leaf.entries * platform.per_byte
     if platform.keeps and any(use.rule.expands for use in leaf.uses):
-        stored /= 5  # other strategies make patches twice, for norms and for sums
+        stored /= 5  # storing pays here: other strategies make patches twice, for norms and sums
     if not platform.keeps and leaf.uses and is_plain_convolution(leaf.uses[0]):
         # XLA forms the gradients of kernels by a convolution with many feature groups.
         stored += platform.grouped * multiplications
@@ -294,7 +298,10 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 
 
 def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
-    """Return the costs of strategies that work with the factors of the gradient."""
+    """Return the strategy that computes norms from the factors of the gradient, as a list.
+
+    The list is empty if gradients are cheap to store and no larger than their factors.
+    """
     parts = leaf.parts or ()
     if platform.keeps and leaf.entries <= leaf.held:
         return []
@@ -317,7 +324,7 @@ def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
 
 
 def _convolutions(use: Use, platform: Platform) -> list[Strategy]:
-    """Return the costs of strategies for the kernel of a convolution on an accelerator."""
+    """Return the possible strategies for the kernel of a convolution on an accelerator."""
     _, rows, inputs, outputs = use.size
     moves = movements(use.equation)
     offsets, formed = math.prod(move.offsets for move in moves), rows * inputs * outputs
@@ -337,7 +344,7 @@ def _convolutions(use: Use, platform: Platform) -> list[Strategy]:
     features = inputs // math.prod(move.window for move in moves)
     moved = pixels + rows * outputs
     if channels == features and any(move.stride > 1 for move in moves):
-        moved += 2 * pixels  # strides that cannot be folded
+        moved += 2 * pixels  # strides that cannot be moved into the channels
     gram = 2 * rows * _padded(rows, platform) * (inputs + outputs + _ADDING * offsets)
     by_offset = offsets * tile * (rows + _SQUARING) + _MOVING * moved
     making = rows * _padded(inputs, platform) * (_MOVING / 2 + 4 * features)

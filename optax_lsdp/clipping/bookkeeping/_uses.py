@@ -81,7 +81,7 @@ class Weight(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Weight, ...]:
-        """Return the weights that this one concatenates if all have `entries`, else nothing."""
+        """Return the weights that this weight concatenates, or () unless all have `entries`."""
         name = self.equation.primitive.name if self.equation else ""
         if name in _KEEP_ENTRIES:  # for example, a cast of concatenated weights
             return self.inputs[0].pieces
@@ -177,7 +177,7 @@ def are_disjoint(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class Size(NamedTuple):
-    """The lengths of the axes of one use's factors a and g, for one example and all iterations."""
+    """The lengths of the axes of a use's factors a and g, for one example and all iterations."""
 
     blocks: int
     rows: int
@@ -189,14 +189,14 @@ class Use(NamedTuple):
     """An equation that combines a weight with data, and whose primitive has a rule.
 
     Attributes:
-        path: where the equation is.
+        path: the place of the equation; see `Path`.
         equation: the equation.
         place: 0 if the weight is the first operand, 1 if it is the second.
         rule: the rule of the primitive.
         matrix: how to convert the weight to a matrix.
         loops: the scans around the equation, the outermost first.
         weight: the weight.
-        operand: the path of the first use with the same data operand.
+        operand: the path of the first use that has the same data operand as this use.
         is_mixed: whether automatic differentiation handles other uses of the same leaves.
         is_transposed: whether inputs and outputs are swapped, compared with the first use of the
             same entries.
@@ -283,14 +283,14 @@ def _walk_equation(
     loops: tuple[Loop, ...],
     uses: Uses,
 ) -> list[Weight | None]:
-    """Record the uses in one equation. Return each output as a weight, or None if it needs data.
+    """Record the uses in an equation. Return each output as a weight; None if it depends on data.
 
     If all operands are weights, so are the outputs, with three exceptions: an equation with
     effects, a `custom_vjp`, and a lookup of rows at constant indices, such as positions in a text.
     The backward pass of a `custom_vjp` need not be linear in its cotangent. So automatic
     differentiation has to add up the cotangents from all uses of the output before it runs this
-    backward pass. A lookup is a use, so that the engine needs the gradients of these rows only, and
-    not the gradient of the whole table.
+    backward pass. A lookup counts as a use, so that the engine needs the gradients of the selected
+    rows only, and not the gradient of the whole table.
     """
     name = equation.primitive.name
     data: list[Weight | None] = [None] * len(equation.outvars)
@@ -375,8 +375,8 @@ def _walk_scan(
 ) -> list[Weight | None]:
     """Record the uses of weights that a scan closes over, slices, or carries unchanged.
 
-    A carry that changes counts as data, even if an iteration puts a weight into it. Weights in the
-    carry's initial value, or in what iterations return, count as used without a rule.
+    A carry that changes counts as data, even if an iteration puts a weight into it. A weight counts
+    as used without a rule if it becomes such a carry, or if iterations return it as a slice.
     """
     loop = Loop(len(loops), equation.params["length"])
     consts, carry, slices = scan_parts(equation, weights)

@@ -1,7 +1,8 @@
 """Bound the gradient norms of examples, and the rounding errors of their weighted sums.
 
-A strategy computes the norm of G = Σ_t a_t ⊗ g_t for each example. The factors a and g are rounded
-first, so that a matrix unit computes exact products and rounds only when it adds; see `_platforms`.
+The gradient of one example is G = Σ_t a_t ⊗ g_t, with the rows a_t and g_t of its factors a and g;
+see `_rules`. A strategy computes the norm of G. The factors are rounded first, so that a matrix
+unit computes exact products and rounds only when it adds; see `_platforms`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ class NormBound(NamedTuple):
     Attributes:
         norm: the computed ‖G‖.
         upper: an upper bound on ‖G‖.
-        rounding: an upper bound on ‖Ĝ − G‖, where c is the clip factor and c·Ĝ is what the example
-            contributes to the weighted sum, including all rounding. So the norm of the contribution
-            is at most c·(upper + rounding).
+        rounding: an upper bound on ‖Ĝ − G‖, where c is the clip factor and c·Ĝ is the contribution
+            of the example to the weighted sum, including all rounding. So the norm of this
+            contribution is at most c·(upper + rounding).
     """
 
     norm: jax.Array
@@ -56,9 +57,8 @@ def is_one_hot(rows: jax.Array) -> bool:
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
     """Return one bound of shape (n,) for blocks that share no entry: roots of sums of squares.
 
-    The bounds are rounded up. Squares may underflow to zero, so this function adds a bound on what
-    they lose. Otherwise, automatic clipping to a huge clip norm would use bounds that are too
-    small.
+    The bounds are rounded up. Squares may underflow to zero, so this function adds a bound on the
+    lost squares. Otherwise, automatic clipping to a huge clip norm would use too small bounds.
     """
     dtype = wide_dtype(*(bound.upper for bound in bounds))
     terms = sum(bound.upper.shape[1] for bound in bounds)
@@ -79,7 +79,7 @@ def _tiny(dtype: jnp.dtype) -> float:
 
 
 def lengths(arrays: Sequence[jax.Array], platform: Platform) -> tuple[jax.Array, jax.Array]:
-    """Return the computed lengths of all rows, and upper bounds. Row i is x[i] for all x in arrays.
+    """Return the computed lengths of all rows, and upper bounds. Row i joins x[i] of all arrays x.
 
     Squares in arrays of equal shape are added entry by entry, which needs no copies. Long sums are
     split into parts. The barrier keeps XLA from merging the parts into one long sum, which XLA
@@ -126,6 +126,8 @@ def spectral_square(
 ) -> jax.Array:
     """Return an upper bound on the spectral norm of a Gram matrix K, from its Frobenius norm ‖K‖.
 
+    For K = XXᵀ, the spectral norm of K is the square of the spectral norm of X.
+
     Args:
         square: ‖K‖² as computed.
         trace: an upper bound on tr K.
@@ -140,7 +142,7 @@ def spectral_square(
 
 
 def kept_bound(rows: Sequence[jax.Array], platform: Platform) -> NormBound:
-    """Return the joint bound of stored gradients, arrays of shape (n, …).
+    """Return the joint bound of stored gradients; `rows` are arrays of shape (n, …).
 
     The weighted sum multiplies by clip factors, which rounds each entry once.
     """
@@ -178,13 +180,13 @@ class Gram(NamedTuple):
     """The Gram matrices of the rows of two terms, and how often their entries are rounded.
 
     Attributes:
-        a: the inner products of all rows of a in one term with all rows of a in the other term, as
-            an array of shape (n, blocks, rows, rows of the other term).
-        g: the inner products of the rows of g, in the same shape.
+        a: the inner products of each row of one term's factor a with each row of the other term's
+            factor a: an array of shape (n, blocks, rows, rows of the other term).
+        g: the inner products of the rows of the factors g, in the same shape.
         rounded_a: how often an entry of `a` is rounded.
         rounded_g: how often an entry of `g` is rounded.
-        weighting: the relative errors of a and g after `weighted_sum` multiplies one of them by the
-            clip factors and rounds it. None if the two terms differ.
+        weighting: the relative errors of the factors a and g after `weighted_sum` multiplies one of
+            them by the clip factors and rounds it. None unless both terms are the same.
     """
 
     a: jax.Array
@@ -220,9 +222,10 @@ def _weighting(term: Factors, platform: Platform) -> tuple[float, float]:
 def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) -> NormBound:
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
-    Let u be the `unit` of the coarsest precision among the terms and `dtype`, the precision of the
-    sum. Let K_a and K_g be the Gram matrices of the rows of all terms, and let their entries be
-    rounded k_a and k_g times. The entry ⟨a_t, a_s⟩ of K_a has an error of at most k_a·u·‖a_t‖‖a_s‖.
+    The precision of the sum is `dtype`. Let u be the `unit` of the coarsest precision among the
+    terms and the sum. Let K_a and K_g be the Gram matrices of the rows of all terms, and let their
+    entries be rounded k_a and k_g times. The entry ⟨a_t, a_s⟩ of K_a has an error of at most
+    k_a·u·‖a_t‖‖a_s‖.
     The squared norm N² is the sum of the entrywise product of K_a and K_g. By the inequality of
     Cauchy and Schwarz, the error of N² is at most
 
@@ -237,8 +240,8 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
     With the smaller s, the norm is at most min(R, √(N² + s)).
 
     Let w be the relative error of g after weighting by clip factors. This error changes the
-    gradient by at most w·R, and by at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of the
-    matrix with the rows a_t, and ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
+    gradient by at most w·R, and also by at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of
+    the matrix with the rows a_t, and ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
     """
     found = {wide_dtype(gram.a, gram.g) for gram in grams} | {jnp.dtype(dtype)}
     narrow = min(found, key=lambda one: one.itemsize)
@@ -295,7 +298,8 @@ def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
     """Return the diagonals of Gram matrices of shape (n, blocks, rows, rows).
 
     A CPU reads the diagonals only. Accelerators would change the layout of the matrices to do so.
-    Instead, they replace all other entries by zeros and add up the rows, storing no zeros.
+    For them, this function replaces all other entries by zeros, which XLA does not store, and adds
+    up each row.
     """
     if platform is CPU:
         return jnp.diagonal(gram, axis1=-2, axis2=-1)

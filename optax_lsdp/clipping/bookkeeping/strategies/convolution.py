@@ -1,11 +1,12 @@
 """Handle convolutions on accelerators without storing gradients.
 
-The gradient of a kernel is a sum over positions t of patch_t ⊗ g_t. The part that belongs to one
-offset o of the window is G_o = X_oᵀg, where row t of X_o is the pixel that the window at position t
-sees at offset o. The engine forms G_o for one offset after the other, squares it, and forgets it.
-If there are few channels, the engine makes patches, and forms all parts in one product. If there
-are few positions, it adds up the Gram matrices X_oX_oᵀ; their sum is the Gram matrix of the
-patches. The weighted sum is the weight gradient that XLA computes from weighted cotangents.
+The gradient of a kernel is the sum of patch_t ⊗ g_t over all positions t of the window, where g_t
+is the cotangent at t. The part that belongs to one offset o in the window is G_o = X_oᵀg, where row
+t of X_o is the pixel that the window at position t sees at offset o. The engine forms G_o for one
+offset after the other, squares it, and forgets it. If there are few channels, the engine makes
+patches, and forms all parts in one product. If there are few positions, it adds up the Gram
+matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum is the weight
+gradient that XLA computes from weighted cotangents.
 
 Arrays have the shape (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of
 a convolution in this order of axes, in which a shift of an image costs nothing.
@@ -56,7 +57,7 @@ class Convolved(NamedTuple):
         return [convolution_bound(use, *self.rounded.pairs[use.path], platform, self.kind)]
 
     def weighted_sums(self, factors: jax.Array) -> dict[int, jax.Array]:
-        """Return Σᵢ cᵢGᵢ of the kernel; cᵢ is `factors[i]`."""
+        """Return Σᵢ cᵢGᵢ of the kernel: cᵢ is `factors[i]`, and Gᵢ the gradient of example i."""
         (use,), platform = self.leaf.uses, self.rounded.platform
         total = convolution_sum(use, *self.rounded.pairs[use.path], factors, platform)
         return to_leaves(use, self.leaf, self.rounded, total)
@@ -70,10 +71,10 @@ def convolution_bound(
     Let X be a matrix with one row per pixel of the image. Let P be a matrix with one row per
     position: the patch of the position. Each of the k offsets of the window covers a pixel at most
     once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and in the spectral norm. With Frobenius
-    norms, the gradient G = Σ_t patch_t ⊗ g_t has ‖G‖ ≤ R = ‖P‖‖g‖. Weighting and rounding the rows
-    of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by at
-    most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T products,
-    one per position, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
+    norms, the gradient G = Σ_t patch_t ⊗ g_t has ‖G‖ ≤ R = ‖P‖‖g‖. The rounding of the weighted
+    rows of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by
+    at most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T
+    products, one per position, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -136,7 +137,7 @@ def _folded(
 ) -> tuple[jax.Array, list[Movement]]:
     """Move s neighbouring pixels into the channels if the stride s divides the window.
 
-    The window then has stride 1 and fewer offsets. Windows that do not overlap have one offset.
+    The window then has stride 1 and fewer offsets: one offset if windows do not overlap.
     """
     shorter = []
     for axis, (move, size) in enumerate(zip(moves, positions, strict=True), start=1):
@@ -227,8 +228,9 @@ def _sum(x: jax.Array, abreast: int) -> jax.Array:
 def _squared_norms(x: jax.Array, platform: Platform) -> tuple[jax.Array, jax.Array]:
     """Return upper bounds on ‖X‖² in the Frobenius norm and in the spectral norm.
 
-    The first is the trace of XᵀX. The second is the Frobenius norm of XᵀX, which is at least the
-    square of the spectral norm of X. Both have shape (n,) and are rounded up.
+    X is the matrix of one example, with one row per pixel of `x`. The first bound is the trace of
+    XᵀX. The second is the Frobenius norm of XᵀX, which is at least the square of the spectral norm
+    of X. Both have shape (n,) and are rounded up.
     """
     m, channels, rows = _abreast(platform, x), x.shape[-1], math.prod(x.shape[:-2])
     x = _side_by_side(x, m)

@@ -1,8 +1,8 @@
 """Compute norms and weighted sums of gradients from their factors, or form and store gradients.
 
-The factors of gradients give norms and weighted sums, and no gradient has to be formed. Stored
-gradients are also the fallback for leaves whose uses have no rule: automatic differentiation forms
-the gradients during the backward pass. This module maps the gradient of a weight back to the
+If norms and weighted sums are computed from factors, no gradient has to be formed. Stored gradients
+are also the fallback for leaves whose uses have no rule: automatic differentiation forms these
+gradients during the backward pass. This module maps the gradient of a weight back to the
 leaves, through scans, views and concatenations.
 """
 
@@ -88,7 +88,7 @@ class ByFactors(NamedTuple):
 def weighted_sum(term: Factors, factors: jax.Array, inputs: int, platform: Platform) -> jax.Array:
     """Return Σᵢ cᵢ Σ_t a_it ⊗ g_it, of shape (blocks, inputs, outputs).
 
-    This function multiplies the factor a or g with shorter rows by cᵢ and rounds the product. Where
+    This function multiplies a or g, whichever has shorter rows, by cᵢ and rounds the product. Where
     cᵢ is 0, zeros replace both operands, because 0 · NaN is NaN. On a CPU, this function weights a
     few examples at a time, so that the weighted copies fit into the cache. If the result is large,
     it weights all examples at once: otherwise it would read and write the whole result for every
@@ -159,7 +159,10 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 
 
 def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
-    """Convert (blocks, inputs, outputs) to the weight's shape, preceded by axes of scans."""
+    """Convert a gradient of shape (blocks, inputs, outputs) to the shape of the weight.
+
+    An axis for each scan that slices the weight comes first.
+    """
     matrix, stack = use.matrix, [loop.length for loop in use.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
     sizes = [matrix.split[axis] for axis in order]
@@ -170,7 +173,10 @@ def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
 def to_leaves(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, gradient: jax.Array
 ) -> dict[int, jax.Array]:
-    """Map a weight's gradient to its leaves. All gradients are multiplied by `rounded.scales`."""
+    """Return the gradient of each leaf, computed from the gradient of a weight.
+
+    The gradient of the weight and the results are multiplied by `rounded.scales`.
+    """
     weight, leaves = use.weight, rounded.leaves
     members = [leaves[index] for index in leaf.indices]
     stack = [loop.length for loop in weight.sliced]
@@ -248,7 +254,7 @@ def form_gradients(leaf: ParameterLeaf, rounded: Rounded) -> dict[int, jax.Array
 def _form(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return what one use adds to every example's gradient of a leaf."""
+    """Return the term that one use contributes to every example's gradient of a leaf."""
     platform, inputs = rounded.platform, use.size.inputs
     if _is_formed_by_xla(use, platform):
         formed = jax.vmap(partial(_transposed_convolution, use.equation))(operand, cotangent)
@@ -265,7 +271,7 @@ def _form(
 
 
 def _is_formed_by_xla(use: Use, platform: Platform) -> bool:
-    """Return whether XLA's own transposed convolution forms what a use adds to gradients."""
+    """Return whether XLA's own transposed convolution computes the gradient from a use."""
     return platform is not CPU and is_plain_convolution(use)
 
 
@@ -284,7 +290,7 @@ def _transposed_convolution(
 def _form_in_chunks(
     use: Use, leaf: ParameterLeaf, rounded: Rounded, operand: jax.Array, cotangent: jax.Array
 ) -> dict[int, jax.Array]:
-    """Return `_form(…)`, computed for a few examples at a time, so the cache can hold patches.
+    """Return `_form(…)`, computed for a few examples at a time, so that patches fit into the cache.
 
     Do not call this on a mesh of several devices: slicing the batch would gather it.
     """
