@@ -1,8 +1,9 @@
 """Add Gaussian noise that is correlated between steps to a clipped sum.
 
-The noise of step t is row t of C⁻¹Z, where Z is what `add_gaussian_noise` would draw. If C is
-banded, a recursion over the last noises computes the row. If C⁻¹ is banded, the row is a sum of a
-few draws, and since a draw depends only on key, step and path, past draws are drawn again.
+The noise of step t is row t of C⁻¹Z, where row t of Z is the noise that `add_gaussian_noise` would
+draw in step t. If C is banded, a recursion over the last noises computes the row. If C⁻¹ is banded,
+the row is a weighted sum of a few rows of Z. A row of Z depends only on key, step and path, so past
+rows are drawn again.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class AddCorrelatedNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
+        """Mark the noise in the state of a chain, so that `watch` can refuse to precede it."""
         return True
 
     def __repr__(self) -> str:
@@ -75,7 +76,8 @@ def add_correlated_noise(
 ) -> optax.GradientTransformationExtraArgs:
     """Add Gaussian noise that is correlated between steps: row t of S + stddev·C⁻¹Z.
 
-    The sum of such noises over many steps is smaller than with independent noise; see
+    Row t of S is the clipped sum of step t. Z is independent noise with standard deviation 1. The
+    sum of the noises of many steps is smaller than with independent noise; see
     `optax_lsdp.correlation`. `accounting.CorrelatedGaussian` computes ε, which requires batches of
     a `CyclicPoissonSampler`, or the same order of examples in every epoch. A `PrivacyPlan` with a
     `correlation` draws such batches and computes ε.
@@ -90,9 +92,9 @@ def add_correlated_noise(
     counts as a second mechanism.
 
     Args:
-        stddev: the standard deviation of Z: the noise multiplier times `sensitivity(clip_norm)`.
-            One number for all steps. If `optax.inject_hyperparams` injects a value that is not
-            positive, the result is NaN.
+        stddev: the standard deviation of the noise before it is correlated: the noise multiplier
+            times `sensitivity(clip_norm)`. One number for all steps. If `optax.inject_hyperparams`
+            injects a value that is not positive, the result is NaN.
         correlation: C, the same in all steps.
         key: one typed key; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. It splits `past`
@@ -128,7 +130,7 @@ def add_correlated_noise(
     check_shard_specs(shard_specs)
     coefficients = np.array(correlation.coefficients)
     rows = 0 if correlation.is_inverse else len(coefficients) - 1
-    # Without a second band, C⁻¹ is 1/c₀, rounded up.
+    # If C has one band, C⁻¹ is 1/c₀, rounded up.
     draws = coefficients if correlation.is_inverse else (1 + 2e-7) / coefficients[:1]
     digest = hashlib.blake2b(repr(correlation).encode(), digest_size=8).digest()
     fingerprint = np.frombuffer(digest, "<u4").astype(np.uint32)
@@ -234,7 +236,8 @@ def _subtract_past(
     """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf.
 
     Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is increased by a factor 1 + 2e-7. So no
-    entry of the matrix that is effectively used exceeds the entry of C, for which ε is computed.
+    entry of the matrix that is effectively used exceeds the same entry of C, and the ε that is
+    computed for C holds.
     """
     rows = len(coefficients) - 1
     lags = (
@@ -251,9 +254,9 @@ def _subtract_past(
 def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax.Array:
     """Return noise − Σᵣ weights[r]·past[r], entry by entry: the same bits on any mesh.
 
-    Accelerators read eight rows in one kernel. With such a kernel, XLA on a CPU would copy each row
-    and, twice, the whole past. XLA on a TPU would copy rows of vectors, which its memory
-    interleaves.
+    Accelerators read eight rows in one kernel. CPUs read one row at a time: for a kernel of eight
+    rows, XLA would copy each row once and the whole past twice. For leaves that are vectors, TPUs
+    read one row at a time too. Their memory interleaves the rows, so XLA would copy the rows first.
     """
 
     def subtract(row: int | jax.Array, rest: jax.Array) -> jax.Array:
@@ -275,7 +278,7 @@ def _combine_draws(
 ) -> list[jax.Array]:
     """Return row t of C⁻¹Z for a banded C⁻¹: c₀·Σₖ (cₖ/c₀)·zₜ₋ₖ for each leaf.
 
-    `Correlation` has rounded c₀ and cₖ/c₀ to float32, so C is the matrix that was analysed.
+    `Correlation` has rounded c₀ and cₖ/c₀ to float32, so ε is computed for exactly this matrix.
     """
     noises: list[jax.Array] = []
     for lag, ratio in enumerate((coefficients / coefficients[0]).tolist()):

@@ -56,7 +56,7 @@ class Workload:
             object.__setattr__(self, "learning_rates", rates)
 
     def rates(self, steps: int) -> np.ndarray | None:
-        """Return the learning rates as an array, or None. Raise unless there is one per step."""
+        """Return the learning rates, or None if all are 1. Raise unless there is one per step."""
         if (rates := self.learning_rates) is not None and len(rates) != steps:
             raise checks.refusal("learning_rates", f"as many as the steps, {steps}", len(rates))
         return None if rates is None else np.array(rates)
@@ -73,15 +73,14 @@ _PREFIX_SUM = Workload()
 class Correlation:
     """A lower-triangular Toeplitz matrix C, in which no column has a norm above 1.
 
-    The last columns have smaller norms than the first, so the last steps have excess noise.
+    The last columns have smaller norms than the first, so late steps get more noise than needed.
 
     Attributes:
         steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C or, with `is_inverse`, of C⁻¹, without final zeros: at
             most T numbers, the first of which is positive.
-        is_inverse: whether C⁻¹ is banded instead of C. Noise is then a combination of a few past
-            draws, which are drawn again, so that no past noise is stored. C has T bands. The
-            coefficients are rounded to float32, and C is the inverse of the rounded matrix.
+        is_inverse: whether C⁻¹ is banded instead of C, which then has T bands. Past draws are drawn
+            again, not stored. The coefficients are rounded to float32, and C is computed from them.
 
     >>> Correlation(steps=4, coefficients=(0.8, 0.6)).column()
     array([0.8, 0.6, 0. , 0. ])
@@ -102,13 +101,13 @@ class Correlation:
         plain = int(self.steps), tuple(found.tolist()), bool(self.is_inverse)
         vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
         if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
-            remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, that norm"
+            remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, the norm"
             demand = "such that no column of the matrix C has a norm above 1"
             raise checks.refusal("coefficients", demand, self.coefficients, remedy)
         if self.is_inverse:
             self._round_inverse(found)
         if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
-            demand = "such that the matrix's inverse has no entry above 1e+06"
+            demand = "such that C's inverse has no entry above 1e+06"
             raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
@@ -146,12 +145,12 @@ class Correlation:
         return errors
 
     def sensitivity(self, min_separation: int, steps: int | None = None) -> float:
-        """Return how far all uses of one example can move CX, in units of the clip norm.
+        """Return how far all uses of one example together can move CX, in units of the clip norm.
 
-        The result is exact, up to 1e-9, if C has at most `min_separation` bands, so that columns of
-        two uses are orthogonal, or if the first column is non-negative and does not increase
-        (arXiv 2405.13763, Theorem 2). Otherwise it is an upper bound from |CᵀC| (arXiv 2306.08153,
-        Algorithm 3 for each row).
+        The result is exact, up to 1e-9, in two cases: if C has at most `min_separation` bands, so
+        that columns of two uses are orthogonal; and if C's first column is non-negative and does
+        not increase (arXiv 2405.13763, Theorem 2). In all other cases, it is an upper bound from
+        the rows of |CᵀC| (arXiv 2306.08153, Algorithm 3).
 
         Args:
             min_separation: the fewest steps from one use to the next; with a fixed order, an epoch.
@@ -163,18 +162,19 @@ class Correlation:
         return float(np.r_[0.0, self.sensitivities(min_separation, steps)][-1])
 
     def sensitivities(self, min_separation: int, steps: int | None = None) -> np.ndarray:
-        """Return upper bounds on the sensitivity after each step, exact where `sensitivity` is."""
+        """Return upper bounds on the sensitivity after each step; see `sensitivity`."""
         checks.check_whole("min_separation", min_separation)
         taken = self.steps if steps is None else steps
         checks.check_whole("steps", taken, least=0)
         checks.check_at_most("steps", taken, self.steps, "the steps of the correlation")
         column, min_separation = self.column()[:taken], min(min_separation, max(taken, 1))
-        if min(self.bands, taken) <= min_separation:  # earlier columns are longer, so use them
+        if min(self.bands, taken) <= min_separation:  # use early columns: their norms are larger
             squared = _repeated(np.cumsum(column**2), min_separation)
         elif column.min() >= 0 and (np.diff(column) <= 0).all():
             squared = np.cumsum(_repeated(column, min_separation) ** 2)
         else:
-            checks.check_at_most("steps", taken, _LARGEST_MATRIX, "the limit for such columns of C")
+            limit = "the limit for columns of C that grow or change sign"
+            checks.check_at_most("steps", taken, _LARGEST_MATRIX, limit)
             ends = np.unique(np.geomspace(1, taken, 16).round().astype(int))
             found = [_squared_bound(column[:end], min_separation) for end in ends]
             squared = np.array(found)[np.searchsorted(ends, np.arange(1, taken + 1))]
@@ -193,9 +193,9 @@ def independent(steps: int) -> Correlation:
 def square_root(steps: int, bands: int, *, momentum: float = 0.0) -> Correlation:
     """Return the square root of the workload's matrix, cut off after `bands` diagonals.
 
-    C holds the first coefficients of the root of 1/(1 − x), or 1/((1 − x)(1 − μx)) with momentum μ
-    (arXiv 2405.13763). With T bands and without momentum, no Toeplitz matrix has a smaller maximum
-    error (arXiv 2404.16706).
+    The first column of C has the first power-series coefficients of ((1 − x)(1 − μx))^(−½), where μ
+    is the momentum (arXiv 2405.13763). With T bands and without momentum, no Toeplitz matrix has a
+    smaller maximum error (arXiv 2404.16706).
 
     >>> np.array(square_root(4, 3).coefficients).round(3)  # proportional to 1, 1/2, 3/8
     array([0.848, 0.424, 0.318])
@@ -212,15 +212,15 @@ def banded_inverse(
     min_separation: int | None = None,
     workload: Workload = _PREFIX_SUM,
 ) -> Correlation:
-    """Return a matrix C whose inverse is banded: the first coefficients of (1 − x)^γ.
+    """Return a matrix C whose inverse has `bands` bands: the first coefficients of (1 − x)^γ.
 
     With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
     factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
     γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
     This C suits several epochs in one fixed order. `accounting` knows no amplification for it.
 
-    The noise of a step combines `bands` draws. `power` is γ in [0, 1]. By default, γ minimizes the
-    mean squared error for examples used every `min_separation` steps, or once if that is None.
+    `power` is γ in [0, 1]. By default, γ minimizes the mean squared error for examples that are
+    used every `min_separation` steps, or once if `min_separation` is None.
 
     >>> chosen = banded_inverse(100, bands=2, min_separation=25)
     >>> bool(chosen.squared_errors().mean() < independent(100).squared_errors().mean())
@@ -230,7 +230,7 @@ def banded_inverse(
     checks.check_kind("workload", workload, Workload)
     separation = steps if min_separation is None else min_separation
     checks.check_whole("min_separation", separation)
-    workload.rates(steps)  # checks their number
+    workload.rates(steps)  # raises unless there is one learning rate per step
 
     def made(power: float) -> Correlation:
         series = _power_series(power, bands, workload)
@@ -277,7 +277,7 @@ def optimize_banded(
     error_of = _error_function(steps, workload, error)
 
     def objective(rest: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return log(error·norm²) and its gradient. It ignores the scale of C, so c₀ is 1."""
+        """Return log(error·norm²) and its gradient. The scale of C has no effect, so c₀ is 1."""
         column = np.r_[1.0, rest]
         with np.errstate(over="ignore", invalid="ignore"):
             noise = _inverse(column, steps)
@@ -299,8 +299,8 @@ def optimize_banded(
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     """Return a lower bound on the mean, and thus on the largest, squared error of any matrix C.
 
-    Let A = BC be the workload's matrix. Its singular values sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in
-    Frobenius norms. ‖B‖²/T is the mean squared error.
+    Let A be the matrix that maps gradients to parameters, and B = AC⁻¹. The mean squared error is
+    ‖B‖²/T. The singular values of A = BC sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms.
 
     >>> best = optimize_banded(100, bands=100).squared_errors().mean()
     >>> float(round(best / least_error(100), 2))
@@ -336,7 +336,7 @@ def _error_function(
         demand = "None with error='max', because the last step need not have the largest error"
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
     checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit with learning rates")
-    # For C⁻¹'s column g after momentum, gᵀSg with S[a, a − d] = Σ_{i ≥ a} ηᵢ·ηᵢ₋₍d₎·(T − i)/T.
+    # The error is gᵀSg, where g is `summed`. S[a, a − d] = Σ_{i ≥ a} η[i]·η[i − d]·(T − i)/T.
     form, weights = np.zeros((steps, steps)), rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):
         sums = np.cumsum((weights[lag:] * rates[: steps - lag])[::-1])[::-1]
@@ -360,13 +360,13 @@ def _padded(column: Sequence[float] | np.ndarray, steps: int) -> np.ndarray:
 
 
 def _power_series(power: float, size: int, workload: Workload) -> np.ndarray:
-    """Return the first coefficients of (1 − x)^power, or of ((1 − x)(1 − μx))^power."""
+    """Return the first `size` coefficients of ((1 − x)(1 − μx))^power for the momentum μ."""
     series = np.r_[1.0, np.cumprod(1 - (1 + power) / np.arange(1, size))]
     return np.convolve(series, series * workload.momentum ** np.arange(size))[:size]
 
 
 def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -> Correlation:
-    """Return the correlation, scaled so that its first column has norm 1, rounded down."""
+    """Return a correlation, scaled so that the first column of C has norm 1, rounded down."""
     norm = np.linalg.norm(_inverse(coefficients, steps) if is_inverse else coefficients)
     scaled = coefficients * (norm * (1 + 1e-15)) ** (1 if is_inverse else -1)
     return Correlation(steps, tuple(scaled.tolist()), is_inverse)

@@ -36,11 +36,11 @@ class LowPassState(NamedTuple):
     """The state of a `low_pass` filter of order N, for updates with `leaves` leaves.
 
     Attributes:
-        delays: N trees like the updates: what past updates add to the next outputs.
-        response: the delays for the constant signal 1, with shape (N,).
-        covariance: the noise's covariance in the N delays of one entry, with shape (leaves, N, N).
-        noise_variance: the variance of the noise in the last output, with shape (leaves,). The
-            input's noise has variance 1, unless `privatize` passes its variance to the filter.
+        delays: the N delays of the recursion, each a tree like the updates; see `TimeFilter`.
+        response: the delays that the constant signal 1 would have produced, with shape (N,).
+        covariance: the covariance of the noise in the N delays of an entry: (leaves, N, N).
+        noise_variance: the variance of the noise in each entry of the last output: (leaves,). The
+            noise of the input is taken to have variance 1, unless `privatize` passes its variance.
     """
 
     delays: tuple[optax.Updates, ...]
@@ -236,7 +236,7 @@ def scale_by_debiased_adam(
         wide, step = jax.tree.map(widen, updates), optax.safe_increment(state.step)
         mu = optax.tree.update_moment(wide, state.mu, b1, 1)
         nu = optax.tree.update_moment(wide, state.nu, b2, 2)
-        # Of Python numbers, this is the log in float64; 1e-300 stands for a decay of 0.
+        # The logarithm of a Python number has float64 precision. 1e-300 replaces a decay of 0.
         logs = (math.log(max(b, 1e-300)) if checks.is_number(b) else jnp.log(b) for b in (b1, b2))
         seen1, seen2 = (-jnp.expm1(step.astype(float) * log) for log in logs)  # 1 − bᵗ, for b ≈ 1
         error = jnp.sqrt(2 * (1 - b2) * (2 - seen2) / ((1 + b2) * seen2))
@@ -266,7 +266,7 @@ def read_stages(
     transforms = []
     for stage in stages[is_auto:]:
         if isinstance(stage, str):
-            demand = "a number, a schedule, a transform or a list of these, and 'auto' only first"
+            demand = "a number, a schedule, a transform or a list of them, with 'auto' only first"
             raise checks.refusal("smoothing", demand, stage)
         if isinstance(stage, optax.GradientTransformation):
             transforms.append(stage)
@@ -288,8 +288,8 @@ def denoised(
 
     `update` accepts `noise_stddev`, the standard deviation of independent noise in `updates`. If
     all stages are `Denoiser`s, a debiased optimizer gets the variance after the last stage as
-    `noise_variance`, with shape (leaves,). `smooths` says that `auto_smooth` precedes the stages,
-    `varies` that no `stddev` of a stage can be right, for example with correlated noise.
+    `noise_variance`, with shape (leaves,). `smooths` says that `auto_smooth` precedes the stages.
+    `varies` says that the noise varies or is correlated, so `auto_smooth` is refused as a stage.
     """
     transforms = [optax.with_extra_args_support(stage) for stage in (*stages, optimizer)]
     *before, last = transforms
@@ -299,7 +299,7 @@ def denoised(
         if varies and find_auto_state(states) is not None:
             raise ValueError(
                 "`smoothing` must be 'auto' with an AdaptiveClip, and a fixed σ with a "
-                "`correlation`, got `auto_smooth`, whose `stddev` cannot follow them."
+                "`correlation`, got `auto_smooth`, whose `stddev` cannot follow the noise."
             )
         is_debiased = ScaleByDebiasedAdamState in _kinds(states[-1])
         in_time = [isinstance(state, LowPassState) for state in states[:-1]]
@@ -309,7 +309,7 @@ def denoised(
         if {LowPassState, ScaleByDebiasedAdamState} <= _kinds(states[-1]):
             raise ValueError(
                 "`smoothing` must hold the `low_pass` filter if the optimizer is debiased, got an "
-                "optimizer with both; pass smoothing=[laplacian_smooth(...), low_pass(...)]."
+                "optimizer with a filter; pass smoothing=[laplacian_smooth(...), low_pass(...)]."
             )
         return states
 
@@ -322,7 +322,7 @@ def denoised(
         release_scale: object = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, tuple[optax.OptState, ...]]:
-        del release_scale  # `noise_stddev` contains it
+        del release_scale  # `noise_stddev` is already multiplied by it
         is_known = noise_stddev is not None and ScaleByDebiasedAdamState in _kinds(state[-1])
         variance = _per_leaf(noise_stddev, updates) ** 2 if is_known else None
         states = []
@@ -344,7 +344,7 @@ def denoised(
 def _next_delays(
     delays: tuple[optax.Updates, ...], updates: optax.Updates, recursion: TimeFilter
 ) -> tuple[optax.Updates, ...]:
-    """Return A d + B x. Outside its first column, A has only ones, right above its diagonal."""
+    """Return A d + B x of `TimeFilter`. Besides column 0, A only has ones above its diagonal."""
 
     def row(index: int) -> optax.Updates:
         first, own = float(recursion.matrix[index, 0]), float(recursion.entry[index])
@@ -363,26 +363,26 @@ def _zeros_like(params: optax.Params) -> optax.Updates:
 
 
 def _per_leaf(value: PyTree, updates: optax.Updates) -> jax.Array:
-    """Return one number per leaf, from one number for all or a tree with one per leaf."""
+    """Return one number per leaf. `value` is one number for all leaves, or a tree of numbers."""
     given, leaves = jax.tree.leaves(value), jax.tree.leaves(updates)
     wanted: object = jax.tree.structure(updates)
     fits = wanted == jax.tree.structure(value)
     if jax.tree_util.all_leaves([value]):
         given, fits = given * len(leaves), True
     if not fits or any(map(jnp.shape, given)):
-        demand = "`noise_stddev` must be one number, or a tree like the updates with one per leaf"
+        demand = "`noise_stddev` must be one number, or a tree of numbers like the updates"
         raise ValueError(f"{demand}, got {describe_arrays(value)}.")
     return jnp.stack([jnp.asarray(one, float) for one in given]) if given else jnp.zeros(0)
 
 
 def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) -> jax.Array:
-    """Return the variance of each leaf. Raise if it is not known."""
+    """Return the variance of the noise in each leaf. Raise if it is not known."""
     if noise_variance is None:
         raise ValueError(
-            "`noise_stddev` must be set where the noise is not known, got None; put "
-            "`scale_by_debiased_adam` into `privatize`, with 'auto', σ, `laplacian_smooth` and "
-            "`low_pass` as the only `smoothing`, at most one AdaptiveClip and no `correlation`, or "
-            "pass the standard deviation."
+            "`noise_stddev` must be set where the noise is not known, got None; pass it, or put "
+            "`scale_by_debiased_adam` into `privatize` with at most one AdaptiveClip, without "
+            "`correlation`, and with no other `smoothing` than 'auto', σ, `laplacian_smooth` and "
+            "`low_pass`."
         )
     if noise_variance.shape != state.noise.shape:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 `draw_noise` derives one key per step and leaf, from which `_keys.standard_normal` draws Gaussian
 numbers. To add another distribution, write another transform in this file, with a state that holds
-its key. Noise that is correlated between steps is in `correlated_noise`, exact discrete noise in
+its key. Noise that is correlated between steps is in `correlated_noise`. Exact discrete noise is in
 `discrete`.
 """
 
@@ -58,7 +58,7 @@ class AddGaussianNoiseState(NamedTuple):
 
     @property
     def adds_noise(self) -> bool:
-        """Mark this state, so that `watch` can refuse to stand before the noise in a chain."""
+        """Mark the noise in the state of a chain, so that `watch` can refuse to precede it."""
         return True
 
     def __repr__(self) -> str:  # users log states, and whoever has the key can subtract the noise
@@ -97,8 +97,8 @@ def add_gaussian_noise(
     Raises:
         TypeError: if `key` is not one typed key, or `shard_specs` does not consist of
             PartitionSpecs.
-        ValueError: if `stddev` is not positive or has half precision; if `updates` are not a plain
-            clipped sum; or if shards whose values may differ would draw the same noise.
+        ValueError: if `stddev` is not positive or has half precision; if `updates` are still marked
+            as `Clipped`; or if shards whose values may differ would draw the same noise.
 
     >>> tx = add_gaussian_noise(2.0, key=jax.random.key(0))
     >>> noise, _ = tx.update(jnp.zeros(100_000), tx.init(None))
@@ -145,7 +145,7 @@ class SumLeaves(NamedTuple):
     structure: jax.tree_util.PyTreeDef
     narrow: list[jax.Array]  # the leaves
     wide: list[jax.Array]  # the leaves in float32 or float64
-    addresses: list[str]
+    addresses: list[str]  # the path of each leaf
     axes: list[tuple[str, ...]]  # the mesh axes along which a leaf's shards draw different noise
 
 

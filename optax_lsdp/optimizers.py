@@ -79,11 +79,11 @@ def privatize(
             past releases; see `auto_smooth`. To set the layout or the scope, pass a
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
-        correlation: how noise is correlated between steps; see `add_correlated_noise`. It excludes
-            schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto".
+        correlation: how noise is correlated between steps; see `add_correlated_noise`. It rules out
+            a schedule of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
-        shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. Also
-            used for smoothing, except for transforms in `smoothing`, which have their own.
+        shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. They
+            also apply to smoothing, but a transform in `smoothing` has `shard_specs` of its own.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
@@ -316,7 +316,7 @@ def _product(
 def _with_clip_norm(
     release: optax.GradientTransformationExtraArgs,
 ) -> optax.GradientTransformationExtraArgs:
-    """Pass the adaptive clip norm in the state on to `clip_per_example`, for stacked gradients."""
+    """Pass the adaptive clip norm from the state to `clip_per_example`, for stacked gradients."""
 
     def update(
         updates: optax.Updates,
@@ -342,7 +342,7 @@ def _with_known_noise(
     *,
     adapts: bool,
 ) -> optax.GradientTransformationExtraArgs:
-    """Chain `release` and `learner`. Pass the noise's `stddev`, unless it is None, to `learner`."""
+    """Chain `release` and `learner`. If `stddev` of the noise is not None, pass it to `learner`."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
         return release.init(params), learner.init(params)
@@ -367,7 +367,7 @@ def _with_known_noise(
 def _with_clear_errors(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Replace the error of optimizers that need more than gradients, such as L-BFGS."""
+    """Return the optimizer with a clear error if it needs more than gradients, like L-BFGS."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(

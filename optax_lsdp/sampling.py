@@ -4,8 +4,8 @@ A batch depends only on the key and the step, so any host can draw the batch of 
 or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset.
 
 A Poisson sampler draws the size of the batch by inverting its cumulative distribution, with 64
-random bits. It then draws this many different indices, each as ⌊n·u⌋ with 64 random bits for u in
-[0, 1). The relative error of an example's sampling rate is at most n·2⁻⁶⁴.
+random bits. It then draws this many different indices out of n, each as ⌊n·u⌋ with 64 random bits
+for u in [0, 1). The relative error of an example's sampling rate is at most n·2⁻⁶⁴.
 """
 
 import math
@@ -35,7 +35,7 @@ __all__ += ["PoissonSampler", "Sampler", "ShuffledSampler", "room_for_batch"]
 
 
 _MOST = 2**31 - 1  # examples, since indices are int32
-_RARE = 1e-15  # a batch exceeds the default `max_batch_size`, about b + 8√b, with this probability
+_RARE = 1e-15  # largest probability that a batch exceeds the default `max_batch_size` of ≈ b + 8√b
 _DENSE = 4  # if a batch may have more than n/4 examples, a permutation of all examples is drawn
 
 
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
         indices: (size,) int32. Padding consists of indices that the step did not draw. No index
             occurs twice unless the array is longer than the dataset.
         mask: (size,) bool, True for examples and False for padding. The number of examples in a
-            Poisson batch is private.
+            Poisson batch is secret.
     """
 
     indices: Any  # NumPy arrays, or JAX arrays if the step is a JAX array
@@ -143,8 +143,8 @@ class CyclicPoissonSampler:
 
     No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires (the
     sampling of BandMF, arXiv 2306.08153). The part of an example depends only on the key and its
-    index. Drawing a batch takes `cycle` times as long as a Poisson batch. For the other arguments,
-    see `PoissonSampler`.
+    index. Drawing a batch takes `cycle` times as long as with `PoissonSampler`, which explains the
+    other arguments.
 
     Args:
         sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
@@ -154,7 +154,8 @@ class CyclicPoissonSampler:
             probability 1e-15 or less. The sampler truncates with at most twice the probability that
             a batch exceeds this size, because it first draws examples of all parts, and may
             truncate this draw too. Only a `PrivacyPlan` includes the truncation in ε.
-        group_size: the probabilities also hold if this many examples are added to the dataset.
+        group_size: how many examples may be added to the dataset. The size of the first draw allows
+            for them.
 
     >>> sampler = CyclicPoissonSampler(60_000, 256 / 60_000, cycle=8, key=jax.random.key(0))
     >>> int(sampler.batch(step=7).mask.sum())
@@ -170,7 +171,7 @@ class CyclicPoissonSampler:
     group_size: int = 1
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
-    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; of a step that no run takes
+    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; drawn at step 10¹⁸
 
     def __post_init__(self) -> None:
         check_whole("cycle", self.cycle)
@@ -204,7 +205,8 @@ class CyclicPoissonSampler:
 class FixedSizeSampler:
     """Draw a fresh uniform subset of `batch_size` examples for every batch, without replacement.
 
-    The accountant calls this `sampling="without_replacement"`. See also `PoissonSampler`.
+    The accountant calls this `sampling="without_replacement"`. For the other arguments, see
+    `PoissonSampler`.
 
     >>> sampler = FixedSizeSampler(10, batch_size=4, key=jax.random.key(0))
     >>> sampler.batch(0).indices
@@ -300,7 +302,7 @@ def room_for_batch(
 ) -> int:
     """Return a size that a Poisson batch exceeds with probability `rare` or less.
 
-    The bound also holds if `group_size` examples are added to the dataset.
+    The bound on the probability also holds if `group_size` examples are added to the dataset.
 
     >>> room_for_batch(60_000, 256)
     393

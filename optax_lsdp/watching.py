@@ -15,22 +15,22 @@ The step Δₜ = wₜ₊₁ − wₜ does the work ½⟨Δₜ, ḡₜ + ḡₜ�
   Jacobian Jₜ = ∂Δₜ/∂yₜ, and Hutchinson's estimate of s² tr Jₜ is subtracted: the optimizer is
   also asked for its update at yₜ + hω with public signs ω and h = s/8. The difference p of both
   updates gives s²⟨ω, p⟩/h. This is exact if the optimizer is linear and treats every entry by
-  itself, like SGD with momentum. A finite h serves optimizers with jumps too: for a sign, it counts
-  the entries within h of the jump. After eight steps, only every eighth step is probed. A probe
-  serves all steps until the next probe, which corrects for linear drift of tr J; other drift is a
-  bias. Optimizers that collect updates are probed in every step.
+  itself, like SGD with momentum. A finite h serves optimizers with jumps too: if updates are signs,
+  it counts the entries within h of the jump. After eight steps, only every eighth step is probed. A
+  probe serves all steps until the next probe, which corrects for linear drift of tr J; other drift
+  is a bias. Optimizers that apply updates only in some steps are probed in every step.
 
-The *middle* estimate is the mean of both. Its error in step t is the sum of ½⟨Δₜ₋₁ + Δₜ, εₜ⟩ −
-½s² tr Jₜ and of Hutchinson's error. Both have the mean 0 given everything before εₜ: the errors are
-martingale differences, so their variances add. With full batches, the variance of the first is
-¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again); the expectation of ‖p‖²/h² is ‖Jₜ‖²_F,
-which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F. Half the
-squared change since the last probe, which counts drift too, estimates this variance; at probe m, a
-share 1/m of the bound is added. Errors of steps that share a probe are added before squaring.
+The *middle* estimate is the mean of the two estimates. Its error in step t is the sum of two terms:
+½⟨Δₜ₋₁ + Δₜ, εₜ⟩ − ½s² tr Jₜ, and Hutchinson's error. Given everything before εₜ, both terms have
+the mean 0: they are martingale differences, so variances add. With full batches, the first term has
+the variance ¼s² E‖Δₜ₋₁ + Δₜ‖² + ¼s⁴ tr Jₜ² (Stein's identity again). The expectation of ‖p‖²/h² is
+‖Jₜ‖²_F, which is at least tr Jₜ². Hutchinson's estimate of tr Jₜ has at most the variance 2‖Jₜ‖²_F.
+This variance is estimated by half the squared change of the estimate since the last probe, which
+includes drift, plus 1/m of the bound at probe m. Errors that share a probe add before squaring.
 
 With an `AdaptiveClip`, s and v are multiplied by a factor that depends on the noisy slack of the
 step. Given slack and past, ξₜ is still Gaussian, because the noise of the slack is independent. So
-all of this holds with s = sₜ, and ḡₜ is the mean that the factor of step t gives. If batches are
+all results hold with s = sₜ, and ḡₜ is the mean that the factor of step t gives. If batches are
 sampled, the factor and ζₜ depend on the same batch; the correlation of the two is neglected.
 
 If batches are sampled, the start has one more term, E⟨Δₜ, ζₜ⟩ = tr JₜΣₜ. It is at most 0 for an
@@ -71,8 +71,8 @@ from optax_lsdp.correlated_noise import has_correlated_noise
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PROBE = 1 / 8  # h/s: larger steps blur the jumps of an optimizer, smaller steps make noise
-_EVERY = 8  # steps from one probe to the next, after as many steps that are all probed
+_PROBE = 1 / 8  # h/s: larger h blur the jumps of an optimizer, smaller h make estimates noisier
+_EVERY = 8  # steps from one probe to the next. The first 8 steps are all probed.
 
 
 class WatchSums(NamedTuple):
@@ -82,37 +82,37 @@ class WatchSums(NamedTuple):
     ends_noise: jax.Array  # the variance of `ends` that comes from noise
     sampling: jax.Array  # a bound on the variance of `ends` that comes from sampling
     jumps: jax.Array  # half the squared differences of consecutive ends
-    middle: jax.Array  # the middle estimate, and the start of a step that has not ended
+    middle: jax.Array  # the middle estimate, plus the start of a step that has not ended
     middle_noise: jax.Array  # the variance of `middle` that comes from noise
     lowered: jax.Array  # a bound on how much sampling has lowered `middle`
 
 
 class Probe(NamedTuple):
-    """What the last probe has shown of the Jacobian J = ∂Δ/∂y."""
+    """The last probe's estimates of the Jacobian J = ∂Δ/∂y. For p, h and λ, see the module."""
 
     trace: jax.Array  # tr J, with Hutchinson's error
     square: jax.Array  # ‖p‖²/h², whose mean is ‖J‖²_F
     steepest: jax.Array  # λ
-    doubt: jax.Array  # the variance of `trace`
+    doubt: jax.Array  # the estimated variance of `trace`
     used: jax.Array  # the sum of ½s² over the steps that have used this probe
     steps: jax.Array  # how many steps with noise have used this probe
 
 
-# Updates, the optimizer's state, the sums of `_products` by leaf, and the last probe, in one array.
+# Updates, the optimizer's state, the sums of `_products` by leaf, and the last `Probe` as an array.
 Advance: TypeAlias = tuple[optax.Updates, optax.OptState, jax.Array, jax.Array]
 
 
 class WatchState(NamedTuple):
-    """The state of `watch`: the optimizer's state, its last step, and sums over steps. Public."""
+    """The optimizer's state, its last step and sums over steps, computed from releases alone."""
 
     optimizer: optax.OptState
     step: jax.Array  # how many releases were seen
     noisy: jax.Array  # how many of them had noise; an `AdaptiveClip` can make a release zero
     move: optax.Updates  # Δ, the last step
     numbers: jax.Array  # ‖Δ‖², the last ⟨Δₜ, yₜ₊₁⟩, a `Probe` and `WatchSums`, in this order: (15,)
-    ratio: jax.Array  # for each leaf, the sum of (‖y‖² − s²d)/(s²d)
+    ratio: jax.Array  # for each leaf, of size d, the sum of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
-    curve: jax.Array  # the work of the first t steps and its standard error, at t: (steps, 2)
+    curve: jax.Array  # row t: the work of the first t steps and its standard error: (steps, 2)
 
 
 class TrainingCurve(NamedTuple):
@@ -137,12 +137,12 @@ class TrainingCurve(NamedTuple):
         return f"TrainingCurve({', '.join([f'{len(self.steps)} points', *last])})"
 
     def plot(self, ax: Axes | None = None) -> Axes:
-        """Draw the curve with a band of two standard errors. The default is a new figure."""
+        """Draw the curve with a band of two standard errors, by default in a new figure."""
         if ax is None:
             try:
                 from matplotlib import pyplot
             except ImportError as error:
-                raise ImportError("`plot` needs matplotlib, got none; install it.") from error
+                raise ImportError("`plot` needs matplotlib; install matplotlib.") from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
         band = (self.work + side * self.stderr for side in (-2, 2))
@@ -169,26 +169,26 @@ def watch(
     **What is estimated.** Let ḡ be the mean of all clipped gradients over the dataset. A step from
     w to w + Δ does the work ½⟨Δ, ḡ(w) + ḡ(w + Δ)⟩, which is each example's change of loss, weighted
     by its clip factor and averaged, up to third order in Δ. The curve is the sum over the steps. If
-    nothing is clipped, it is the change of the training loss. Otherwise call it the change of the
-    *clipped loss*. Clipped gradients are not the gradient of any function in general, so the change
-    depends on the path, and the clipped loss has no value at a point.
+    nothing is clipped, it is the change of the training loss. Otherwise it is called the change of
+    the *clipped loss*. In general, clipped gradients are not the gradient of any function, so the
+    change depends on the path, and the clipped loss has no value at a point.
 
     **Errors.** With full batches, and SGD with momentum or smoothing, the estimate has no bias. For
-    other optimizers, such as Adam, its bias is small but not zero. Step sizes
-    must change slowly: the curve is wrong if they alternate or return to old values every few
-    steps. With batches that are sampled, the curve errs upward: it counts the
-    curvature along a step twice, or it takes all clipped gradients to be as long as the clip norm,
-    whichever is less. The standard error covers this, the noise and the sampling, if the curvature
-    along the steps is positive on the whole. With small batches and large step sizes it is large.
-    The estimate would be wrong with noise that is correlated between steps, with a standard
-    deviation or smoothing that depends on the release itself, with batches that depend on earlier
-    batches, like those of `ShuffledSampler`, and with Poisson batches that are often truncated.
+    other optimizers, such as Adam, its bias is small but not zero. Step sizes must change slowly:
+    the curve is wrong if they alternate or return to old values every few steps. With batches that
+    are sampled, the curve errs upward: it counts the curvature along a step twice, or it assumes
+    that all clipped gradients are as long as the clip norm, whichever gives the lower curve. The
+    standard error covers this, the noise and the sampling, if the curvatures along all steps have a
+    positive sum. With small batches and large step sizes, the standard error is large. The estimate
+    would be wrong with noise that is correlated between steps, with a standard deviation or
+    smoothing that depends on the release itself, with batches that depend on earlier batches, like
+    those of `ShuffledSampler`, and with Poisson batches that are often truncated.
 
     Args:
         optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
         steps: how many steps to record.
         stddev: s, the standard deviation of the noise on the *mean*; a number or a schedule. If you
-            pass `release_scale` to `update`, it multiplies both standard deviations in this step.
+            pass `release_scale` to `update`, it multiplies s and v in this step.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
             q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
         shard_specs: see `add_gaussian_noise`.
@@ -234,7 +234,7 @@ def watch(
         scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * scale for x in settings)
-        check_shapes(updates, state.move, "watch what follows `add_gaussian_noise`")
+        check_shapes(updates, state.move, "put `watch` after `add_gaussian_noise`")
         leaves = jax.tree.leaves(releases)
         shards = mesh.read_shards(shard_specs, leaves)
         length, last_end, *others = state.numbers
@@ -338,7 +338,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
     if is_before_noise(state, _is_watch_state):
         raise ValueError(
             "`state` must come from a chain with `watch` after the noise, got one with `watch` "
-            "before the noise, whose curve is private; put `watch` after `add_gaussian_noise`."
+            "before the noise, whose curve is secret; put `watch` after `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
@@ -353,7 +353,7 @@ def find_watch_state(state: PyTree) -> WatchState | None:
 
 
 def describe_work(work: float, stderr: float) -> str:
-    """Return a text with the work, which is the change of the clipped loss, and its error.
+    """Return a text with the work, the change of the clipped loss, and its standard error.
 
     >>> describe_work(-0.2134, 0.0312)
     'clipped loss −0.213 ± 0.031'
@@ -365,7 +365,7 @@ def describe_work(work: float, stderr: float) -> str:
 def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     """Return the estimated work of the first `count` steps, and its standard error: (2,).
 
-    Without sampling, the middle estimate is the result. With sampling, it is the lower limit.
+    Without sampling, the work is the middle estimate. With sampling, it is the smaller upper limit.
     """
     gap = jnp.clip(sums.ends - sums.middle, 0, sums.lowered)
     most = jnp.maximum(sums.ends_noise, sums.middle_noise)

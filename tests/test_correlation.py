@@ -271,7 +271,7 @@ BAD = {
     "least error of no workload": (lambda: least_error(4, None), "a Workload, got None"),
     "no exact sensitivity": (
         lambda: Correlation(6000, (0.6, -0.5)).sensitivity(1),
-        "`steps` .* at most the limit for such columns of C, 5000, got 6000",
+        "`steps` .* at most the limit for columns of C that grow or change sign, 5000, got 6000",
     ),
     "more coefficients than steps": (lambda: Correlation(1, (0.8, 0.6)), "at most .* 1, got 2"),
     "more bands than steps": (lambda: square_root(4, 5), "`bands` .* number of steps, 4, got 5"),

@@ -293,11 +293,11 @@ REFUSED = {
     "negative noise": (adam(noise_stddev={"w": -1.0}), "`noise_stddev` .* got -1.0"),
     "two noises for three leaves": (
         private(lsdp.scale_by_debiased_adam(noise_stddev=(1.0, 1.0, 1.0))),
-        "`noise_stddev` must be one number, or a tree like the updates with one per leaf",
+        "`noise_stddev` must be one number, or a tree of numbers like the updates",
     ),
     "no noise": (
         lambda: two_steps(lsdp.scale_by_debiased_adam(), PARAMS),
-        "`noise_stddev` must be set where the noise is not known, got None; put",
+        "`noise_stddev` must be set where the noise is not known, got None; pass it, or put",
     ),
     "a stranger before Adam": (private(smoothing=optax.scale(2.0)), "`noise_stddev` must be set"),
     "several clip norms that adapt": (

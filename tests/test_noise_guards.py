@@ -90,9 +90,9 @@ def test_a_curve_from_before_the_noise_is_refused():
         return lsdp.training_curve(tx.update(stacked, tx.init(params), params)[1])
 
     assert len(curve(clip, noise, watch(optax.sgd(1.0))).work) == 1
-    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is secret"):
         curve(clip, watch(optax.identity()), noise, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is private"):
+    with pytest.raises(ValueError, match=r"`watch` after the noise.* curve is secret"):
         curve(optax.chain(clip, watch(optax.identity())), optax.chain(noise, optax.sgd(1.0)))
     with pytest.raises(ValueError, match="`optimizer` must be what follows the noise"):
         curve(clip, watch(optax.chain(noise, optax.sgd(1.0))))

@@ -28,8 +28,8 @@ _LARGEST_SHIFT = 12.0  # standard deviations of the noise by which one example m
 _LARGEST_DATASET = 10**12  # above this size, rounding hides how often batches are truncated
 _MOST_NOISE, _LEAST_RATE, _MOST_RATE = 1e7, 1e-12, 1 - 1e-9
 _MOST_MEMBERS = 500  # members of a group in one batch
-_MOST_MISSING = 1e-3  # probability of drawing more members than the pair models
-_LARGEST_MU = 4.0  # μ of one Gaussian mechanism on the lattice
+_MOST_MISSING = 1e-3  # probability that a batch has more members of a group than the pair models
+_LARGEST_MU = 4.0  # largest μ of a Gaussian mechanism that counts as one step on the lattice
 _LARGEST_DELTA = 0.9
 _LEAST_TRUNCATED = 1e-300  # replaces a probability of zero
 _PROFILE = 400  # number of ε at which δ(ε) is computed for a trade-off curve
@@ -42,11 +42,13 @@ class PhaseAnalysis(NamedTuple):
 
     A case is one way in which neighbouring datasets may differ, such as one example added, or one
     example removed. Each case has its own bounds. A guarantee must hold in all cases.
+
+    If the whole phase is treated as one Gaussian mechanism, the mechanism counts as one step.
     """
 
-    mu: float | None  # μ if the whole phase is one Gaussian mechanism, which counts as one step
-    upper: tuple[Step, ...]  # for each case, a step that dominates one step of the phase
-    lower: tuple[Pair, ...]  # for each case, a pair that one step dominates; empty if unknown
+    mu: float | None  # μ of the one Gaussian mechanism; None for other phases
+    upper: tuple[Step, ...]  # for each case, a `Step` that dominates one step of the phase
+    lower: tuple[Pair, ...]  # for each case, a pair that one step dominates; empty if none is known
     steps: int  # how often `upper` and `lower` are composed
 
 
@@ -75,13 +77,16 @@ def analyse(phase: "SampledGaussian") -> PhaseAnalysis:
 
 
 def is_gaussian(phase: "SampledGaussian") -> bool:
-    """Return whether the phase counts as one Gaussian mechanism, whatever its noise multiplier."""
+    """Return whether a phase is treated as one Gaussian mechanism, whatever its noise multiplier.
+
+    This holds if sampling is not claimed to lower ε, or if every batch contains every example.
+    """
     always_drawn = phase.sampling_rate == 1 and phase.max_batch_size is None
     return always_drawn or not SCHEMES[phase.sampling].amplified
 
 
 def has_group_analysis(phase: "SampledGaussian") -> bool:
-    """Return whether `analyse` covers groups of examples. If not, a generic bound is used."""
+    """Return whether `analyse` covers groups. If not, `PrivacyProfile` uses the generic bound."""
     if not phase.has_group_analysis:
         return False
     if phase.sampling == "poisson" and phase.max_batch_size is None:
@@ -90,7 +95,7 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 
 
 def unamplified_mu(phase: "SampledGaussian") -> float:
-    """Return an upper bound on the μ of a phase, as if the attacker knew every batch.
+    """Return the μ of a Gaussian mechanism that dominates a phase, even if batches are known.
 
     The bound assumes that every step uses every example. With shuffled batches, it assumes that
     every epoch uses every example once. A part of an epoch counts as a whole epoch.
@@ -154,15 +159,15 @@ def _poisson_pairs(
 
 
 def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
-    """Analyse Poisson batches that are truncated to `most` = B examples.
+    """Return the analysis of Poisson batches at rate q that are truncated to `most` = B examples.
 
     Neighbouring datasets differ in one example x. Let N be the number of other examples that were
     drawn; N does not depend on x. If N < B, the step is an ordinary Poisson step. If N ≥ B, the
     batch has B examples. With probability q·B/(N + 1), x is one of them and takes the place of
     another example. Otherwise the batch is a uniform subset of the other examples. So x replaces at
     most one example, as in a batch of fixed size. The analysis assumes that the attacker learns
-    whether N < B, which can only reveal more. The number of other examples is n − 1, or n if x is
-    added to the dataset.
+    whether N < B, which can only reveal more. If the dataset has n examples, x is one of them or is
+    added to them, so there are n − 1 or n other examples.
 
     Lower bounds use datasets whose other examples contribute zero. In such datasets, truncation
     only makes it less likely that x is in the batch.
@@ -215,20 +220,23 @@ _Analyses = Sequence[PhaseAnalysis]  # one for each phase
 class PrivacyProfile:
     """Upper and lower bounds on δ(ε) of several phases together."""
 
-    mu: float  # μ of one Gaussian mechanism that stands for all Gaussian phases
-    upper: tuple[Steps, ...]  # for each case, the steps to compose; empty if all are Gaussian
-    mu_lower: float  # μ for lower bounds
-    lower: tuple[Sequence[tuple[Pair, int]], ...]  # for each case, the pairs for lower bounds
+    mu: float  # μ of all Gaussian phases together, for upper bounds
+    # For each case, the steps to compose for upper bounds. Empty if all phases are Gaussian.
+    upper: tuple[Steps, ...]
+    mu_lower: float  # μ of those Gaussian phases for which `PhaseAnalysis.lower` is known
+    # For each case, the pairs to compose for lower bounds. Empty if only `mu_lower` is needed.
+    lower: tuple[Sequence[tuple[Pair, int]], ...]
     group_size: int  # k, if only the generic bound covers groups of k examples, otherwise 1
-    mu_unamplified: float  # μ as if the attacker knew every batch; caps all upper bounds
+    mu_unamplified: float  # μ of all phases if the attacker knew every batch; caps all upper bounds
 
     @classmethod
     def of(cls, upper: _Analyses, lower: _Analyses, group_size: int, mu_unamplified: float) -> Self:
         """Return the profile of a sequence of phases.
 
         Args:
-            upper: the analyses of the phases from which upper bounds on δ are computed.
-            lower: the analyses from which lower bounds on δ are computed.
+            upper: the analyses for upper bounds on δ.
+            lower: the analyses for lower bounds on δ. They may be those of phases with more noise
+                and lower rates, because `simplify` rounds phases.
             group_size: see `PrivacyProfile`.
             mu_unamplified: see `PrivacyProfile`.
         """
@@ -245,7 +253,7 @@ class PrivacyProfile:
         return cls(mu, tuple(most), mu_lower, tuple(least), group_size, mu_unamplified)
 
     def epsilon(self, delta: float) -> float:
-        """Return an upper bound on the smallest ε, over all cases."""
+        """Return an upper bound on ε at `delta`: the largest upper bound of all cases."""
         delta = min(delta, _LARGEST_DELTA)
         if not self.upper and self.group_size == 1:
             return bounds.gaussian_epsilon(delta, self.mu) if self.mu else 0.0
@@ -255,7 +263,7 @@ class PrivacyProfile:
         return min(most, max(bounds.upper_epsilon(case, delta, most) for case in self.upper))
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper bound on δ(ε), over all cases."""
+        """Return an upper bound on δ at `epsilon`: the largest upper bound of all cases."""
         if not self.upper and self.group_size == 1:
             return bounds.gaussian_delta(epsilon, self.mu) if self.mu else 0.0
         most = bounds.gaussian_delta(epsilon, self.mu_unamplified)
@@ -264,7 +272,7 @@ class PrivacyProfile:
         return min(most, max(bounds.upper_delta(case, epsilon) for case in self.upper))
 
     def lower_epsilon(self, delta: float, upper: float) -> float:
-        """Return a lower bound on the smallest ε, given the upper bound `upper` on this ε."""
+        """Return a lower bound on ε at `delta`, given an upper bound `upper` on this ε."""
         if not self.lower:
             return bounds.gaussian_lower_epsilon(delta, self.mu_lower) if self.mu_lower else 0.0
         highest = 0.0
@@ -309,31 +317,32 @@ class PrivacyProfile:
         return log_single + ((k - 1) * each + math.log(math.expm1(-k * each) / math.expm1(-each)))
 
     def _group_epsilon(self, delta: float, most: float) -> float:
-        """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds none.
+        """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds no such ε.
 
-        The search starts at k times the ε of one example, because δ(ε/k) must be at most δ.
+        The search starts at k times the ε of one example. At a smaller ε, δ(ε/k) alone, which is
+        the first term of the generic bound, would exceed δ.
         """
         low = high = self.group_size * self._single.epsilon(delta)
         previous, log_delta = math.inf, math.log(delta)
         while (excess := self._log_group_delta(high) - log_delta) > 0:
             low, high = high, 1.5 * high + 1e-9
-            if high > most or excess >= previous:  # δ(ε/k) is below the smallest double
+            if high > most or excess >= previous:  # δ(ε/k) is too small for a double
                 return most
             previous = excess
         return bounds.narrow(low, high, lambda at: self._log_group_delta(at) <= log_delta, 1e-4)
 
 
 def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
-    """Return, for each case, one (part, count) per phase.
+    """Return, for each case, a list with one (step, count) or (pair, count) per phase.
 
-    Each entry of `parts` belongs to a phase. It has one part per case, and a count. If a phase has
-    fewer cases than other phases, its cases repeat in order.
+    Each entry of `parts` belongs to a phase. It has one step or pair per case, and a count. If a
+    phase has fewer cases than other phases, its cases repeat in order.
     """
     most = max((len(cases) for cases, _ in parts), default=0)
     return [[(cases[i % len(cases)], count) for cases, count in parts] for i in range(most)]
 
 
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
-    """Split a Gaussian mechanism into equal steps for the lattice. Return a step and a count."""
+    """Return a pair and a count. That many pairs compose to a Gaussian mechanism with μ = `mu`."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
     return dominating.removal_pair(1.0, mu / math.sqrt(count)), count

@@ -20,7 +20,8 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step, divergence
 from optax_lsdp.accounting._quadrature import LatticeSettings, Steps
 
 _ROUNDING = 1e-13  # more than the relative error of log_ndtr, exp and expm1
-_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)  # δ that `upper_profile` tries
+# `upper_profile` chooses lattice settings for each of these δ.
+_LEVELS = (0.5, 0.2, 0.05, 1e-2, 1e-3, 1e-4, 1e-6, 1e-8, 1e-12)
 _PRECISION = 1e-8  # relative precision of the root search for ε
 _FEW = 256  # with more Fourier coefficients, the contour integral is not tried: it would fail
 _LARGEST_EPSILON = 1e300
@@ -106,9 +107,9 @@ def narrow(low: float, high: float, holds: Callable[[float], bool], precision: f
 
 
 def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
-    """Return the smallest ε ≥ 0 for which δ(ε) ≤ δ is certified, or ∞ if this ε reaches `limit`.
+    """Return an upper bound on ε at `delta`, or ∞ if the search reaches `limit`.
 
-    `upper_epsilons` proposes an ε. The search raises it until `upper_delta` certifies δ(ε) ≤ δ too.
+    `upper_epsilons` proposes an ε. The search raises this ε until `upper_delta` is at most δ.
     """
     if (single := _single(steps)) is not None:
         return float(_solve(lambda at: np.add(*divergence(single, at)), delta, 1, 1.0, 0.5)[0])
@@ -120,13 +121,13 @@ def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
         epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
     if epsilon >= limit:
         return math.inf
-    if 0 < epsilon < math.inf and found < 0.999 * delta:  # the first settings were bad
+    if 0 < epsilon < math.inf and found < 0.999 * delta:  # `upper_epsilons` had bad settings
         epsilon = _refined(steps, delta, epsilon)
     return epsilon
 
 
 def _refined(steps: Steps, delta: float, high: float) -> float:
-    """Return an ε up to `high` that `upper_delta` certifies, close to the smallest such ε."""
+    """Return an ε ≤ `high` at which `upper_delta` is at most δ, close to the smallest such ε."""
     low, stride = high, 1e-3 * high
     while low > 0 and upper_delta(steps, low) <= delta:
         low, high, stride = max(0.0, low - stride), low, 3 * stride
@@ -139,7 +140,7 @@ def _refined(steps: Steps, delta: float, high: float) -> float:
 
 
 def _union_bound(steps: Steps) -> float:
-    """Return Σ T·δ(0), where each step is taken T times. The sum bounds δ(ε) at every ε ≥ 0."""
+    """Return Σ T·δ(0) over steps that are each taken T times. It bounds δ(ε) for ε ≥ 0."""
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
@@ -147,7 +148,7 @@ def _union_bound(steps: Steps) -> float:
 def upper_epsilons(
     steps: Sequence[Step], counts: np.ndarray, delta: float, limit: float = math.inf
 ) -> np.ndarray:
-    """Return an upper bound on ε for each row of `counts`.
+    """Return an upper bound on ε at `delta` for each row of `counts`.
 
     A row says how often each of the `steps` is taken. All rows share the lattice settings of the
     last row.
@@ -191,7 +192,7 @@ def upper_delta(steps: Steps, epsilon: float) -> float:
 
 
 def upper_profile(steps: Steps, epsilons: np.ndarray) -> np.ndarray:
-    """Return an upper bound on δ at each ε: the smallest bound from a few settings."""
+    """Return an upper bound on δ at each ε: the smallest bound of several lattice settings."""
     if (most := min(1.0, _union_bound(steps))) <= _LEVELS[-1]:
         return np.full(len(epsilons), most)
     settings = (quadrature.settings_for_epsilon(steps, delta) for delta in _LEVELS)
@@ -203,8 +204,8 @@ def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
     """Return the largest ε for which δ(ε) ≥ δ is certified, or 0 if there is no such ε.
 
     The caller passes an upper bound on this ε as `upper`. An optimistic lattice never has a larger
-    δ(ε) than its pair, and the same holds after composition. The mesh is refined until a finer mesh
-    gains nothing.
+    δ(ε) than its pair, so a composition of lattices never has a larger δ(ε) than the composition of
+    their pairs. The mesh is refined until a finer mesh gains nothing.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)
@@ -262,12 +263,14 @@ def _solve(
 ) -> np.ndarray:
     """Return, for each row, the ε at which a decreasing bound on δ(ε) equals δ.
 
-    The search goes up from `start`, then down in growing strides, and then narrows a bracket of ε.
-    For an upper bound on δ(ε), return the bracket's upper end, for a lower bound its lower end.
+    `delta_bound` takes one ε per row. The search goes up from `start`, then down in growing
+    strides, and then narrows a bracket of ε. If `delta_bound` is an upper bound on δ(ε), return the
+    bracket's upper end. If it is a lower bound, return the bracket's lower end.
 
-    Return ∞ if ε is far above `limit`. Return 0 if an upper bound is at most δ at ε = 0, or if the
-    search finds no ε at which a lower bound exceeds δ. The value of a lower bound at ε = 0 is not
-    used, because lower bounds drop to 0 far below the ε for which their settings were chosen.
+    Return ∞ if the search passes `limit`. Return 0 if an upper bound is at most δ at ε = 0. Also
+    return 0 if the search finds no ε at which a lower bound exceeds δ. The search ignores the value
+    of a lower bound at ε = 0: lower bounds drop to 0 far below the ε for which their settings were
+    chosen.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:
@@ -296,7 +299,7 @@ def _solve(
         value = excess(middle)
         over = value > 0
         low, high = np.where(over, middle, low), np.where(over, high, middle)
-        stale_low, stale_high = ~over & was_under, over & was_over  # Illinois: halve stale ends
+        stale_low, stale_high = ~over & was_under, over & was_over  # Illinois method
         at_low = np.where(over, value, np.where(stale_low, at_low / 2, at_low))
         at_high = np.where(over, np.where(stale_high, at_high / 2, at_high), value)
         was_over, was_under = over, ~over

@@ -23,10 +23,10 @@ from optax_lsdp.accounting._composition import Mechanism, profile
 from optax_lsdp.accounting._mechanisms import DEFAULT_RELATION, SampledGaussian
 
 _CLOSE = 2e-5  # relative distance between an answer and the smallest sufficient scale
-_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # in log z, away from a good guess
-_LONG_STRIDES = (1.0,) * 60  # away from a bad guess
+_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of a search in log z from a good guess
+_LONG_STRIDES = (1.0,) * 60  # of a search in log s from a guess that may be far off
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MANY_STEPS = 10**5  # tried before MOST_STEPS, whose ε takes longer to compute
+_MANY_STEPS = 10**5  # `calibrate_steps` tries these first: ε of MOST_STEPS takes longer
 
 
 class _Options(TypedDict, total=False):
@@ -128,11 +128,11 @@ def _smallest_scale(
     guess: float,
     strides: tuple[float, ...],
 ) -> float:
-    """Return the smallest sufficient scale s, rounded up.
+    """Return the smallest scale s for which `family(s)` is within the budget (ε, δ), rounded up.
 
-    `spent(s)` is δ(ε), and `guess` is a guess of log s. The search moves away from the guess in
-    `strides` until it has a bracket, and narrows the bracket. Then it raises s until
-    `family(s).epsilon(delta)` is at most ε.
+    `spent(s)` is the δ(ε) of `family(s)`, and `guess` is a guess of log s. The search moves away
+    from the guess in `strides` until it has a bracket, and narrows the bracket. Then it raises s
+    until `family(s).epsilon(delta)` is at most ε.
     """
 
     def excess(log_scale: float) -> float:

@@ -28,7 +28,8 @@ _MOST_KINDS = 64  # if there are more different sampled phases, similar phases a
 class Mechanism:
     """Training steps, each of which may depend on the results of earlier steps.
 
-    `a + b` is a's steps, followed by b's on the same data. Every answer errs towards a larger ε.
+    `a + b` is the steps of a, followed by the steps of b on the same data. Every answer errs
+    towards a larger ε.
     """
 
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`
@@ -48,10 +49,11 @@ class Mechanism:
     def group(self, size: int) -> "Mechanism":
         """Return the same steps with a guarantee for any `size` examples that change together.
 
-        The analysis is exact for full batches. It is tight for Poisson batches with "add_remove" or
-        "zero_out", unless the members of a group in one batch are likely to move the sum by more
-        than 20 standard deviations of the noise. All other cases use a generic bound on ε, which
-        may be far above the true ε.
+        For full batches, shuffled batches and one fixed order, ε is as tight as for one example.
+        For Poisson batches without `max_batch_size`, with "add_remove" or "zero_out", ε is tight
+        unless the members of a group in one batch are likely to move the sum by more than 20
+        standard deviations of the noise. All other cases use the *generic bound*, which may be far
+        above the true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))
@@ -114,7 +116,8 @@ class Mechanism:
     def advantage(self) -> float:
         """Return δ(0), the largest value of 1 − α − f(α), where f is `trade_off`.
 
-        No test between neighbouring datasets can gain more over guessing.
+        In every test between neighbouring datasets, the rate of true positives exceeds the rate of
+        false positives by at most this number.
         """
         return self.delta(0.0)
 
@@ -189,7 +192,8 @@ def simplify(
 ) -> "Sequence[SampledGaussian]":
     """Return the phases. If too many are different, make similar phases equal by rounding.
 
-    Round noise down and rates up or, if `more_private`, noise up and rates down.
+    Round noise down and rates up, which can only raise ε. If `more_private`, round noise up and
+    rates down, which can only lower ε.
     """
     rounded, ratio = phases, 1e-4
     while len({replace(phase, steps=1) for phase in rounded if phase.mu is None}) > _MOST_KINDS:
@@ -220,7 +224,12 @@ def _step_event(phase: "SampledGaussian", dp: ModuleType) -> "dp_accounting.DpEv
     """Return one step as a `DpEvent`. `dp` is the module dp_accounting."""
     if SCHEMES[phase.sampling].once_per_epoch:
         demand = "'poisson', 'without_replacement' or 'full' for to_dp_event"
-        raise refusal("sampling", demand, phase.sampling, "dp-accounting has no other event")
+        raise refusal(
+            "sampling",
+            demand,
+            phase.sampling,
+            "use `epsilon`, because dp-accounting has no event for shuffled batches",
+        )
     if phase.group_size != 1:
         demand = "1 for to_dp_event, because a DpEvent describes single examples"
         raise refusal("group_size", demand, phase.group_size, "call to_dp_event before `group`")

@@ -4,8 +4,8 @@ A pair dominates a step if, at every ε, the hockey-stick divergence of P from Q
 divergence between the step's outputs on any two neighbouring datasets. A composition of pairs then
 dominates the composition of the steps. `_analysis` chooses the pairs of each sampling scheme.
 
-N(m) stands for N(m, 1), and q is the sampling rate. The shift μ is the largest contribution of one
-example, divided by the standard deviation of the noise.
+N(m) stands for N(m, 1). The sampling rate q is called `rate`. The shift μ, called `shift`, is the
+largest contribution of one example, divided by the standard deviation of the noise.
 """
 
 import functools
@@ -19,7 +19,7 @@ from scipy.special import betainc, betaincc, ndtr
 
 _EPS = 2.0**-52
 _LARGEST_REACH = 20.0  # most standard deviations by which a group may move the sum
-_UNLIKELY = 1e-40
+_UNLIKELY = 1e-40  # a pair need not model batches with so small a probability
 _LARGEST_LOSS = 700.0  # e^700 is still a double
 _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double precision
 
@@ -30,8 +30,8 @@ class Pair(NamedTuple):
     centres: np.ndarray  # the means mᵢ
     base: np.ndarray  # the weights bᵢ of Q
     change: np.ndarray  # the differences dᵢ, which avoid cancellation if P is close to Q
-    point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if there is none
-    folded: bool = False  # whether (P, Q) dominates only at ε ≥ 0, and (Q, P) at ε < 0
+    point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if no x has it
+    folded: bool = False  # if so, (P, Q) dominates at ε ≥ 0 only, and (Q, P) at ε < 0
     missing: float = 0.0  # mass that P lacks; it counts as an infinite loss
 
     @property
@@ -55,11 +55,14 @@ class Pair(NamedTuple):
 
 
 Step = tuple[tuple[float, Pair], ...]
-"""One training step: pairs with their probabilities. The attacker learns which pair was drawn."""
+"""Pairs with their probabilities, which together dominate one training step.
+
+One pair is drawn, and the attacker learns which.
+"""
 
 
 def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return δ(ε) of one step at each ε ≥ 0 in closed form, and a bound on its error."""
+    """Return δ(ε) of one step at each ε ≥ 0 in closed form, and bounds on the errors."""
     value, error = np.zeros(len(epsilon)), np.full(len(epsilon), 1e-300)
     epsilon = np.minimum(epsilon, 600.0)  # beyond 600, δ is below the smallest double
     for share, pair in step:
@@ -74,7 +77,10 @@ def divergence(step: Step, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def removal_pair(rate: float, shift: float) -> Pair:
-    """Return P = (1 − q)N(0) + qN(μ) and Q = N(0), for removing one example."""
+    """Return P = (1 − q)N(0) + qN(μ) and Q = N(0), for removing one example.
+
+    q is `rate`, and μ is `shift`.
+    """
 
     def point(losses: np.ndarray) -> np.ndarray:
         far = np.exp(np.minimum(losses, 0.0)) - (1 - rate)
@@ -87,18 +93,22 @@ def removal_pair(rate: float, shift: float) -> Pair:
 
 
 def addition_pair(rate: float, shift: float) -> Pair:
-    """Return P = N(0) and Q = (1 − q)N(0) + qN(−μ), for adding one example."""
+    """Return P = N(0) and Q = (1 − q)N(0) + qN(−μ), for adding one example.
+
+    q is `rate`, and μ is `shift`.
+    """
     return _swapped(removal_pair(rate, shift))
 
 
 def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
-    Let the two values of the example contribute u and v, of norm at most μ. For α = e^ε ≥ 1, the
-    divergence equals that of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). It increases with
+    q is `rate`, and μ is `shift`. Let the two values of the example contribute vectors u and v, of
+    norm at most μ. For α = e^ε ≥ 1, the hockey-stick divergence of the step's outputs equals the
+    divergence of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). This divergence increases with
     the distances of u from 0 and from v (Choquette-Choo et al. 2023, Privacy Amplification for
-    Matrix Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v of norm μ,
-    which attains both. For α < 1, exchange u and v.
+    Matrix Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v with norm μ,
+    where both distances are largest. For α < 1, the same holds with u and v exchanged.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -130,9 +140,9 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
     """Return m, and an upper bound on the probability that a batch has more than m group members.
 
     A group has `size` examples, and a pair models batches with at most m members of the group. m is
-    the smallest number ≥ 1 for which more than m members have a probability below `_UNLIKELY`. But
-    if m members would move the sum by more than `_LARGEST_REACH` standard deviations, m is the
-    largest number of members that would not, or 1.
+    the smallest number for which more than m members have a probability below `_UNLIKELY`. But m is
+    limited: unless m = 1, m members move the sum by at most `_LARGEST_REACH` standard deviations of
+    the noise.
     """
 
     def exceeds(m: int) -> float:
@@ -158,8 +168,8 @@ def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: boo
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
     The weights of Q are rounded down, and Q lacks batches with more members of the group than
-    `group_members` allows. Both raise the divergence of P from Q. An optimistic pair gives the mass
-    of such batches to N(0).
+    `group_members` allows. Both changes raise the divergence of P from Q. An optimistic pair gives
+    the mass of such batches to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 
@@ -169,7 +179,7 @@ def _group_pair(rate: float, shift: float, size: int, rounding: float, optimisti
     last, missing = group_members(rate, shift, size)
     members = np.arange(last + 1)
     logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)
-    if rate < 1:  # each term follows from the previous term; the logs err by less than 1e-9
+    if rate < 1:  # compute each term from the previous term; the logs err by less than 1e-9
         odds = (size - members[:-1]) / members[1:] * (rate / (1 - rate))
         logs[1:] += np.cumsum(np.log(odds))
     elif last == size:
@@ -217,9 +227,9 @@ def binomial_lower_tail(least: int, trials: int, rate: float) -> float:
 
 
 def binomial_rounding(trials: int) -> float:
-    """Return a bound on the relative error of both binomial tails.
+    """Return a bound on the relative errors of `binomial_upper_tail` and `binomial_lower_tail`.
 
-    Compared with mpmath, for up to 10⁹ trials, the error is at most a tenth of the bound.
+    In a comparison with mpmath, for up to 10⁹ trials, the errors were at most a tenth of the bound.
     `scipy.special.bdtrc` is not accurate enough: from 10⁶ trials on, its error is 4e-4.
     """
     return 1e-13 + 1e-15 * trials

@@ -20,7 +20,7 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step
 from optax_lsdp.accounting._quadrature import LatticeSettings, cut_points
 
 _EPS = 2.0**-52
-_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where in a cell tangents touch
+_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch: 0 is the start of a cell
 _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summed
 
 
@@ -34,7 +34,10 @@ class Lattice(NamedTuple):
 
 
 def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -> Lattice:
-    """Return a lattice whose hockey-stick divergence is at least the step's, at every ε."""
+    """Return a lattice whose hockey-stick divergence is at least the step's, at every ε.
+
+    For `mesh`, `per_octave` and `tail`, see `LatticeSettings`.
+    """
     parts = [(w, _connect_dots(pair, mesh, per_octave, tail / w)) for w, pair in step if w]
     return Lattice(
         np.concatenate([part.positions for _, part in parts]),
@@ -45,17 +48,19 @@ def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -
 
 
 def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
-    """Move the mass of each cell to the cell's two ends, so that divergences can only grow.
+    """Return a lattice with each cell's mass at the cell's ends, so that divergences only grow.
 
-    A cell [ℓ, ℓ′] with masses P and Q gives u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)) to its upper end and
-    P − u to its lower end. Both ends together keep the cell's masses P and Q, but P/Q spreads about
-    its mean under Q. A divergence is convex in P/Q, so it grows at every ε, before and after
-    composition (Doroshenko et al. 2022, Connect the Dots).
+    A cell [ℓ, ℓ′] is an interval of losses. Let P and Q also stand for the masses of the cell. Its
+    upper end gets u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)), and its lower end gets P − u. Together, the two
+    ends have the masses P and Q, but P/Q spreads about its mean under Q. A divergence is convex in
+    P/Q, so it grows at every ε, before and after composition (Doroshenko et al. 2022, Connect the
+    Dots).
 
     Mass below the lattice moves to the lowest end, and mass above the lattice to infinity. Bounds
     on rounding errors are added to P and u. The losses at the ends of cells are known up to an
     error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and none
-    exceeds the cell's upper end by more than 2s. The slack of 3s covers the 2s and the factor on Q.
+    exceeds the cell's upper end by more than 2s. The lattice's slack is 3s: 2s for these losses,
+    and s for the factor e^(−s).
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
@@ -80,7 +85,10 @@ def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Latt
 
 
 def _fold(lattice: Lattice, mesh: float) -> Lattice:
-    """Keep positive losses, add their mirror image for (Q, P), and move all other mass to 0."""
+    """Return a lattice of the positive losses and their mirror image. All other mass has loss 0.
+
+    The mirror image stands for (Q, P): a mass p at loss ℓ has the image p·e^(−ℓ) at −ℓ.
+    """
     positive = lattice.positions > 0
     index, masses = lattice.positions[positive], lattice.masses[positive]
     mirrored = masses * np.exp(-index * mesh)
@@ -95,11 +103,11 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
     """Return a lattice whose hockey-stick divergence is at most the pair's, at every ε.
 
     A divergence is convex in α = e^ε. If all losses are on the lattice, it is also linear between
-    lattice points. In each cell, a chord exceeds the pair's divergence by at most the chord's
-    distance from a tangent. Each lattice point is lowered by the larger distance of its two cells,
-    so every chord is below the divergence. The largest convex function below the lowered points,
-    with value 1 at α = 0 and 0 at the last positive point, is the divergence of a distribution on
-    the lattice. Its slopes give the masses.
+    lattice points. In each cell, the chord of the pair's divergence is above the divergence by at
+    most the chord's distance from a tangent. Each lattice point is lowered by the larger distance
+    of its two cells, so every chord is below the divergence. The largest convex function below the
+    lowered points, with value 1 at α = 0 and 0 at the last positive point, is the divergence of a
+    distribution on the lattice. The slopes of this function give the masses.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
@@ -130,7 +138,7 @@ def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) ->
 
 
 def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the divergence D(α) and its slope at α = e^loss.
+    """Return, for each loss, the hockey-stick divergence D(α) and its slope at α = e^loss.
 
     Where `left` is true, return D(α) − (1 − α) and its slope, which avoids cancellation.
     """
@@ -182,7 +190,7 @@ class TiltedSum(NamedTuple):
     gaps: np.ndarray  # Π φⱼ^T·(1/(1 − r) − 1/(1 − r′))/N, for δ(ε) at lattice points
     ends: np.ndarray  # Π φⱼ^T/((1 − r′)N), for δ(ε) between lattice points
     noise: np.ndarray  # a bound on the error of a sum over all frequencies
-    growth: np.ndarray  # a bound on the logarithm of the factor that rounding puts on masses
+    growth: np.ndarray  # a bound on |log| of the factor by which rounding changes masses
     infinite: np.ndarray  # the mass of P at an infinite loss
     slack: np.ndarray  # a bound on how far the true sum of losses exceeds the lattice's sum
     log_moment: np.ndarray  # log E[e^(tS)] of the tilted sum S, to bound its upper tail
@@ -246,8 +254,8 @@ def convolve(
     modulus 1. With the machine precision u = 2⁻⁵² and inputs that sum to 1, the error of an output
     φ is at most η = 8u·log₂N. The error of φ^T is at most T·η·(|φ| + η)^(T − 1), plus a relative
     error of u·(T|log φ| + 16) from computing the power. A tilted mass is exact up to a factor
-    e^(u·c), where c is the size of its exponents; T such factors multiply. Dropped Fourier
-    coefficients add at most e^(−42) to the mean of all.
+    e^(u·c), where c is the size of its exponents; T such factors multiply. The negligible Fourier
+    coefficients, which are dropped, change the mean of all coefficients by at most e^(−42).
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)

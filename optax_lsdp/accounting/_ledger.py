@@ -29,10 +29,10 @@ _KINDS: tuple[type[Phase], ...] = (SampledGaussian, CorrelatedGaussian)
 class Ledger(Mechanism):
     """A record of the steps that a run has taken. Steps are appended and never changed.
 
-    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. It merges a step with the
-    last phase if they are equal, so 10⁵ equal steps take no more memory than one. Append shuffled
-    batches and correlated noise with `continues=True`. Without it, a part of an epoch or cycle
-    counts as a whole one, which is right only after a restart with new batches or noise.
+    A ledger has the methods of a `SampledGaussian`, such as `epsilon`. Consecutive equal steps
+    become one phase, so 10⁵ equal steps take no more memory than one step. For shuffled batches and
+    correlated noise, call `append` with `continues=True`. Otherwise, each call starts a new epoch
+    or cycle, which is right only after a restart with new batches or noise.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -46,7 +46,7 @@ class Ledger(Mechanism):
 
     def __init__(self, phases: Iterable[Phase] = ()) -> None:
         self._kinds: list[Phase] = []  # one step of each phase
-        self._steps: list[int] = []
+        self._steps: list[int] = []  # the number of steps of each phase
         self._last: Phase | None = None
         for phase in phases:
             self.append(phase)
@@ -60,8 +60,8 @@ class Ledger(Mechanism):
         if type(phase) not in _KINDS:
             raise TypeError(
                 "`phase` must be a SampledGaussian or a CorrelatedGaussian, got "
-                f"{repr(phase)[:200]}; append each phase separately. For correlated noise, append "
-                "the CorrelatedGaussian itself, not its `dominating` phase."
+                f"{repr(phase)[:200]}; append each phase separately, and for correlated noise the "
+                "CorrelatedGaussian itself, not its `dominating` phase."
             )
         can_merge = continues or not SCHEMES[phase.sampling].keeps_order
         if phase is not self._last or not can_merge:  # the same object needs no second check
@@ -98,7 +98,7 @@ class Ledger(Mechanism):
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:
-            message = f"`epsilons` must have at most {_LONGEST:.0e} steps, got {self.steps}"
+            message = f"`epsilons` must be called on at most {_LONGEST:.0e} steps, got {self.steps}"
             raise ValueError(f"{message}; call `epsilon` for the ε after the last step.")
         return _epsilon_curve(self.phases, delta)
 
@@ -176,7 +176,8 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
     """Return an upper bound on ε after each step of consecutive phases.
 
     ε is computed only at `_knots`. A step between two knots gets the ε of the later knot. Within a
-    block of knots, the number of steps less than doubles, so the block shares lattice settings.
+    block of knots, the number of steps less than doubles, so one choice of lattice settings serves
+    the whole block.
     """
     total = sum(phase.steps for phase in phases)
     if not total:
@@ -194,7 +195,7 @@ def _epsilon_curve(phases: Sequence[Phase], delta: float) -> np.ndarray:
         mus = np.sqrt(squares) * (1 + 1e-15)
         at_knots = np.array([gaussian_epsilon(delta, mu) for mu in mus.tolist()])
     else:
-        counts = np.ceil(counts)  # squared sensitivities of correlated noise
+        counts = np.ceil(counts)  # squared sensitivities need not be whole
         at_knots = np.zeros(len(knots))
         start = 0
         while start < len(knots):
@@ -241,9 +242,9 @@ def _one_use(phase: Phase) -> SampledGaussian:
 
 
 def _counts(phases: Sequence[Phase], kinds: Sequence[int], knots: np.ndarray) -> np.ndarray:
-    """Return how many steps, shuffled epochs or uses of each kind were taken up to each knot.
+    """Return, for each knot and kind, how many steps, shuffled epochs or uses were taken so far.
 
-    `kinds` has the number of each phase's kind.
+    Phases of one kind have equal steps. `kinds` has the index of each phase's kind.
     """
     counts = np.zeros((len(knots), max(kinds) + 1))
     before = 0

@@ -43,8 +43,8 @@ class SampledGaussian(Mechanism):
             "full": every batch is the whole dataset, q = 1, and its size is public;
             "shuffled": the dataset is cut into ⌊1/q⌋ batches per epoch. No tight analysis is known,
             so ε holds for every order, even one that the attacker knows.
-        neighbouring: the neighbouring relation, that is, how neighbouring datasets differ. An
-            attacker must not be able to distinguish them:
+        neighbouring: the neighbouring relation. An attacker must not be able to distinguish two
+            datasets that differ in this way:
             "add_remove": one dataset has one more example;
             "zero_out": one example is replaced by a blank, which contributes nothing: it is masked,
             or its loss has weight zero;
@@ -79,8 +79,8 @@ class SampledGaussian(Mechanism):
     max_batch_size: int | None = None
     dataset_size: int | None = None
     group_size: int = 1
-    has_group_analysis: ClassVar[bool] = True  # whether groups in Poisson batches have one
-    is_exact: ClassVar[bool] = True  # False if the phase stands for noise that may reveal less
+    has_group_analysis: ClassVar[bool] = True  # whether `analyse` may cover groups
+    is_exact: ClassVar[bool] = True  # False if the mechanism may reveal less than this phase
 
     def __post_init__(self) -> None:
         is_zero = checks.is_number(self.noise_multiplier) and self.noise_multiplier == 0
@@ -99,7 +99,7 @@ class SampledGaussian(Mechanism):
             object.__setattr__(self, "neighbouring", scheme.default_neighbouring)
         if self.neighbouring not in scheme.neighbouring:
             choices = " or ".join(map(repr, scheme.neighbouring))
-            why = "there is no default" if self.neighbouring is None else "no other is analysed"
+            why = "there is no default" if self.neighbouring is None else "no other relation works"
             demand, remedy = f"{choices} with sampling={self.sampling!r}", f"pass {choices}: {why}"
             raise checks.refusal("neighbouring", demand, self.neighbouring, remedy)
         if scheme.whole_dataset and self.sampling_rate != 1:
@@ -137,7 +137,7 @@ class SampledGaussian(Mechanism):
 
 @dataclass(frozen=True)
 class _Dominating(SampledGaussian):
-    """A phase that dominates correlated noise. So it gives an upper but no lower bound on ε."""
+    """A phase that dominates correlated noise, so its ε is an upper but not a lower bound."""
 
     is_exact: ClassVar[bool] = False
 
@@ -159,22 +159,22 @@ class CorrelatedGaussian(Mechanism):
 
     With `sampling_rate`, batches come from a `CyclicPoissonSampler`. Two uses of an example are a
     multiple of `cycle` steps apart. If the matrix of the correlation has at most `cycle` bands, its
-    columns for these steps have no row in common. So T steps reveal at most as much as ⌈T/cycle⌉
-    steps of a Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al. 2023, (Amplified)
-    Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that each example is
-    assigned to a part of the data beforehand. For "add_remove", the assignment must not depend on
-    other examples, as in `CyclicPoissonSampler`. An equal split of the data supports "zero_out" and
-    "replace_one" only. A matrix with a banded inverse has T bands, so it gains nothing from this
-    analysis.
+    columns for these steps have no row in which both are nonzero. So T steps reveal at most as much
+    as ⌈T/cycle⌉ steps of a Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al.
+    2023, (Amplified) Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that
+    each example is assigned to a part of the data beforehand. For "add_remove", the assignment must
+    not depend on other examples, as in `CyclicPoissonSampler`. An equal split of the data supports
+    "zero_out" and "replace_one" only. A matrix with a banded inverse has T bands, so it gains
+    nothing from this analysis.
 
-    With `min_separation`, two uses of an example are at least `min_separation` steps apart. For
-    batches of b of n examples, this is ⌊n/b⌋ with `ShuffledSampler(…, reshuffle=False)`. With a new
-    order in every epoch, it would be 1. All steps together are one Gaussian mechanism, whose
-    sensitivity is `correlation.sensitivity`. No amplification is claimed, so the order need not be
-    secret.
+    With `min_separation`, two uses of an example are at least `min_separation` steps apart. If a
+    `ShuffledSampler(…, reshuffle=False)` draws batches of b out of n examples, `min_separation` is
+    ⌊n/b⌋. With a new order in every epoch, it would be 1. All steps together are one Gaussian
+    mechanism, whose sensitivity is `correlation.sensitivity`. No amplification is claimed, so the
+    order need not be secret.
 
     The noise multiplier is the same in all steps. A run that continues with new noise is a second
-    mechanism: add both, or append the second to a `Ledger` without `continues`.
+    mechanism: add the two mechanisms, or append the second one to a `Ledger` without `continues`.
 
     Attributes:
         noise_multiplier: z, the standard deviation of the noise before it is correlated, divided by
@@ -186,8 +186,8 @@ class CorrelatedGaussian(Mechanism):
         min_separation: the smallest number of steps between two uses of an example.
         neighbouring: the neighbouring relation; see `SampledGaussian`. The default is "add_remove"
             with `sampling_rate`. With `min_separation`, it must be "zero_out" or "replace_one".
-        group_size: how many examples one person contributes; see `group`. With `sampling_rate`, the
-            generic bound is used.
+        group_size: how many examples one person contributes; see `group`. With `sampling_rate`,
+            ε of a group has only the generic bound.
 
     >>> from optax_lsdp.correlation import optimize_banded
     >>> run = CorrelatedGaussian(1.0, optimize_banded(100, bands=64), sampling_rate=0.01)
@@ -279,7 +279,11 @@ class CorrelatedGaussian(Mechanism):
 
     @property
     def use(self) -> SampledGaussian:
-        """A step with independent noise: it reveals at least as much as one cycle, or one use."""
+        """A step with independent noise. With `sampling_rate`, it dominates all steps of a cycle.
+
+        With `min_separation`, it reveals at least as much as all steps reveal about an example that
+        is used once.
+        """
         noise, relation, size = self.noise_multiplier, self.neighbouring, self.group_size
         noise *= 1 - _ROUNDING
         if self.sampling_rate is None or self.cycle is None:
@@ -289,9 +293,10 @@ class CorrelatedGaussian(Mechanism):
         return _Cycles(noise, rate, 1, neighbouring=relation, group_size=size)
 
     def uses(self) -> np.ndarray:
-        """Return, for each step, how many times `use` reveals as much as the steps so far.
+        """Return, for each step, how many times `use` is composed to dominate all steps so far.
 
-        With `sampling_rate`, this is the number of cycles, otherwise the squared sensitivity.
+        With `sampling_rate`, this is the number of cycles. With `min_separation`, it is the squared
+        sensitivity, which need not be a whole number.
         """
         if self.sampling_rate is None:
             return self.correlation.sensitivities(self.min_separation or 1, self.steps) ** 2
@@ -326,7 +331,8 @@ class DiscreteGaussian:
             can contribute.
         steps: T, the number of noisy sums that are released.
         sampling: must be "full", because sampled batches with discrete noise have no analysis.
-        neighbouring: the relation; see `SampledGaussian`. The dataset's size is public.
+        neighbouring: the neighbouring relation; see `SampledGaussian`. The size of the dataset is
+            public.
 
     >>> round(DiscreteGaussian(noise_multiplier=10.0, steps=25).epsilon(1e-5), 3)
     2.166

@@ -34,8 +34,9 @@ class PaperNoise(NamedTuple):
         largest_alpha: log(n/(b(1 + S))). The first condition is α ≤ largest_alpha.
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
-        poisson_epsilon: the true ε with Poisson batches and the relation "add_remove".
-        fixed_size_epsilon: an upper bound on ε with "without_replacement" and "replace_one".
+        poisson_epsilon: the true ε of this noise with "poisson" and "add_remove".
+        fixed_size_epsilon: an upper bound on the true ε with "without_replacement" and
+            "replace_one".
     """
 
     noise_stddev: float

@@ -26,7 +26,7 @@ _BLOCK, _MOST_POINTS = 32, 512  # points of a contour integral, computed in bloc
 
 
 class Quadrature(NamedTuple):
-    """Privacy losses at quadrature nodes, and their masses under P. All other mass has loss 0."""
+    """Privacy losses at quadrature nodes, and their masses under P. The rest of P has loss 0."""
 
     losses: np.ndarray
     masses: np.ndarray
@@ -39,7 +39,7 @@ Quadratures = Sequence[tuple[Quadrature, int]]
 class LatticeSettings(NamedTuple):
     """How to compose steps on a lattice, and which result to expect."""
 
-    tilt: float  # θ
+    tilt: float  # θ, by which `_lattice` tilts the distributions of losses
     mesh: float  # h, the spacing of the lattice
     window: float  # the FFT knows sums of losses modulo this width, or slightly more
     extra_tilt: float  # a tilt that is added to θ to bound the mass above the window
@@ -131,7 +131,10 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
 
 
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return masses · e^(θℓ − t), the largest exponent t, and e^(−t) times the mass of loss 0."""
+    """Return the masses at losses ℓ times e^(θℓ − t), t, and the mass of loss 0 times e^(−t).
+
+    θ is `tilt`, and t is the largest θℓ, or 0 if all are negative.
+    """
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
     rest = max(0.0, 1.0 - float(masses.sum())) * math.exp(-top)
@@ -232,10 +235,10 @@ def _window(
     """Return the extra tilt, and the width w of the window of losses from ε to ε + w.
 
     The width is the smallest one with two properties. First, e^(−θw) is at most δ·e^(−25). Second,
-    tilt the distribution of the sum of losses by θ: then a Chernoff bound on its mass above the
-    window is at most e^(−20). A few extra tilts are tried in this bound, and the one that allows
-    the smallest width is returned. The quadratures lack a mass of `tail` at each end. The bound
-    assumes that this mass has the largest loss.
+    if the distribution of the sum of losses is tilted by θ, a Chernoff bound on its mass above the
+    window is at most e^(−20). This bound needs an extra tilt. Several are tried, and the result is
+    the one that allows the smallest width. The quadratures lack a mass of `tail` at each end. The
+    bound assumes that this mass has the largest loss.
     """
 
     def log_moment(at: float) -> float:
@@ -257,9 +260,10 @@ def contour_delta(
 ) -> float | None:
     """Return δ(ε) = (1/2πi) ∫ M(s) e^(−sε)/(s(s + 1)) ds along Re s = θ.
 
-    M(s) is the product of E_P[e^(sL)] over all steps. The trapezoidal rule has the spacing
-    πθ/decay. Even with twice this spacing, the aliasing error is of the order e^(−decay). Both
-    spacings are tried along two lines. If their results differ, return None.
+    M(s) is the product of E_P[e^(sL)] over all steps, where L is the loss of a step. The
+    trapezoidal rule has the spacing πθ/decay. Even with twice this spacing, the aliasing error is
+    of the order e^(−decay). Both spacings are tried along the lines Re s = θ and Re s = 0.9 θ. If
+    the four results differ, return None.
     """
     sums = [
         _trapezoids(quadratures, epsilon, line, spacing=math.pi * tilt / decay)
@@ -274,7 +278,10 @@ def contour_delta(
 def _trapezoids(
     quadratures: Quadratures, epsilon: float, line: float, spacing: float
 ) -> tuple[float, float]:
-    """Return trapezoidal sums along one line, with `spacing` and twice `spacing`, or two NaNs."""
+    """Return trapezoidal sums along one line, with `spacing` and with twice `spacing`.
+
+    Return two NaNs if the sums do not converge or lose their precision.
+    """
     terms = np.zeros(0)
     while len(terms) < _MOST_POINTS:
         heights = spacing * (len(terms) + np.arange(_BLOCK))

@@ -65,11 +65,11 @@ def statement(
 
 
 class _Words(NamedTuple):
-    """The unit of privacy, and what is sampled and clipped, in words."""
+    """Words for the unit of privacy, and for what is sampled and clipped."""
 
-    unit: str
+    unit: str  # the unit of privacy
     one: str  # what is sampled and clipped
-    several: str
+    several: str  # the plural of `one`
 
 
 _WORDS: dict[Unit, _Words] = {

@@ -142,7 +142,7 @@ def test_every_extreme_argument_has_an_answer_or_raises_one_sentence(call, name)
 
 def test_curves_and_ledgers_have_a_largest_number_of_steps():
     ledger = Ledger([SampledGaussian(1.0, 0.1, 10**18)])
-    with pytest.raises(ValueError, match=r"`epsilons` must have at most 1e\+08 steps"):
+    with pytest.raises(ValueError, match=r"`epsilons` must be called on at most 1e\+08 steps"):
         ledger.epsilons(1e-5)
     ledger.append(SampledGaussian(1.0, 0.1, 10**18))
     with pytest.raises(ValueError, match=r"`steps` must be a whole number, 1e\+18 at most"):
