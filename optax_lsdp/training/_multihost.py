@@ -41,7 +41,7 @@ class Placement:
 
 
 def broadcast_text(text: str) -> str:
-    """Return the text of the first process."""
+    """Return the first process's `text` in all processes."""
     sent = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     buffer = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)
