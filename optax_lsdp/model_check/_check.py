@@ -146,20 +146,20 @@ def check_model(
     if not has_gradient.any():
         problems.append(
             "No parameter gets a gradient: the loss does not depend on the parameters, or only "
-            "through steps without a derivative, such as argmax, round or stop_gradient."
+            "through functions without a derivative, such as argmax, round or stop_gradient."
         )
         without = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
     if not takes_key(loss_fn) and _draws_shared_numbers(program, sample):
         notes.append(
             "The loss draws random numbers, but takes no key: all examples and steps get the same "
-            "numbers, for example in dropout. Let it take one, `loss_fn(params, example, key)`."
+            "numbers, for example in dropout. Let it take a key, `loss_fn(params, example, key)`."
         )
     return ModelReport(tuple(problems), tuple(notes))
 
 
 def _draws_shared_numbers(program: ClosedJaxpr, sample: PyTree) -> bool:
-    """Return whether a loss draws random numbers, and no key is among the arrays of its example."""
+    """Return whether a loss draws random numbers although its `sample` of the data has no key."""
     if any(is_key(leaf) or leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(sample)):
         return False
     names = {equation.primitive.name for equation in equations(program.jaxpr)}
@@ -199,7 +199,7 @@ def _problem_of_value(value: PyTree, shapes: list[tuple[int, ...]]) -> str:
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
-    """Return whether the first rows of a constant are those of an array of the batch."""
+    """Return whether the first rows of a constant equal the rows of an array of the batch."""
 
     def bits(array: Rows) -> np.ndarray:
         return np.asarray(jax.random.key_data(array) if is_key(array) else array)

@@ -24,7 +24,7 @@ from optax_lsdp._trees import is_floating
 from optax_lsdp._types import PyTree
 
 Rows: TypeAlias = np.ndarray | jax.Array
-"""One array of a batch: typed keys of JAX, or a NumPy array, which needs no compilation."""
+"""One array of a batch: typed keys, or numbers in NumPy, which computes without compilation."""
 
 _SPLITS = 4  # random splits into halves to try
 _ROUNDING = 1e-4  # differences below this share of the largest entry count as rounding
@@ -148,8 +148,8 @@ def _shows_mixing(
     """Return whether the values at the four corners show mixing.
 
     The corners are the batches of `_corners`, with values a, b, c and d. The values show mixing if
-    a − b − c + d is not zero. With `rows`, values that have rows for each example show mixing also
-    if a row of the second half changes when the first half changes.
+    a − b − c + d is not zero. With `rows`, values that have one or more rows for each example also
+    show mixing if a row of the second half changes when only the first half changes.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):

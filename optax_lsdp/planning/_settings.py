@@ -170,7 +170,10 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
     bands = wanted.bands if isinstance(wanted, Correlation) else int(wanted)
     most = plan.dataset_size // plan.expected_batch_size
     if not scheme.once_per_epoch and bands > most:
-        demand = f"of at most {most} bands, as they divide the data into parts that hold a batch"
+        demand = (
+            f"of at most {most} bands, because the data are divided into one part per band, and "
+            "each part must hold a batch"
+        )
         remedy = "take smaller batches or fewer bands"
         if is_inverse:
             remedy = "pass sampling='fixed_order' for a banded inverse, which has a band per step"

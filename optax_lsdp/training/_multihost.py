@@ -21,7 +21,7 @@ class Placement:
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
         self.devices = 1 if mesh is None else mesh.size
-        # `split` is the sharding of batches, and `replicated` of arrays that all devices hold.
+        # `split` shards batches over the mesh. `replicated` is for arrays that all devices hold.
         self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
         self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
 

@@ -24,7 +24,8 @@ class UserBatch(NamedTuple):
 
     Attributes:
         examples: arrays of shape (n, m, …) for n users with m examples each; zero for padding.
-        mask: (n, m) bool, False for padding. How many examples a user has is private.
+        mask: (n, m) bool, False for padding. It reveals how many examples a user has, so do not
+            release it.
         users: (n,) int32, the index of each user; zero for padding.
     """
 
