@@ -67,7 +67,7 @@ def _check_bands(args: argparse.Namespace) -> None:
         args.parser.error(f"{wrong} does not go with --bands, whose batches are cyclic Poisson")
     most = args.dataset_size // args.bands
     if args.batch_size > most:
-        part = f"{most}, the size of each part if --bands divides the data into {args.bands} parts"
+        part = f"{most}, the size of each of the {args.bands} parts of the data that --bands makes"
         args.parser.error(f"--batch-size must be at most {part}, got {args.batch_size}")
 
 

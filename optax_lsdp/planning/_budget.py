@@ -106,7 +106,7 @@ def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
 
 
 def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
-    """Yield the phases of a mechanism without the steps before `step`."""
+    """Yield the phases of a mechanism, but leave out its first `step` steps."""
     for phase in mechanism.phases:
         if (left := phase.steps - max(step, 0)) > 0:
             yield replace(phase, steps=left)

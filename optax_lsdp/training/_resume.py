@@ -112,7 +112,7 @@ def _processor() -> str:
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
     """Return hashes of the initial parameters and optimizer state, except random keys.
 
-    With several processes, return no hashes, because each process holds a part of the arrays.
+    With several processes, return no hashes, because each process holds only a part of the arrays.
     """
     hashes: dict[str, str] = {}
     if jax.process_count() == 1:
@@ -183,9 +183,9 @@ class Account:
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
     """Append steps to a ledger. Steps beyond the plan count like its last step.
 
-    Some schemes use each example once per epoch, in a random order. A restart within an epoch draws
-    a new order, which may repeat examples that this epoch has already used. So at `order_start`,
-    the first step of a new order, all steps since the beginning of the epoch count again.
+    Some schemes use each example at most once per epoch, in a random order. A restart within an
+    epoch draws a new order, which may repeat examples that this epoch has already used. So at
+    `order_start`, the first step of a new order, all earlier steps of the epoch count again.
 
     Correlated noise also starts again at `order_start`, so a new phase of the ledger begins there.
     """
