@@ -131,7 +131,7 @@ def _add_run_options(command: Parser, target: str, meaning: str) -> None:
     add("batch_size", check_whole, text, required=True)
     length = command.add_mutually_exclusive_group(required=True)
     _add_number(length, "steps", check_whole, "number of steps")
-    text = "number of epochs, of dataset size/batch size steps (rounded down if shuffled)"
+    text = "number of epochs; each has dataset size/batch size steps (rounded down if shuffled)"
     _add_number(length, "epochs", check_positive, text)
     add(target, check_positive, meaning, required=True)
     text = (

@@ -67,7 +67,7 @@ def _check_bands(args: argparse.Namespace) -> None:
         args.parser.error(f"{wrong} does not go with --bands, whose batches are cyclic Poisson")
     most = args.dataset_size // args.bands
     if args.batch_size > most:
-        part = f"{most}, one of the {args.bands} parts of the data that --bands {args.bands} makes"
+        part = f"{most}, the size of each of the {args.bands} parts of the data that --bands makes"
         args.parser.error(f"--batch-size must be at most {part}, got {args.batch_size}")
 
 
@@ -120,8 +120,8 @@ def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:
     """Return the run under all sampling schemes and neighbouring relations, each with its ε.
 
-    Schemes that need the whole dataset are left out, and relations with the same sensitivity as an
-    earlier relation.
+    Schemes that need the whole dataset are left out. Of several relations with the same
+    sensitivity, only the first is used. If every batch is the whole dataset, the list is empty.
     """
     if mechanism.sampling_rate == 1:
         return []

@@ -3,7 +3,7 @@
 A quantum is the unit of quantized gradients. Gradients and sums are whole numbers of quanta, so the
 machine computes exactly what the proof assumes, in any order of summation. An example whose norm
 exceeds the sensitivity contributes nothing. A sum that leaves the range of 32 bits wraps around. It
-is then useless but still private, because wrapping is post-processing of the exact sum.
+is then useless, but the guarantee holds: wrapping is post-processing of the exact noisy sum.
 """
 
 import math
@@ -73,9 +73,9 @@ def quantized_grad(
 ) -> Callable[..., optax.Updates]:
     """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
-    f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. Adding or removing one
-    example changes s by at most `quantized_sensitivity`, which f checks in integer arithmetic. f
-    takes the time and memory of `clipped_grad` with `engine="vmap"`.
+    For gradients gᵢ, f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. To add
+    or remove one example changes s by at most `quantized_sensitivity`, which f checks in integer
+    arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.
@@ -150,7 +150,7 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Quantize gradients to int32. Those that are masked, not finite or above `most` become 0."""
+    """Return gradients in quanta, int32. They are 0 if masked, not finite or longer than `most`."""
     rows = trees.compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))
@@ -172,7 +172,7 @@ def _quantize(
 
 
 def has_norm_at_most(quanta: jax.Array, most: int) -> jax.Array:
-    """Return whether the sum of squares of each row is at most most², exactly, in 32 bits.
+    """Return for each row whether its sum of squares is at most most², exactly, in 32 bits.
 
     Squares and partial sums above most² are replaced by most² + 1, so they stay above the limit.
     The function adds only as many terms at a time as fit into 32 bits.
@@ -205,9 +205,9 @@ def add_discrete_gaussian_noise(
 
     The noise of every entry is a whole number x of quanta with P[x] ∝ exp(−x²/2s²), where s is at
     least z times the sensitivity in quanta. All computation on secrets is exact integer arithmetic,
-    so the guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. It covers
-    full batches only. NumPy draws the noise on the host, even under `jit`, so this transform is
-    much slower than `add_gaussian_noise`. It raises inside `shard_map`.
+    so the guarantee of `accounting.DiscreteGaussian` holds for what the machine releases. This
+    guarantee covers full batches only. NumPy draws the noise on the host, even under `jit`, so this
+    transform is much slower than `add_gaussian_noise`. It raises inside `shard_map`.
 
     Args:
         noise_multiplier: z, the noise in units of the sensitivity.

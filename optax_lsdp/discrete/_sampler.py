@@ -44,7 +44,7 @@ class Stream:
 
 
 def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
-    """Return `size` independent draws of the discrete Gaussian, int64.
+    """Return `size` independent draws of the discrete Gaussian, int64. Let s be `scale`.
 
     Draw y from the discrete Laplace distribution, P[y] ∝ exp(−|y|/s), and keep y with probability
     exp(−(|y| − s)²/2s²). The product of the two probabilities is proportional to exp(−y²/2s²).
@@ -60,7 +60,7 @@ def discrete_gaussian(stream: Stream, scale: int, size: int) -> np.ndarray:
 
 
 def _discrete_laplace(stream: Stream, scale: int, size: int) -> np.ndarray:
-    """Return draws with P[y] ∝ exp(−|y|/s): y = ±(u + s·v) with a random sign.
+    """Return draws with P[y] ∝ exp(−|y|/s), s = `scale`: y = ±(u + s·v) with a random sign.
 
     u is a uniform integer in [0, s), kept with probability exp(−u/s), and `_successes` draws v.
     Draws of −0 are rejected: otherwise 0 would be twice as likely.

@@ -65,10 +65,10 @@ def check_model(
 
     The report lists:
 
-    - layers that mix examples: the loss or gradient of one example depends on other examples, as in
-      batch normalisation, batch statistics and auxiliary losses. Only losses of whole batches are
-      searched for such layers: a loss of one example can mix examples only in a callback;
-    - layers of batch normalisation in a loss of one example;
+    - in a loss of whole batches, layers that mix examples: the loss or gradient of one example
+      depends on other examples, as in batch normalisation, batch statistics and auxiliary losses;
+    - in a loss of one example, layers of batch normalisation, and operations that `clipped_grad`
+      refuses because they can mix or reveal examples, such as callbacks;
     - losses and gradients that are not finite;
     - random numbers that are the same for all examples, as a note;
     - parameters that get no gradient, neither at `params` nor at a point nearby.
@@ -146,20 +146,20 @@ def check_model(
     if not has_gradient.any():
         problems.append(
             "No parameter gets a gradient: the loss does not depend on the parameters, or only "
-            "through steps without a derivative, such as argmax, round or stop_gradient."
+            "through functions without a derivative, such as argmax, round or stop_gradient."
         )
         without = []
     notes = [f"{name} gets no gradient from these examples, only noise." for name in without]
     if not takes_key(loss_fn) and _draws_shared_numbers(program, sample):
         notes.append(
             "The loss draws random numbers, but takes no key: all examples and steps get the same "
-            "numbers, for example in dropout. Let it take one, `loss_fn(params, example, key)`."
+            "numbers, for example in dropout. Let it take a key, `loss_fn(params, example, key)`."
         )
     return ModelReport(tuple(problems), tuple(notes))
 
 
 def _draws_shared_numbers(program: ClosedJaxpr, sample: PyTree) -> bool:
-    """Return whether a loss draws random numbers, and no key is among the arrays of its example."""
+    """Return whether a loss draws random numbers although its `sample` of the data has no key."""
     if any(is_key(leaf) or leaf.dtype == jnp.uint32 for leaf in jax.tree.leaves(sample)):
         return False
     names = {equation.primitive.name for equation in equations(program.jaxpr)}
@@ -176,7 +176,7 @@ def _check_batch(batch: PyTree, batched: bool) -> int:
             )
     size = trees.count_examples(batch, "move the axis of examples to the front with jnp.moveaxis")
     if batched and size < 2:
-        raise ValueError("`batch` must hold two examples or more, got one.")
+        raise ValueError("`batch` must hold two examples or more with batched=True, got one.")
     return size
 
 
@@ -199,7 +199,7 @@ def _problem_of_value(value: PyTree, shapes: list[tuple[int, ...]]) -> str:
 
 
 def _begins_with(constant: PyTree, batch: PyTree) -> bool:
-    """Return whether the first rows of a constant are those of an array of the batch."""
+    """Return whether the first rows of a constant equal the rows of an array of the batch."""
 
     def bits(array: Rows) -> np.ndarray:
         return np.asarray(jax.random.key_data(array) if is_key(array) else array)
@@ -223,7 +223,7 @@ class _ScanResult(NamedTuple):
 
 
 def _scan_chunk(loss: LossFn, batched: bool, params: optax.Params, chunk: PyTree) -> _ScanResult:
-    """Check losses and gradients of some examples. If `batched`, the loss takes them as a batch."""
+    """Check losses and gradients of some examples. If `batched`, `loss` takes a whole batch."""
     if batched:
         found = jax.value_and_grad(lambda p: jnp.mean(loss(p, chunk)))(params)
         values, grads = jax.tree.map(lambda x: x[None], found)
@@ -252,7 +252,7 @@ def _scan(scan_chunk: LossFn, params: optax.Params, batch: PyTree, size: int) ->
 
 @jax.jit
 def _perturb(params: optax.Params) -> optax.Params:
-    """Return slightly changed parameters. Leaves that were zero, like LoRA's B, no longer are."""
+    """Return slightly changed parameters. Leaves that were zero, like LoRA's B, become nonzero."""
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 

@@ -24,7 +24,7 @@ from optax_lsdp._trees import is_floating
 from optax_lsdp._types import PyTree
 
 Rows: TypeAlias = np.ndarray | jax.Array
-"""One array of a batch: typed keys of JAX, or a NumPy array, which needs no compilation."""
+"""One array of a batch: typed keys, or numbers in NumPy, which computes without compilation."""
 
 _SPLITS = 4  # random splits into halves to try
 _ROUNDING = 1e-4  # differences below this share of the largest entry count as rounding
@@ -53,7 +53,8 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
     """Return four batches: unchanged, first half changed, second half changed, both changed.
 
-    A changed example is another example of the batch, with its floats scaled up.
+    `half` is True for the first half. A changed example is another example of the batch, with its
+    floats scaled up.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -113,11 +114,12 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 
 
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
-    """Return whether the second derivative along both halves of the batch is not zero.
+    """Return whether derivatives along the two halves of the batch show mixing.
 
-    Without mixing, this derivative is exactly zero. It shows mixing that is too small for
-    `_is_mixed`, but only in floating-point examples, and only if all functions allow forward
-    differentiation.
+    Without mixing, the second derivative along both halves is exactly zero. So is the derivative of
+    the second half's losses along the first half, if there is a loss per example. Such derivatives
+    show mixing that is too small for `_is_mixed`, but only in floating-point examples, and only if
+    all functions in the loss allow forward differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
@@ -146,8 +148,8 @@ def _shows_mixing(
     """Return whether the values at the four corners show mixing.
 
     The corners are the batches of `_corners`, with values a, b, c and d. The values show mixing if
-    a − b − c + d is not zero. With `rows`, values that have rows for each example show mixing also
-    if a row of the second half changes when the first half changes.
+    a − b − c + d is not zero. With `rows`, values that have one or more rows for each example also
+    show mixing if a row of the second half changes when only the first half changes.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
@@ -166,7 +168,7 @@ def _differs(one: np.ndarray, other: np.ndarray) -> bool:
 def _first_mixing(
     loss_fn: LossFn, params: optax.Params, corners: list[PyTree], half: np.ndarray
 ) -> str | None:
-    """Return the layer of the first equation whose outputs mix examples, or None."""
+    """Return the layer of the first equation whose outputs mix examples, or None if none does."""
     closed = jax.make_jaxpr(loss_fn)(params, corners[0])
     inputs = [jax.tree.leaves((params, corner)) for corner in corners]
     for equation, outputs in _evaluate_corners(closed, inputs):
@@ -179,7 +181,7 @@ def _first_mixing(
 def _evaluate_corners(
     closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
 ) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
-    """Evaluate a program on several lists of inputs. Yield each equation with its outputs."""
+    """Evaluate a program on each list of inputs. Yield each equation with its lists of outputs."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))

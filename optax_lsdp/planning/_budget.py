@@ -21,7 +21,10 @@ RECORDED_AT_MOST = 2  # a ledger may hold twice the planned steps, because resta
 
 
 def planned_steps(plan: "PrivacyPlan") -> Composition:
-    """Return a plan's steps for z = 1. Noise multipliers are the factors of the noise schedule."""
+    """Return a plan's steps for noise multiplier 1.
+
+    With a noise schedule, the noise multiplier of a step is its factor in the schedule.
+    """
     size, batch = plan.dataset_size, plan.expected_batch_size
     shared: dict[str, Any] = {"neighbouring": plan.neighbouring, "group_size": plan.group_size}
     if plan.correlation is not None:
@@ -63,8 +66,8 @@ def noise_and_epsilon(
 ) -> tuple[float, float]:
     """Return the noise multiplier z and the budget ε. If one of them is None, compute it.
 
-    `unit` is the planned steps for z = 1. The computed ε is what the steps spend at `delta`. The
-    computed z is the smallest z within the budget.
+    `unit` has the planned steps for z = 1; see `planned_steps`. The computed ε is what the steps
+    spend at `delta`. The computed z is the smallest z within the budget.
     """
     if epsilon is not None:
         check_positive("epsilon", epsilon)
@@ -103,7 +106,7 @@ def _smallest_noise(unit: Composition, epsilon: float, delta: float) -> float:
 
 
 def phases_from(mechanism: Composition, step: int) -> Iterator[Phase]:
-    """Yield the phases of a mechanism without the steps before `step`."""
+    """Yield the phases of a mechanism, but leave out its first `step` steps."""
     for phase in mechanism.phases:
         if (left := phase.steps - max(step, 0)) > 0:
             yield replace(phase, steps=left)
@@ -123,7 +126,11 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
 
 
 def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> int:
-    """Return how many more steps fit into the ledger and, if `continues`, into the correlation."""
+    """Return how many more steps may be appended to the ledger, whatever they spend.
+
+    A ledger may have `RECORDED_AT_MOST` times the planned steps. If `continues`, the steps continue
+    the correlated noise of the ledger's last phase, which ends with the steps of the correlation.
+    """
     left = RECORDED_AT_MOST * plan.steps - ledger.steps
     if continues and isinstance(plan.correlation, Correlation) and ledger.phases:
         left = min(left, plan.correlation.steps - ledger.phases[-1].steps)
@@ -135,10 +142,11 @@ def affordable(
 ) -> int:
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
-    `plan.epsilons` is quick but lies slightly above `Ledger.epsilon`. Correlated noise spends
-    budget by the cycle, so one step too few would waste a cycle. After the last step that the curve
-    allows, one more cycle is therefore tried with `Ledger.epsilon`. Groups skip this search,
-    because their ε may take long to compute.
+    `plan.epsilons` is quick but slightly above `Ledger.epsilon`, so it may allow too few steps.
+    With correlated noise, the first step of a cycle spends as much as the whole cycle, so a whole
+    cycle may be missing. After the steps that `plan.epsilons` allows, `Ledger.epsilon` therefore
+    decides about one more cycle or, with independent noise, about one more step. Plans with a
+    `group_size` above 1 skip this search, because `Ledger.epsilon` may take long.
     """
 
     def fits(count: int) -> bool:
@@ -166,9 +174,9 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
     """Return whether `step` is the next planned step of a run that has repeated no step.
 
-    The answer is True if the ledger has each planned step before `step` exactly once, unless
-    `continues` is False and `step` starts a new order of the examples or new correlated noise.
-    For `continues`, see `PrivacyPlan.allows`.
+    The ledger of such a run has each planned step before `step` exactly once. If `continues` is
+    False and the ledger has steps, some schemes start a new order of the examples or new correlated
+    noise at `step`. The answer is then False too. For `continues`, see `PrivacyPlan.allows`.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0
@@ -178,8 +186,8 @@ def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | No
 def watched_rate(plan: "PrivacyPlan") -> float:
     """Return q such that the mean of b sampled clipped gradients has variance ≤ C²(1 − q)/b.
 
-    C is the clip norm. For batches of fixed size b from n examples, the variance is at most
-    C²(n − b)/((n − 1)b).
+    C is the clip norm, b the expected batch size, and n the number of examples. For batches of
+    fixed size, the variance is at most C²(n − b)/((n − 1)b).
     """
     size, batch = plan.dataset_size, plan.expected_batch_size
     if SCHEMES[plan.sampling].random_size or size == 1:

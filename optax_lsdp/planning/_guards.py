@@ -59,7 +59,7 @@ def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
 def limit_steps(
     optimizer: optax.GradientTransformationExtraArgs, steps: int
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that takes at most `steps` steps, on sums computed with a mask."""
+    """Return an optimizer that takes at most `steps` steps, and refuses sums without a mask."""
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: PyTree = None, **options: object

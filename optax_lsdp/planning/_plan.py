@@ -62,12 +62,12 @@ class PrivacyPlan:
         smoothing: σ of the Laplacian smoothing, as a number or a `Piecewise`, or "auto"; see
             `auto_smooth`.
         correlation: how noise is correlated between steps: a number of bands, such as 8, for which
-            the plan calls `correlation.optimize_banded`, or a `Correlation` for at least as many
-            steps, or None for independent noise.
+            the plan calls `correlation.optimize_banded`, or a `Correlation` of at least T steps, or
+            None for independent noise.
         sampling: the sampling scheme: "poisson", "without_replacement", "full" or "shuffled"; see
             `accounting.SampledGaussian`. With a correlation: "cyclic_poisson" or "fixed_order"; see
             `accounting.CorrelatedGaussian`. The default is "poisson", or "cyclic_poisson" with a
-            correlation, or "fixed_order" if only its inverse is banded.
+            correlation, or "fixed_order" if only the inverse of the correlation is banded.
         neighbouring: the neighbouring relation: "add_remove", "replace_one" or "zero_out"; see
             `accounting.SampledGaussian`. The default is "add_remove", if the scheme allows it.
         group_size: the largest number of examples that one person contributes or, with
@@ -272,11 +272,11 @@ class PrivacyPlan:
 
     @cached_property
     def mechanism(self) -> Composition:
-        """Return all planned steps, for the accountant."""
+        """Return all planned steps as one mechanism for the accountant."""
         return with_noise(self._unit, self.noise_multiplier)
 
     def event(self, step: int) -> budget.Phase:
-        """Return one planned step, for `Ledger.append`."""
+        """Return the planned step with number `step`, for `Ledger.append`."""
         check_whole("step", step, least=0)
         check_at_most("step", step, self.steps - 1, "the last planned step")
         ends, events = self._events
@@ -323,7 +323,7 @@ class PrivacyPlan:
         return whole.epsilon(self.delta_of_noise) <= self.epsilon
 
     def epsilons(self, ledger: Ledger, step: int, *, continues: bool | None = None) -> np.ndarray:
-        """Return ε after each planned step from `step` on, if they follow the ledger's steps.
+        """Return ε after each planned step from `step` on, if these follow the ledger's steps.
 
         For `continues`, see `allows`.
         """

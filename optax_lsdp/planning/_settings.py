@@ -140,16 +140,17 @@ def check_scheme(sampling: Sampling, correlation: object) -> None:
 
 
 def default_sampling(correlation: object) -> Sampling:
-    """Return the sampling scheme of a plan that names none."""
+    """Return the sampling scheme of a plan whose `sampling` is None."""
     if isinstance(correlation, Correlation) and correlation.bands > len(correlation.coefficients):
-        return "fixed_order"  # C has T bands, so there is no analysis of amplification
+        return "fixed_order"  # with as many bands as steps, no analysis of amplification applies
     return "poisson" if correlation is None else "cyclic_poisson"
 
 
 def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
-    """Return a plan's correlation, found by `optimize_banded` if it is a number of bands.
+    """Return a plan's correlation. For a number of bands, call `optimize_banded`.
 
-    Raise unless the correlation has all steps of the plan, and an analysis with all its settings.
+    Raise if the correlation has fewer steps than the plan, or if there is no analysis of correlated
+    noise with the plan's other settings.
     """
     wanted, scheme = plan.correlation, SCHEMES[plan.sampling]
     if wanted is None:
@@ -169,10 +170,13 @@ def make_correlation(plan: "PrivacyPlan") -> Correlation | None:
     bands = wanted.bands if isinstance(wanted, Correlation) else int(wanted)
     most = plan.dataset_size // plan.expected_batch_size
     if not scheme.once_per_epoch and bands > most:
-        demand = f"of at most {most} bands, because they multiply the sampling rate"
+        demand = (
+            f"of at most {most} bands, because the data are divided into one part per band, and "
+            "each part must hold a batch"
+        )
         remedy = "take smaller batches or fewer bands"
         if is_inverse:
-            remedy = "pass sampling='fixed_order' for a banded inverse, which has T bands"
+            remedy = "pass sampling='fixed_order' for a banded inverse, which has a band per step"
         raise checks.refusal("correlation", demand, bands, remedy)
     if not isinstance(wanted, Correlation):
         return optimize_banded(plan.steps, bands)
@@ -212,8 +216,9 @@ def warn_of_long_search(
 ) -> None:
     """Warn if an `AdaptiveClip` needs a large share of the steps for its first estimate.
 
-    With G groups, the estimate of one step has the variance z²·G/b² + 1/b. Estimates are averaged
-    until their standard error is a quarter of the target; see `AdaptiveClip`.
+    For G groups of parameters, noise multiplier z and expected batch size b, the estimate of one
+    step has the variance z²·G/b² + 1/b. Estimates are averaged until their standard error is a
+    quarter of the target; see `AdaptiveClip`.
     """
     norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
     variance = len(norms) * (noise_multiplier / batch_size) ** 2 + 1 / batch_size
@@ -232,7 +237,7 @@ def warn_of_long_search(
 
 
 def describe_adaptive(clip_norm: ClipNorm) -> str:
-    """Return what a statement says about an adaptive clip norm, or "" if it is not adaptive."""
+    """Return the sentences of a statement about adaptive clip norms, or "" if none is adaptive."""
     norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
     if not norms:
         return ""
@@ -253,7 +258,7 @@ def describe_adaptive(clip_norm: ClipNorm) -> str:
 
 
 def check_watchable(sampling: Sampling, clip_norm: ClipNorm) -> None:
-    """Raise if a run with these settings cannot be watched."""
+    """Raise if `watch` cannot estimate the training curve of a run with these settings."""
     norms = jax.tree.leaves(clip_norm)
     if len(norms) > 1 and any(isinstance(norm, AdaptiveClip) for norm in norms):
         raise ValueError(

@@ -123,7 +123,7 @@ class RunFolder:
             raise ValueError(
                 f"`folder` must hold the plan.json of its run, got none in {str(self.path)!r}, so "
                 "the privacy spent is unknown; restore plan.json, or start again in another folder "
-                "and add the ε of the lost plan."
+                "and add the ε of the lost plan to the ε of the new run."
             )
         sync_global_devices("plan")
         if jax.process_index() == 0:
@@ -285,7 +285,8 @@ def make_private_folder(path: Path) -> Path:
 
     If other users have permissions on an existing folder, remove them and warn. But raise if the
     folder also holds files that are not part of a run, because other users may need these files.
-    Raise if the folder belongs to another user. Warn if the file system stores no permissions.
+    Raise if the folder belongs to another user. Warn if the file system stores no permissions, or
+    if everybody can write to the parent folder, and so could replace the folder.
     """
     path = path.resolve()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -339,7 +340,10 @@ def _close_to_others(path: Path, before: int) -> None:
 
 
 def _owner_of_new_files(path: Path) -> int | None:
-    """Return the owner of new files in a folder. On some file systems, this is a fixed user."""
+    """Return the owner of new files in a folder, or None if no file can be written.
+
+    On some file systems, the owner is a fixed user.
+    """
     try:
         with tempfile.NamedTemporaryFile(dir=path) as file:
             return os.fstat(file.fileno()).st_uid

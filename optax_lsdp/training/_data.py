@@ -57,7 +57,10 @@ class Examples:
         return self.users is not None and self.users.width > 1
 
     def take_batch(self, batch: Batch, step: int, key: jax.Array) -> PyTree:
-        """Return the examples of a batch. If it consists of users, return some examples of each."""
+        """Return the examples of a batch or, if it consists of users, some examples of each user.
+
+        `step` and `key` determine which examples of a user are chosen.
+        """
         if self.users is None:
             return self.take(*batch)
         found = self.users.batch(batch, step, key=key)
@@ -110,7 +113,7 @@ def _open_arrays(data: PyTree) -> Examples:
     (size,) = sizes
     _check_size(size)
     is_hashed = sum(leaf.nbytes for leaf in arrays) <= _HASHED_BYTES
-    if is_hashed:  # check values now: an error within a step would reveal an example of its batch
+    if is_hashed:  # check now: an error within a step would reveal that its batch has the example
         for (name, leaf), start in product(named, range(0, size, _ROWS_AT_ONCE)):
             rows = leaf[start : start + _ROWS_AT_ONCE]
             validation.check_values(name, rows, np.arange(start, start + len(rows)))
@@ -213,7 +216,7 @@ def update_digest(digest: hashlib.blake2b, tree: PyTree) -> None:
 
 
 def choose_microbatch_size(plan: PrivacyPlan, size: int | None, devices: int) -> int:
-    """Return the size of a microbatch. By default, it has room for a whole batch."""
+    """Return the size of a microbatch: `size` or, if it is None, the room for a whole batch."""
     if size is None:
         return -(-plan.room // devices) * devices
     check_whole("microbatch_size", size)
@@ -274,7 +277,7 @@ class BatchReader:
         self._choice_key = plan.derive_key(key, "users")
         self._examples, self._size, self._placement = examples, size, placement
         self._thread, self._hashed = thread, hashed
-        self._local_rows = np.full(size, placement.split is None)  # those of this process's devices
+        self._local_rows = np.full(size, placement.split is None)  # True for this process's rows
         if placement.split is not None:
             for where in placement.split.addressable_devices_indices_map((size,)).values():
                 self._local_rows[where] = True
@@ -294,7 +297,10 @@ class BatchReader:
             return next(self._reads)
 
     def _read_steps(self, steps: range) -> Iterator[Read]:
-        """Read the rows of this process's devices. Skip microbatches that hold only padding."""
+        """Yield the microbatches of `steps`, except those that hold only padding.
+
+        Each process reads the rows of its own devices.
+        """
         # If a batch can have several microbatches, the compiled step needs at least two.
         least = min(2, self.sampler.size // self._size)
         for step in steps:

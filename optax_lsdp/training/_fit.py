@@ -95,7 +95,7 @@ def fit(
         watch: whether to estimate how far the clipped loss has come down, from the releases alone;
             see `watch`. The progress bar then shows the estimate with its standard error, and the
             result has a `curve`. This costs no privacy, but memory for a copy of the parameters.
-            It is refused with "shuffled" batches.
+            It is refused with "shuffled" batches and with a correlation.
         microbatch_size: how many examples or users to differentiate at a time, a multiple of the
             number of devices. A smaller number needs less memory. Microbatches of padding are
             skipped. This saves time, but the duration of a step then reveals the size of its batch.
@@ -150,7 +150,7 @@ def fit(
     unchanged, loss_of_unit = plan, loss_fn
     if examples.has_user_axis:
         loss_of_unit = average_examples(loss_fn)
-    elif plan.unit == "user":  # one example each: draw the same numbers as without users
+    elif plan.unit == "user":  # each user has one example: draw the same numbers as without users
         plan = replace(plan, unit="example")
     check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
@@ -169,7 +169,7 @@ def fit(
         return plan.optimizer(optimizer, key, smoothing=smoothing, watch=watch)
 
     def initial_state(key: jax.Array) -> _step.State:
-        # Copy all arrays: no array may be donated twice, and those of the caller must stay usable.
+        # Copy all arrays: no array may be donated twice, and the caller's arrays must stay usable.
         copies = jax.tree.map(lambda x: placement.keep_or_replicate(jnp.array(x)), params)
         inner = jax.tree.map(jnp.array, make_private(key).init(copies))
         state = _step.State(copies, inner, _step.initial_average(average, copies), jnp.copy(key))
@@ -178,7 +178,7 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         check_params(params)
         state = initial_state(broadcast_fresh_key() if key is None else key)
-        # Trace the loss without shardings, which XLA chooses here as in the clipping engines.
+        # Trace the loss without shardings: as in the clipping engines, XLA chooses them.
         shapes = _step.describe(state.params, False)
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}
@@ -207,7 +207,7 @@ def fit(
         guard = partial(_step.explain_out_of_memory, size, placement.devices, compile_step)
         with guard():
             program = compile_step(size)
-        # After compiling: if the loss closes over the data, the compiler's error is more helpful.
+        # Check this after compiling: `Compiler` has a better error if the loss closes over data.
         check_uses_params(loss, shapes)
         fingerprint = {} if kept is None else _resume.compute_fingerprint(compiler, examples, mesh)
         thread = stack.enter_context(ThreadPoolExecutor(1))
@@ -224,7 +224,7 @@ def fit(
 def _train(
     run: _resume.Run, start: _resume.Start, save_every: int, reporter: Reporter, signals: list[int]
 ) -> FitResult:
-    """Take all remaining steps that the budget covers. Stop early once a signal arrives."""
+    """Take all steps that the budget covers. Stop early after a signal or `StopTraining`."""
     at, account, reader = start
     program, folder = run.program, run.folder
     wants_stop, is_between_steps = False, True

@@ -27,14 +27,17 @@ import jax
 
 from optax_lsdp.training._multihost import broadcast_text
 
-START_AGAIN = "start again in another folder, and add the ε of the plan in this folder"
+START_AGAIN = "start again in another folder, and add the ε of this plan to the ε of the new run"
 _DISK_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MOST_AHEAD = 64  # the largest number of steps that one line announces
 FIRST_NONCE = "first"  # the nonce until the first restart: only the run's key determines the noise
 
 
 class Journal:
-    """The journal in a folder. The first process reads it and sends its lines to all processes."""
+    """The journal in a folder, for a plan of `steps` steps.
+
+    The first process reads `journal.jsonl` and sends its lines to all processes.
+    """
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self._steps = folder, steps
@@ -91,7 +94,11 @@ class Journal:
         self._shared.write({"nonce": nonce, "fingerprint": fingerprint, "start": step}, sync=True)
 
     def differs(self, step: int, digest: str) -> bool:
-        """Return whether this step, with the same nonce, has read different examples before."""
+        """Return whether this step read other examples when it was taken before.
+
+        `digest` is the hash of the examples that it has read now. Steps with earlier nonces are not
+        compared, because a new nonce draws new batches.
+        """
         return self._digests.get(step, digest) != digest
 
     def record(self, step: int, digest: str, *, sync: bool) -> None:
@@ -109,16 +116,17 @@ class Journal:
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
     def seen_since(self, step: int, nonce: str) -> list[range]:
-        """Return the steps that may have been seen since a checkpoint, one range per nonce.
+        """Return which steps' results may have been seen since a checkpoint: a range per nonce.
 
-        `step` and `nonce` are those of the checkpoint. The first range belongs to this nonce.
+        `step` and `nonce` belong to the checkpoint. The first range has the steps with this nonce,
+        and each later nonce has one further range.
         """
         first = self.seen_with(nonce)
         later = list(self._seen.values())[list(self._seen).index(nonce) + 1 :]
         return [range(step, first.stop), *later]
 
     def seen_with(self, nonce: str) -> range:
-        """Return the steps with this nonce that may have been seen."""
+        """Return the steps with this nonce whose results may have been seen."""
         if nonce not in self._seen:
             raise ValueError(
                 f"`folder` must hold the journal that belongs to its checkpoints, got a different "

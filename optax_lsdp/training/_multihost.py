@@ -21,7 +21,7 @@ class Placement:
     def __init__(self, mesh: Mesh | None) -> None:
         self.mesh = mesh
         self.devices = 1 if mesh is None else mesh.size
-        # `split` is the sharding of batches, and `replicated` of arrays that all devices hold.
+        # `split` shards batches over the mesh. `replicated` is for arrays that all devices hold.
         self.split = None if mesh is None else NamedSharding(mesh, jax.P(mesh.axis_names))
         self.replicated = None if mesh is None else NamedSharding(mesh, jax.P())
 
@@ -41,7 +41,7 @@ class Placement:
 
 
 def broadcast_text(text: str) -> str:
-    """Return the text of the first process."""
+    """Return the first process's `text` in all processes."""
     sent = np.frombuffer(text.encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     buffer = sent if jax.process_index() == 0 else np.zeros(size, np.uint8)

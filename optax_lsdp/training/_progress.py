@@ -24,7 +24,7 @@ from optax_lsdp.watching import TrainingCurve, describe_work, find_watch_state
 
 Stopped = Literal["done", "budget", "callback", "signal"]
 
-_SECONDS = 0.5  # between two reads of the estimates, which wait until a step is finished
+_SECONDS = 0.5  # least time between two reads of the estimates: a read waits for the step to end
 _NAMED_ARRAYS = 6  # how many arrays of a tree a repr names
 
 
@@ -34,7 +34,7 @@ class StepReport(NamedTuple):
     Attributes:
         step: how many steps were taken.
         params: the parameters. The next step reuses their memory, so copy them to keep them.
-        average: the average of the parameters, or an empty tuple.
+        average: the average of the parameters, or an empty tuple if `fit` computes none.
         epsilon: the ε spent so far, at the plan's δ.
         private_loss: the sum of the batch's losses, divided by the expected batch size. It has no
             noise, so use it only if you may see the data. Release nothing that depends on it.
@@ -65,7 +65,7 @@ class FitResult(NamedTuple):
 
     Attributes:
         params: the parameters.
-        average: the average of the parameters, or an empty tuple.
+        average: the average of the parameters, or an empty tuple if `fit` computes none.
         steps: how many steps were taken.
         ledger: the privacy spent.
         stopped: why the run ended: "done" after all steps, "budget" if the budget covers no
@@ -73,7 +73,8 @@ class FitResult(NamedTuple):
         curve: how far the clipped loss has come down, or None if the run was not watched.
         norms: the estimated distribution of norms and the clip norm, if the plan's clip norm is an
             `AdaptiveClip`, else None.
-        smoothing: what smoothing="auto" chose last, as `chosen_smoothing` shows it, else None.
+        smoothing: the result of `chosen_smoothing` after the last step, if the run was made with
+            smoothing="auto", else None.
     """
 
     params: optax.Params
@@ -126,7 +127,7 @@ def check_callbacks(callbacks: object) -> None:
 
 
 class Reporter:
-    """Reports the steps of a run to the callbacks, in the progress bar, and by a warning."""
+    """Reports each step to callbacks and the progress bar, and warns of NaN or infinite losses."""
 
     def __init__(self, callbacks: Sequence[Callback], steps: int, first: int, bar: bool) -> None:
         self.bar = tqdm(total=steps, initial=first, desc="private training", disable=not bar)
@@ -171,7 +172,7 @@ class Reporter:
         return self._text
 
     def check_loss(self, loss: jax.Array, step: int) -> None:
-        """Warn once per run if the loss of a step is not finite, such as from a wrong label."""
+        """Warn once per run if the loss of a step is not finite. A wrong label can cause this."""
         if self._has_warned or np.isfinite(np.asarray(loss)):
             return
         self._has_warned = True

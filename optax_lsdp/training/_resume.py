@@ -41,7 +41,7 @@ _PACKAGES = ("jax", "jaxlib", "optax", "optax-lsdp")
 
 
 class Compiler:
-    """Compiles the functions of a run. `digest` is a hash of all compiled programs."""
+    """Compiles the functions of a run. `digest` is a hash of all programs and their constants."""
 
     def __init__(self, examples: Examples | None = None) -> None:
         self.digest = hashlib.blake2b()
@@ -110,9 +110,12 @@ def _processor() -> str:
 
 
 def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
-    """Return hashes of the initial parameters and optimizer state, and leave out keys."""
+    """Return hashes of the initial parameters and optimizer state, except random keys.
+
+    With several processes, return no hashes, because each process holds only a part of the arrays.
+    """
     hashes: dict[str, str] = {}
-    if jax.process_count() == 1:  # with several processes, each holds only a part of the arrays
+    if jax.process_count() == 1:
         for name, tree in (("params", params), ("optimizer", optimizer_state)):
             digest = hashlib.blake2b(digest_size=16)
             update_digest(digest, [leaf for leaf in jax.tree.leaves(tree) if not is_key(leaf)])
@@ -121,9 +124,10 @@ def hash_initial(params: PyTree, optimizer_state: PyTree) -> dict[str, str]:
 
 
 def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
-    """Warn if parameters or optimizer state differ from those with which the run began.
+    """Warn that a resumed run ignores parameters or optimizer state, if they have changed.
 
-    A resumed run ignores the passed values. The arguments are hashes of `hash_initial`.
+    `passed` are the hashes of `hash_initial` for this call of `fit`, and `initial` are the hashes
+    for the call with which the run began.
     """
     remark = {"optimizer": " (its initial state, which may hold hyper-parameters)"}
     for name, digest in passed.items():
@@ -138,9 +142,15 @@ def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
 class Account:
     """The steps that a run has spent, and the step until which its budget lasts.
 
-    `ledger` has all steps that count, some of them twice. The run starts, resumes or restarts at
-    `first_step`, and ends at `last_step` at the latest. `order_start` is the step at which the run
-    last started or restarted, and drew new batches.
+    Each start or restart draws new batches, and so a new order of the examples. `order_start` is
+    the first step in this order. A run that resumes keeps the order, so its `first_step` may be
+    later than `order_start`.
+
+    Attributes:
+        ledger: the steps taken so far. A restart makes steps count twice if it takes them again
+            with new noise, or if their examples may be used again; see `count_steps`.
+        first_step: the step at which the run started, resumed or restarted.
+        last_step: the number of steps after which the plan or the budget ends.
     """
 
     def __init__(
@@ -166,18 +176,18 @@ class Account:
 
     @cached_property
     def _curve(self) -> np.ndarray:
-        """Return ε after every step. This takes a second or two."""
+        """Return ε after each step from `first_step` on. This takes a second or two."""
         return self._plan.epsilons(self._before, self.first_step, continues=self._continues)
 
 
 def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: int) -> None:
     """Append steps to a ledger. Steps beyond the plan count like its last step.
 
-    Some schemes use each example once per epoch, in a random order. A restart within an epoch draws
-    a new order, which may repeat examples that this epoch has already used. So at `order_start`,
-    the first step of a new order, all steps since the beginning of the epoch count again.
+    Some schemes use each example at most once per epoch, in a random order. A restart within an
+    epoch draws a new order, which may repeat examples that this epoch has already used. So at
+    `order_start`, the first step of a new order, all earlier steps of the epoch count again.
 
-    Correlated noise starts again at `order_start` too, and its steps count from there.
+    Correlated noise also starts again at `order_start`, so a new phase of the ledger begins there.
     """
     for step in steps:
         event = plan.event(min(step, plan.steps - 1))
@@ -190,7 +200,7 @@ def count_steps(plan: PrivacyPlan, ledger: Ledger, steps: range, order_start: in
 
 
 def _repeated_steps(plan: PrivacyPlan, step: int) -> int:
-    """Return how many earlier steps of its epoch a new order at `step` may repeat."""
+    """Return how many earlier steps count again if a new order starts at `step`."""
     scheme = SCHEMES[plan.sampling]
     if scheme.correlated or not scheme.once_per_epoch:
         return 0
@@ -198,7 +208,7 @@ def _repeated_steps(plan: PrivacyPlan, step: int) -> int:
 
 
 class Start(NamedTuple):
-    """What a run needs to take its next steps. A restart replaces all of it."""
+    """The parts of a run that a restart replaces."""
 
     checkpoint: Checkpoint  # where the run continues
     account: Account
@@ -219,7 +229,7 @@ class Run:
     fingerprint: dict[str, str]  # see `compute_fingerprint`; empty without a folder
 
     def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
-        """Start a run at `new`, or resume or restart it at `saved`, its last checkpoint."""
+        """Start the run at `new`. If it has a last checkpoint, `saved`, resume or restart there."""
         if self.folder is None:
             return self._start_at(self._with_keys(new, new.nonce), order_start=0)
         journal = self.folder.journal
@@ -240,7 +250,10 @@ class Run:
         return self._start_at(self._with_keys(saved, saved.nonce), order_start)
 
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
-        """Restart from `at` with new noise, count the steps after `at` as spent, and warn."""
+        """Restart from the checkpoint `at` with new noise, and warn what has `changed`.
+
+        Steps after `at` whose results may have been seen are added to the ledger of `at`.
+        """
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)
         count_steps(plan, at.ledger, first, order_start=journal.seen_with(at.nonce).start)

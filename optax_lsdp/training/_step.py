@@ -51,7 +51,7 @@ class Microbatch(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The clipped sum of gradients and the sum of losses so far, both without noise: private."""
+    """The clipped sum of gradients and the sum of losses so far, without noise: not for release."""
 
     gradient: optax.Updates
     loss: jax.Array
@@ -70,9 +70,9 @@ def make_step(
 ) -> _Step:
     """Return `add_microbatch(state, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
-    `sums` is None for the first microbatch. `add_microbatch` returns the new sums, and the sum of
-    the losses so far. `take_step` returns the new state, and the sum of the batch's losses divided
-    by the expected batch size. These losses are private.
+    `sums` is None for the first microbatch. `add_microbatch` returns the new sums, and a copy of
+    their sum of losses. `take_step` returns the new state, and the sum of the batch's losses,
+    divided by the expected batch size. Losses have no noise, so they are not for release.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(plan.clip_norm))
@@ -187,9 +187,10 @@ class CompiledStep:
         return self._call(add_first if sums is None else add_next, state, sums, microbatch)[0]
 
     def take(self, state: State, sums: Sums | None, microbatch: Microbatch) -> _Taken:
-        """Finish a step with its last microbatch. Return the new state and the private loss.
+        """Finish a step with its last microbatch. Return the new state and the loss of the batch.
 
-        The step reuses the memory of `state`, so do not use `state` afterwards.
+        The loss is not for release. The step reuses the memory of `state`, so do not use `state`
+        afterwards.
         """
         return self._call(self.compiled, state, sums, microbatch)
 
@@ -229,7 +230,7 @@ def explain_out_of_memory(
 
 
 def _fits(compile_step: Callable[[int], CompiledStep], size: int) -> bool:
-    """Return whether microbatches of this size fit. Devices without a known limit fit anything."""
+    """Return whether microbatches of this size fit, or True if the devices report no limit."""
     try:
         needed = compile_step(size).needed_bytes()
     except jax.errors.JaxRuntimeError:

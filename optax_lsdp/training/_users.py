@@ -24,7 +24,8 @@ class UserBatch(NamedTuple):
 
     Attributes:
         examples: arrays of shape (n, m, …) for n users with m examples each; zero for padding.
-        mask: (n, m) bool, False for padding. How many examples a user has is private.
+        mask: (n, m) bool, False for padding. It reveals how many examples a user has, so do not
+            release it.
         users: (n,) int32, the index of each user; zero for padding.
     """
 
@@ -131,8 +132,8 @@ class UserData:
     def _check_batch(self, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         """Return the indices of users, and the mask. Raise unless they are valid.
 
-        Padding gets the index zero. A user who was in a batch twice would contribute twice the clip
-        norm.
+        Padding gets the index zero. The same user may not be in a batch twice, because this user
+        would contribute twice the clip norm.
         """
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         users, is_user = (np.asarray(x) for x in (batch if is_pair else ((), ())))
@@ -166,8 +167,8 @@ def _as_ids(users: ArrayLike) -> np.ndarray:
     if isinstance(users, np.ma.MaskedArray):
         raise _refused_ids("a masked array")
     if not ids.size:
-        return ids  # of any type
-    # NumPy converts a list of strings and NaN to strings. All unknown users would be "nan".
+        return ids  # without ids, any type will do
+    # NumPy turns NaN in a list of strings into "nan", an id that all unknown users would share.
     is_list = not hasattr(users, "__array__") or ids.dtype == object
     items = np.asarray(users, object).ravel().tolist() if is_list else []
     types = set(map(type, items))

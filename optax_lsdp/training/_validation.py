@@ -58,7 +58,8 @@ def check_kind(data: object) -> None:
     )
     is_source = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     for name, remedy in _REMEDIES.items():
-        if hasattr(data, name) and not (is_source and name == "dataset"):  # as in torch's Subset
+        # torch's Subset has the attribute `dataset`, but it is a source.
+        if hasattr(data, name) and not (is_source and name == "dataset"):
             raise TypeError(f"{demand}; {remedy}.")
     if isinstance(data, str | bytes | Path):
         raise TypeError(f"{demand}; read the file into arrays first.")
@@ -177,7 +178,7 @@ def check_params(params: optax.Params) -> None:
 
 
 def check_loss(loss_fn: LossFn, params: optax.Params, example: PyTree) -> ClosedJaxpr:
-    """Return the jaxpr of a loss, with or without a key. Raise if `fit` cannot train with it."""
+    """Return the jaxpr of a loss, which may take a key. Raise if `fit` cannot train with it."""
     example = jax.tree.map(jnp.asarray, example)
     try:
         trace = jax.make_jaxpr(partial(call_with_any_key, loss_fn), return_shape=True)
