@@ -52,8 +52,8 @@ def audit_noise(
     `[*range(32), *range(32, 4097, 32)]`.
 
     Args:
-        release: `release(step)` returns what a step releases for a batch without examples: only
-            noise, before smoothing. To audit resuming, take later steps from a resumed run.
+        release: `release(step)` returns the noisy value of a step whose batch has no examples, so
+            only noise, before smoothing. To audit resuming, take later steps from a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.

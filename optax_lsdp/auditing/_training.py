@@ -1,4 +1,4 @@
-"""Audit `fit`: what an example or a user changes in a model, and the noise of resumed runs.
+"""Audit `fit`: the effect of an example or a user on a model, and the noise of resumed runs.
 
 The keys of a run's steps are derived from a nonce, a random label. If a run is resumed with
 different data, it must draw a new nonce. The audit fixes the clock, the process number and all

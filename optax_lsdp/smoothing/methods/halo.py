@@ -55,7 +55,7 @@ class Segments(NamedTuple):
     """How a leaf is cut into segments."""
 
     rows: int  # the number of rows of neighbours on this device
-    outer: tuple[int, ...]  # how many segments of a row this device holds, along each axis
+    outer: tuple[int, ...]  # segments per row on this device, along each axis outside a segment
     # The mesh axes that split each axis of `outer` and, last, the first axis within a segment.
     names: tuple[tuple[str, ...], ...]
     length: int  # entries per segment
@@ -90,7 +90,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return where this device's segments are among those of all devices.
+        """Return where this device's segments are among the segments of all devices.
 
         The result has the shape of an array with one number for each segment of all devices, the
         index in this array at which the segments of this device start, and the names of the mesh
