@@ -1,6 +1,6 @@
 """Check claims that need no statistics: about plans, quantized sums and likely mistakes.
 
-Each `_check_…` function returns what is wrong, or "" if its claim holds.
+Each function that returns text returns what is wrong, or "" if its claim holds.
 """
 
 import math
@@ -54,7 +54,7 @@ def audit_plan(key: jax.Array) -> ClaimsReport:
 
 
 def audit_likely_mistakes(key: jax.Array) -> ClaimsReport:
-    """Check that the library refuses likely mistakes of its users, or that they do no harm."""
+    """Check that likely mistakes of users either raise an error or do no harm."""
     samplers: dict[str, Sampler] = {
         "Poisson": PoissonSampler(_SIZE, _BATCH / _SIZE, key),
         "fixed-size": FixedSizeSampler(_SIZE, _BATCH, key, multiple_of=_MULTIPLE_OF),
@@ -104,7 +104,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
     too_long = inexact = ""
     for i, (found, exact) in enumerate(zip(alone, wanted, strict=True)):
         if np.linalg.norm(found) > most:
-            too_long = f"example {i} adds {np.linalg.norm(found):.6g} of {most} quanta"
+            too_long = f"example {i} adds {np.linalg.norm(found):.6g} quanta, more than {most}"
         if np.abs(found - exact).max() > 1:  # ½ for rounding to quanta, the rest for float32
             inexact = f"example {i} adds {found} instead of {exact} quanta"
     is_sum = np.array_equal(quanta(indices >= 0), alone.sum(axis=0))
@@ -117,7 +117,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 
 
 def _check_full_batches() -> str:
-    """Check a plan's ε by δ(ε) = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ), with μ = √T/z."""
+    """Check ε of plans with full batches: Gaussian mechanisms with μ = √steps/noise multiplier."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
         if wrong := _too_small_for(plan, math.sqrt(plan.steps) / plan.noise_multiplier):
             return wrong
@@ -125,8 +125,8 @@ def _check_full_batches() -> str:
 
 
 def _too_small_for(plan: PrivacyPlan, mu: float) -> str:
-    """Return what is wrong with a plan's ε if its steps are a Gaussian mechanism with this μ."""
-    epsilon = plan.epsilon
+    """Return "" if a plan's ε is large enough for a Gaussian mechanism with this μ."""
+    epsilon = plan.epsilon  # the mechanism has δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ)
     log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
     delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(log_second)
     return "" if delta <= _DELTA * (1 + 1e-6) else f"at ε = {epsilon:.4g}, δ is {delta:.3g}"
@@ -139,7 +139,7 @@ def _check_poisson_batches() -> str:
 
 
 def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
-    """Return what is wrong with a plan's ε, for some steps with Poisson batches at this rate."""
+    """Return "" if a plan's ε is large enough for `steps` Poisson batches of this rate."""
     noise = plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
     middle = (edges[1:] + edges[:-1]) / 2
@@ -157,7 +157,7 @@ def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
 
 
 def audit_correlated_plan(key: jax.Array) -> ClaimsReport:
-    """Check plans with correlated noise: their matrix, their ε, and when examples are used."""
+    """Check plans with correlated noise: matrix, ε, and the steps between uses of an example."""
     cyclic, ordered = correlated_plans()
     checks: dict[str, Callable[[], str]] = {
         "no column of a banded matrix is too long": partial(_check_columns, cyclic),
@@ -166,14 +166,14 @@ def audit_correlated_plan(key: jax.Array) -> ClaimsReport:
         "ε of a fixed order is at least the closed form": partial(_check_fixed_order, ordered),
         "cyclic batches use no example twice in a cycle": partial(_check_separation, cyclic, key),
         "a fixed order repeats no example too early": partial(_check_separation, ordered, key),
-        "steps with new noise are a second mechanism": partial(_check_second_mechanism, cyclic),
+        "steps with new noise count as new cycles": partial(_check_second_mechanism, cyclic),
         "estimates for independent noise are refused": partial(_check_watching, cyclic, key),
     }
     return check_claims(checks)
 
 
 def correlated_plans() -> tuple[PrivacyPlan, PrivacyPlan]:
-    """Return a plan with a banded matrix, and one with a banded inverse and one fixed order."""
+    """Return a plan with a banded matrix C, and a plan with a banded C⁻¹ and a fixed order."""
     inverse = banded_inverse(_STEPS + 1, 3, min_separation=_SIZE // _BATCH)
     options = {"steps": _STEPS + 1, "noise_multiplier": 2.0}  # not a whole number of cycles
     cyclic = poisson_plan(correlation=4, **options)
@@ -207,7 +207,7 @@ def _check_fixed_order(plan: PrivacyPlan) -> str:
 
 
 def _check_separation(plan: PrivacyPlan, key: jax.Array) -> str:
-    """Check that two uses of an example are as many steps apart as the accountant assumes."""
+    """Check that two uses of an example are as far apart as the accountant assumes."""
     correlation = cast(Correlation, plan.correlation)
     least = _SIZE // _BATCH if correlation.is_inverse else len(correlation.coefficients)
     sampler, last = plan.sampler(key), np.full(_SIZE, -least)
@@ -224,7 +224,7 @@ def _check_second_mechanism(plan: PrivacyPlan) -> str:
     bands = len(cast(Correlation, plan.correlation).coefficients)
     ledger = Ledger([plan.event(0)] * 3)
     counted = sum(part.steps for part in Ledger.from_json(ledger.to_json()).parts)
-    return "" if counted == 3 else f"three parts of {bands} steps count as {counted} cycles"
+    return "" if counted == 3 else f"3 restarts with {bands} bands count as {counted} cycles"
 
 
 def _check_watching(plan: PrivacyPlan, key: jax.Array) -> str:
@@ -234,7 +234,7 @@ def _check_watching(plan: PrivacyPlan, key: jax.Array) -> str:
 
 
 def _check_steps_beyond(key: jax.Array) -> str:
-    """Take one step more than planned, with and without `jit`."""
+    """Check that a step beyond the plan changes nothing inside `jit` and is refused outside."""
     plan = poisson_plan(steps=2)
     params, batch, mask = jnp.ones(3), jnp.ones((2, 3)), jnp.ones(2, bool)
     optimizer = plan.optimizer(optax.sgd(1.0, momentum=0.9), key)
@@ -257,7 +257,7 @@ def _check_steps_beyond(key: jax.Array) -> str:
 
 
 def _leaves(state: optax.OptState, *, keys: bool) -> list[jax.Array]:
-    """Return the random keys in a state if `keys` is true, otherwise all other leaves."""
+    """Return the random keys in a state if `keys` is true. Otherwise return all other leaves."""
     leaves = jax.tree.leaves(state)
     return [x for x in leaves if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) == keys]
 
@@ -285,7 +285,7 @@ def _check_missing_mask() -> str:
     optimizer = plan.optimizer(optax.sgd(1.0), jax.random.key(0))
     state = jax.eval_shape(optimizer.init, params)
     return expect_refusal(
-        lambda: jax.eval_shape(gradient, params, batch), "the gradient accepts it without a mask"
+        lambda: jax.eval_shape(gradient, params, batch), "the gradient accepts them without a mask"
     ) or expect_refusal(
         lambda: jax.eval_shape(lambda state: optimizer.update(batch, state, params), state),
         "the optimizer accepts stacked gradients without a mask",
@@ -303,7 +303,7 @@ def _check_batches_in_jit(key: jax.Array) -> str:
 
 
 def _check_keys(key: jax.Array) -> str:
-    """Return which two keys that two plans derive from one key are wrongly equal, or ""."""
+    """Check that the keys that two plans derive from one key are different."""
     found = {"the key itself": _bits(key)}
     derived_from = {}
     for name, plan in (("one plan", poisson_plan()), ("another plan", poisson_plan(steps=2))):
@@ -321,7 +321,7 @@ def _check_keys(key: jax.Array) -> str:
 
 
 def _check_fresh_keys() -> str:
-    """Return why two fresh keys, drawn at one fixed time and seed, are too similar, or ""."""
+    """Check that two fresh keys differ although the clock and all seeds are fixed."""
     draw = fixed_surroundings()(fresh_key)
     one, other = (int.from_bytes(_bits(draw())) for _ in range(2))
     return too_similar(one, other)

@@ -1,4 +1,4 @@
-"""Audit the library's clipping: search for contributions above C, and compare with an oracle.
+"""Audit clipping: search for contributions above the clip norm, and compare with an oracle.
 
 The oracle is `jax.grad` of one example at a time in float64. It shares no code with `clipping`. The
 comparison measures the contribution of an example to a clipped sum in two ways: as the sum of a
@@ -51,7 +51,7 @@ _SUM_ROUNDING = 1e-4  # error of the difference of two sums, relative to the cli
 _LEAST = 0.99  # in float32
 _LEAST_OF_ROUNDED = 0.95  # if operands are rounded to bfloat16
 _LEAST_OF_UNCERTAIN = 0.05  # for models in UNCERTAIN, which usually add a sixth
-_HUGE = 1e18  # squares of gradients above this many clip norms overflow, so they may add nothing
+_HUGE = 1e18  # squares of gradients above this many clip norms overflow: examples may add nothing
 
 
 class Group(NamedTuple):
@@ -67,7 +67,10 @@ ALL_LEAVES = {"all leaves": Group(CLIP_NORM, lambda tree: tree)}
 
 
 def audit_clipping_by_search(engine: Engine, key: jax.Array) -> SensitivityReport:
-    """Search for neighbours whose clipped sums and slack differ by too much, on a dense layer."""
+    """Search for neighbours whose clipped sums, with slack, differ by more than the clip norm.
+
+    The model is a dense layer.
+    """
     keys = jax.random.split(key, 3)
     params = {"kernel": jax.random.normal(keys[0], (12, 8)), "bias": jnp.zeros(8)}
 

@@ -34,7 +34,8 @@ class EpsilonReport:
     Attributes:
         claimed: the claimed ε, or None. Without a claim, the audit passes.
         epsilon: a lower bound on ε.
-        gaussian_epsilon: a lower bound that assumes Gaussian noise on full batches, or None.
+        gaussian_epsilon: a lower bound on ε that assumes Gaussian noise on full batches, or None if
+            it was not requested.
         delta: δ.
         trials: the number of trainings, or of canaries in a single training.
         failure: an upper bound on the probability that a lower bound is wrong.
@@ -88,10 +89,10 @@ def audit_epsilon(
         delta: δ.
         claimed: the ε to refute.
         trials: the number of trainings with the canary, which is also the number without it. One
-            half of the scores gives the best threshold, and the other half gives the bound.
-        failure: an upper bound on the probability that a bound is wrong.
-        gaussian: whether to compute a second bound, which assumes Gaussian noise on full batches
-            and needs few trials.
+            half of the scores chooses the threshold, and the other half gives the bound on ε.
+        failure: an upper bound on the probability that a lower bound on ε is wrong.
+        gaussian: whether to compute a second lower bound, which assumes Gaussian noise on full
+            batches and needs few trials.
         key: a key, which is split into one key for each training.
 
     >>> def train(key, is_in):  # the canary adds 1, and the noise multiplier is 2
@@ -132,9 +133,9 @@ def audit_scores(
 ) -> EpsilonReport:
     """Bound ε from below by the scores of independent trainings with and without a canary.
 
-    `inside` holds the scores of n trainings with the canary, and `outside` holds those of n other
-    trainings without it. Scores with the canary may be larger or smaller. NaN counts as larger than
-    any number. The other arguments are those of `audit_epsilon`.
+    `inside` holds the scores of n trainings with the canary, and `outside` holds the scores of n
+    other trainings without it. Scores with the canary may be larger or smaller. NaN counts as
+    larger than any number. The other arguments are those of `audit_epsilon`.
 
     >>> report = audit_scores(np.ones(2000), np.zeros(2000), delta=1e-5, claimed=1.0)
     >>> report.passed
@@ -196,7 +197,7 @@ def audit_one_run(
         claimed: the ε to refute.
         guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
             guess "out", for the smallest. The default is a fifth of `canaries`.
-        failure: an upper bound on the probability that the bound is wrong.
+        failure: an upper bound on the probability that the lower bound on ε is wrong.
         key: the key that chooses the random half.
 
     >>> def train(is_in):  # far too little noise
@@ -232,7 +233,7 @@ class Rates(NamedTuple):
 
 
 def rates(true_positives: int, false_positives: int, trials: int, failure: float) -> Rates:
-    """Return Clopper–Pearson bounds. Both are jointly right with probability ≥ 1 − `failure`."""
+    """Return Clopper–Pearson bounds. With probability ≥ 1 − `failure`, both bounds are right."""
 
     def lower(count: int) -> float:
         return float(beta.ppf(failure / 2, count, trials - count + 1)) if count else 0.0

@@ -20,8 +20,8 @@ _WIDTH, _VOCABULARY, _LAYERS = 16, 24, 3
 _CANCELLING = 100.0  # the size of the rows that nearly cancel
 # The loss of each example is multiplied by a scale. ODD_SCALES make gradients zero, huge or not
 # finite. With scale NaN, the inputs are NaN too. With scale 10²⁰, the squared gradient overflows in
-# float32, so the example may contribute nothing. No example may change what others contribute. Odd
-# examples could hide such a change, so there are also PLAIN_SCALES.
+# float32, so the example may contribute nothing. No example may change what other examples
+# contribute. A batch with odd examples could hide such a change, so other batches use PLAIN_SCALES.
 ODD_SCALES = (0.0, np.nan, np.inf, 1e-3, 0.03, -2.0, 1.0, 30.0, 1e3, 1e6, 1e20, 5.0)
 PLAIN_SCALES = (1e-3, 0.01, 0.03, -0.1, 0.3, 1.0, -2.0, 5.0, 30.0, 100.0, 1e3, 1e4)
 
@@ -116,7 +116,7 @@ def _cancelling(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _constant(rows: int, params: optax.Params, example: Example) -> jax.Array:
-    """Use equal rows of equal entries. If one weighted entry is rounded up, all of them are."""
+    """Multiply equal rows of equal entries by a matrix, so all entries round in one direction."""
     return jnp.sum(jnp.broadcast_to(example["level"], (rows, _WIDTH)) @ params["kernel"])
 
 
@@ -131,7 +131,7 @@ _SQUARE, _ROW, _WIDE = (_WIDTH, _WIDTH), (_WIDTH,), (_WIDTH, 2 * _WIDTH)
 _STACKED = {"stack": (_LAYERS, *_SQUARE), "biases": (_LAYERS, *_ROW), "shared": _SQUARE}
 _SEVEN = {f"{kind}_{name}": _ROW for kind in ("scale", "shift") for name in "abc"}
 _SEVEN["unused"] = (3,)
-# The loss of one example, and the shapes of its parameters.
+# For each model, the loss of one example and the shapes of the parameters.
 ALL_MODELS: dict[str, tuple[Model, Mapping[str, tuple[int, ...]]]] = {
     "dense": (_dense, {"kernel": _SQUARE, "bias": _ROW}),
     "tied": (_tied, {"kernel": _SQUARE}),

@@ -115,7 +115,7 @@ def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
 
 
 def _audit_correlated_noise(key: jax.Array) -> StatisticsReport:
-    """Multiply correlated noise by its matrix C, and test whether the result is independent."""
+    """Test whether a plan's correlated noise is C⁻¹Z, with its matrix C and independent noise Z."""
     cyclic, ordered = claims.correlated_plans()
     whitened: list[dict[str, np.ndarray]] = [{} for _ in range(cyclic.steps)]
     for plan, one_key in zip((cyclic, ordered), jax.random.split(key), strict=True):
@@ -173,7 +173,7 @@ def _audit_step_with_canary(key: jax.Array) -> EpsilonReport:
         optimizer = privatize_sgd(clip_norm=_CLIP_NORM, noise_multiplier=_NOISE_MULTIPLIER, key=key)
         total = clipped_grad(jnp.vdot, clip_norm=_CLIP_NORM)(params, canary, is_in[None])
         updates, _ = optimizer.update(total, optimizer.init(params), params)
-        return -jnp.sum(updates)  # along the canary's gradient, which smoothing preserves
+        return -jnp.sum(updates)  # along the canary's constant gradient, which smoothing keeps
 
     claimed = SampledGaussian(_NOISE_MULTIPLIER, 1.0, 1, sampling="full").epsilon(_DELTA)
     return audit_epsilon(
@@ -229,11 +229,12 @@ AUDITS = {
 def audit_library(
     key: jax.Array, started: Callable[[str], object] = lambda name: None
 ) -> Iterator[tuple[str, AuditReport]]:
-    """Audit clipping, noise, samplers, plans and runs of this installation, and yield each report.
+    """Audit this installation, and yield the name and the report of each audit.
 
-    The command `optax-lsdp audit` prints these reports. If there are fewer than eight devices, a
-    child process with eight simulated CPU devices runs some of the audits. If Orbax or tqdm is not
-    installed, a warning names the audits that are skipped.
+    Audits test clipping, noise, samplers, plans and runs. The command `optax-lsdp audit` prints
+    their reports. If there are fewer than eight devices, a child process with eight simulated CPU
+    devices runs some of the audits. If Orbax or tqdm is not installed, a warning names the audits
+    that are skipped.
 
     `key` must be a Threefry key, JAX's default. `started` is called with the name of each audit
     before it runs.
@@ -288,7 +289,7 @@ def reports_from_child(names: Sequence[str], key: jax.Array) -> Iterator[Iterato
         def reports() -> Iterator[AuditReport]:
             while True:
                 try:
-                    yield pickle.load(cast("IO[bytes]", process.stdout))  # of `_serve_parent`
+                    yield pickle.load(cast("IO[bytes]", process.stdout))  # from `_serve_parent`
                 except (EOFError, pickle.UnpicklingError):
                     ended = f"the child process ended with code {process.wait()}"
                     yield ClaimsReport({"the audit can run": ended})

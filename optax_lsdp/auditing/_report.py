@@ -59,7 +59,7 @@ class ClaimsReport:
     """The result of checks that need no statistics: each claim holds or does not."""
 
     claims: Mapping[str, str]  # what is wrong with each claim, or "" if the claim holds
-    measured: Mapping[str, str] = field(default_factory=dict)  # other rows of the table
+    measured: Mapping[str, str] = field(default_factory=dict)  # rows above the claims
 
     @property
     def passed(self) -> bool:
@@ -90,7 +90,10 @@ def check_claims(checks: Mapping[str, Callable[[], str]]) -> ClaimsReport:
 
 
 def expect_refusal(call: Callable[[], object], otherwise: str) -> str:
-    """Return "" if this library refuses a call, and `otherwise` if the call succeeds."""
+    """Return "" if this library refuses a call. Return `otherwise` if the call succeeds.
+
+    If another library raises a TypeError or ValueError, return the error as text.
+    """
     try:
         call()
     except (TypeError, ValueError) as error:  # this library's messages start with a backquote

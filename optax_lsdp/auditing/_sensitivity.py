@@ -1,7 +1,7 @@
 """Search for two neighbouring batches whose releases differ by more than the sensitivity.
 
-A release is the value to which noise is added, such as a clipped sum. The audit takes it as a
-function of a batch and its mask.
+In this module, a release is the value to which noise will be added, such as a clipped sum. The
+caller passes a function that computes the release from a batch and its mask.
 """
 
 import math
@@ -21,28 +21,31 @@ from optax_lsdp.auditing._hard_models import generator
 from optax_lsdp.auditing._report import format_report
 
 Release = Callable[[PyTree, jax.Array], PyTree]
-# The search multiplies the example of one neighbour by these factors.
+# The search multiplies one example by each of these factors.
 _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
 _ENTRIES = (math.nan, math.inf, 1e30)  # values that replace one entry of an example
-_SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples
-_FEW = 64  # float32 sums this many examples almost exactly
-_CROWD = 1024  # equal examples: small effects of one example on each of the others add up
-_ROUNDING = 2.0**-22  # relative error accepted per example: 4 units in the last place of float32
+_SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples of the batch
+_FEW = 64  # most examples in a small batch; float32 adds up 64 examples almost exactly
+_CROWD = 1024  # equal examples in a batch: small effects of one example on the others add up
+_ROUNDING = 2.0**-22  # relative error accepted per example: four roundings of float32, each 2⁻²⁴
 
 
 @dataclass(frozen=True)
 class SensitivityReport:
-    """The largest effect of one example on a release. It depends on the batch, so it is private.
+    """The largest effect of one example on a release. Secret: it depends on single examples.
 
     Attributes:
         declared: the sensitivity that the caller claims.
-        largest: the largest ℓ₂ distance between the releases of two neighbours.
-        how: how the audit made the two neighbours that attain `largest`.
-        masked: the largest effect of an example outside the mask.
+        largest: the ℓ₂ distance between the releases of two neighbours, for the pair at which this
+            distance minus the accepted rounding error is largest.
+        how: how the audit made these two neighbours.
+        masked: the largest ℓ₂ distance between the releases of two batches that differ only in an
+            example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
-        tolerance: the relative rounding error that the audit accepts.
-        granted: the relative rounding error that the audit accepts for the neighbours that attain
-            `largest`. It exceeds `tolerance` if their batches are large.
+        tolerance: the rounding error accepted in `masked`, relative to `declared`. It is the
+            argument `tolerance` of `audit_sensitivity`.
+        granted: the rounding error accepted in `largest`, relative to `declared`. It equals
+            `tolerance`, or exceeds it if these two neighbours have many examples.
     """
 
     declared: float
@@ -55,7 +58,10 @@ class SensitivityReport:
 
     @property
     def passed(self) -> bool:
-        """Whether some example had an effect, and no effect exceeded the declared sensitivity."""
+        """Whether examples have an effect of at most `declared`, and masked-out examples have none.
+
+        Effects may exceed these limits by the rounding errors `granted` and `tolerance`.
+        """
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
 
@@ -102,10 +108,11 @@ def audit_sensitivity(
     """Search for neighbouring batches whose releases differ by more than `declared`.
 
     The search finds common mistakes, but cannot prove that there is none. It builds batches of many
-    or few examples, of large or small examples, or of a thousand equal examples. It removes or
-    replaces one example. It multiplies this example by −1, ∞, NaN, or a huge or tiny factor, or
-    sets one entry of it to ∞, NaN or a huge number. Gradient ascent then increases the largest
-    distances. The audit fails if an example outside the mask has an effect.
+    or few examples, of large or small examples, or of a thousand equal examples. In each batch, it
+    multiplies one example by −1, ∞, NaN, or a huge or tiny factor, or sets one entry of this
+    example to ∞, NaN or a huge number. It compares the result with a neighbour: the batch without
+    this example or, for "replace_one", the batch before the change. Gradient ascent then increases
+    the largest distances. The audit also fails if an example outside the mask has an effect.
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a
@@ -113,13 +120,13 @@ def audit_sensitivity(
             such steps cancels. The audit compiles the function.
         batch: realistic examples, with a leading batch axis.
         declared: the sensitivity: the largest ℓ₂ distance that one example may cause.
-        neighbouring: "add_remove" if one of two neighbours lacks an example of the other, or
-            "replace_one" if they have different examples in one row.
+        neighbouring: "add_remove" if one of two neighbours has one example more, or "replace_one"
+            if they have different examples in one row.
         searches: the number of batches in which the audit tries each kind of change.
         ascents: the number of pairs from which gradient ascent starts.
         ascent_steps: the number of steps of each ascent.
-        tolerance: the relative rounding error to accept. The audit accepts at least 2⁻²² for each
-            example of a batch, which exceeds the default if a batch has more than 400 examples.
+        tolerance: the rounding error to accept, relative to `declared`. For a batch of n examples,
+            the audit accepts at least n·2⁻²², which exceeds the default if n is 420 or more.
         key: the key of the search.
 
     >>> def release(batch, mask):  # a sum of numbers between -1 and 1

@@ -52,8 +52,8 @@ def audit_noise(
     `[*range(32), *range(32, 4097, 32)]`.
 
     Args:
-        release: `release(step)` returns what a step releases for a batch without examples: only
-            noise, before smoothing. To audit resuming, take later steps from a resumed run.
+        release: `release(step)` returns the noisy value of a step whose batch has no examples, so
+            only noise, before smoothing. To audit resuming, take later steps from a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -229,7 +229,7 @@ def _distribution_p_value(parts: list[np.ndarray]) -> float:
 
 
 def _correlation_p_value(correlations: np.ndarray, freedom: int) -> float:
-    """Test the largest of several correlations between independent Gaussian vectors."""
+    """Test the largest of several correlations, each with `freedom` degrees of freedom."""
     largest = min(float(np.max(np.abs(correlations))), 1.0)
     spread = np.sqrt(max(1 - largest**2, 1e-300) / freedom)
     return _smallest([2 * student.sf(largest / spread, freedom)], correlations.size)
@@ -264,7 +264,10 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield pairs: a leaf and its copy moved by one entry, and parts that two devices may draw."""
+    """Yield each leaf and its copy moved by one entry, and the first two parts of each split.
+
+    A split cuts an axis into equal parts, one for each of several devices.
+    """
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
         if flat.shape[1] > 1:
@@ -306,7 +309,10 @@ def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
 
 
 def _companions_p_value(included: np.ndarray, together: float) -> float:
-    """Test how often consecutive examples, and random pairs, share a batch."""
+    """Test how often pairs of consecutive examples, and random pairs, share a batch.
+
+    Two examples should share a batch with probability `together`.
+    """
     steps, size = included.shape
     values = []
     for order in (np.arange(size), np.random.default_rng(0).permutation(size)):
@@ -317,7 +323,10 @@ def _companions_p_value(included: np.ndarray, together: float) -> float:
 
 
 def _couples_p_value(included: np.ndarray, together: float) -> float:
-    """Test the pair of examples that is most often in the same batch."""
+    """Test the pair of examples that is most often in one batch.
+
+    Two examples should share a batch with probability `together`.
+    """
     steps, size = included.shape
     some = np.sort(np.random.default_rng(0).permutation(size)[:_MOST_EXAMPLES])
     part = included[:, some].astype(np.float32)

@@ -1,4 +1,4 @@
-"""Audit `fit`: what an example or a user changes in a model, and the noise of resumed runs.
+"""Audit `fit`: the effect of an example or a user on a model, and the noise of resumed runs.
 
 The keys of a run's steps are derived from a nonce, a random label. If a run is resumed with
 different data, it must draw a new nonce. The audit fixes the clock, the process number and all
@@ -38,11 +38,11 @@ _MICROBATCH = 3  # does not divide the batch, so the last microbatch is padded
 _SCALES = (30.0, 1e6, 0.01, 2.0, 1e3, 0.1, 1.0, 300.0)
 _CHANGED = (0, 2, 7)  # a large and a small example of the first microbatch, and the last example
 _OWNERS = (2, 0, 1, 3, 1, 2, 3, 3, 1, 3)  # the users of ten examples
-_MOST = 3  # examples of a user in a step; user 3 has four
-_ROUNDING = 1e-4  # relative to the clip norm: parameters hold sums and noise in float32
+_MOST = 3  # the most examples of a user in a step; user 3 has four
+_ROUNDING = 1e-4  # accepted error, in clip norms: parameters hold sum plus noise in float32
 _SAVED, _INTERRUPTED = 2, 3  # a run saves after 2 steps, and is interrupted after 3
-_BANDS, _MANY = 5, 4000  # bands of the correlated noise, and entries of each noise
-_MOST_ERRORS = 8.0  # the largest error of a product of two noises, in standard errors
+_BANDS, _MANY = 5, 4000  # bands of the correlated noise, and entries of each step's noise
+_MOST_ERRORS = 8.0  # accepted error of an inner product of noise vectors, in standard errors
 _LEAST_DIFFERENT = 10  # two random 64-bit numbers differ in fewer bits with P < 1e-8
 _FIXED_TIME = 1_750_000_000
 
@@ -65,7 +65,7 @@ def audit_one_step_of_fit(key: jax.Array) -> ClaimsReport:
 
 
 def audit_one_step_with_users(key: jax.Array) -> ClaimsReport:
-    """Check that steps with and without a user's examples differ by a clipped average of them."""
+    """Check that steps with and without a user differ by a clipped mean of the user's examples."""
     from optax_lsdp.training import UserData  # needs Orbax, which is optional
 
     keys, owners = jax.random.split(key), np.asarray(_OWNERS)
@@ -84,7 +84,7 @@ def audit_one_step_with_users(key: jax.Array) -> ClaimsReport:
 
 
 def _wrong_sum(added: np.ndarray, gradients: np.ndarray) -> str:
-    """Return "" if `added` is one of the gradients, clipped. Otherwise return what is wrong."""
+    """Return "" if `added` equals one of the clipped gradients. Otherwise describe the error."""
     norms = np.linalg.norm(gradients.astype(np.float64), axis=1, keepdims=True)
     wanted = gradients / np.maximum(norms / _CLIP_NORM, 1.0)
     error = np.linalg.norm(added - wanted, axis=1).min() / _CLIP_NORM
@@ -93,7 +93,10 @@ def _wrong_sum(added: np.ndarray, gradients: np.ndarray) -> str:
 
 
 def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.ndarray:
-    """Return the parameters after one step on all data. Each example is its own gradient."""
+    """Return the parameters after one step on all data.
+
+    The loss is linear: the gradient of an example's loss is the example.
+    """
     from optax_lsdp.training import UserData, fit  # needs Orbax, which is optional
 
     size = len(data)
@@ -104,7 +107,7 @@ def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.
 
 
 def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
-    """Resume an interrupted run once with the same data, and twice with different data."""
+    """Check the noise of a run that is resumed once with the same and twice with other data."""
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
         start = Path(parent) / "first"
@@ -122,8 +125,8 @@ def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
     reused = "two sums have the same noise" if are_equal("first", "other") else ""
     repeated = "both draw the same noise" if are_equal("other", "again") else ""
     claims = {
-        "the same data get the same noise": "" if are_equal("first", "same") else changed,
-        "other data get other noise": reused,
+        "noise repeats with the same data": "" if are_equal("first", "same") else changed,
+        "noise changes with other data": reused,
         "two resumed runs draw different noise": repeated,
         "nonces are random": _what_is_wrong(nonces["first"], nonces["other"], nonces["again"]),
     }
@@ -131,7 +134,7 @@ def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
 
 
 def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
-    """Resume an interrupted run with correlated noise: with the same data, and with other data."""
+    """Check correlated noise of a run that is resumed with the same data and with other data."""
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     plan = _run_plan(len(data), correlation=_BANDS)
     take_steps = partial(_noise_until_interrupted, key=key, plan=plan, width=_MANY)
@@ -159,7 +162,11 @@ def audit_correlated_runs(key: jax.Array) -> ClaimsReport:
 def _what_is_remembered(
     plan: PrivacyPlan, first: list[np.ndarray], restarted: list[np.ndarray]
 ) -> str:
-    """Return what shows that noise after a restart depends on earlier noise, or "" if nothing."""
+    """Return "" if the noise after a restart is independent. Otherwise describe the error.
+
+    The plan's matrix C must turn the noise after a restart into independent unit noise. The inner
+    products of its steps with each other, and with the noise before the restart, must be near 0.
+    """
     coefficients = cast(Correlation, plan.correlation).coefficients[: len(restarted)]
     scale = plan.noise_multiplier * _CLIP_NORM / plan.expected_batch_size
     rows = np.stack(restarted).astype(np.float64) / scale
@@ -170,7 +177,7 @@ def _what_is_remembered(
     products = both @ drawn.T / _MANY
     wanted = np.eye(len(both))[:, _SAVED:]
     error = float(np.abs(products - wanted).max() * np.sqrt(_MANY))
-    return "" if error < _MOST_ERRORS else f"it is wrong by {error:.1f} standard errors"
+    return "" if error < _MOST_ERRORS else f"an error of {error:.1f} standard errors"
 
 
 def _run_plan(size: int, correlation: int | None = None) -> PrivacyPlan:
@@ -192,7 +199,7 @@ def _noise_until_interrupted(
     width: int = 8,
     steps: int = _INTERRUPTED,
 ) -> list[np.ndarray]:
-    """Run `fit` with zero gradients, interrupt it, and return the noise of each step."""
+    """Run `fit` with zero gradients, interrupt it after `steps` steps, and return their noise."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
     noises: list[np.ndarray] = []
@@ -221,7 +228,7 @@ def _noise_until_interrupted(
 
 @contextlib.contextmanager
 def fixed_surroundings() -> Iterator[None]:
-    """Fix the clock, the process number and all seeds, but not the system's entropy."""
+    """Fix the clock, the process number and all seeds, but not the operating system's entropy."""
     with contextlib.ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -240,7 +247,11 @@ def _nonces(folder: Path) -> list[str]:
 
 
 def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
-    """Return why the last nonces of two resumed runs are not random, or "" if they may be."""
+    """Return "" if the last nonces of two resumed runs may be random. Otherwise say why not.
+
+    `first` lists the nonces before both runs were resumed. `other` and `again` list all nonces of
+    the two runs.
+    """
     if not (len(other) == len(again) == len(first) + 1):
         return f"runs have {len(other)} and {len(again)} nonces instead of {len(first) + 1}"
     try:
@@ -251,7 +262,7 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
 
 
 def too_similar(one: int, other: int) -> str:
-    """Return why two 64-bit numbers are too similar to be random, or "" if they may be random."""
+    """Return "" if two 64-bit numbers may be random. Otherwise say that they are too similar."""
     different = (one ^ other).bit_count()
     wrong = f"{one:016x} and {other:016x} differ in {different} of 64 bits only"
     return wrong if different < _LEAST_DIFFERENT else ""

@@ -9,9 +9,9 @@ all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n.
 variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
 but V grows only in proportion.
 
-**Which candidate is best.** Smoothed releases add up to A D, if all were smoothed with the same A.
-To first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise
-is centred. A longer step makes more progress but adds more noise, so compare progress at equal
+**Which candidate is best.** With one A for all releases, the smoothed releases add up to A D. To
+first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise is
+centred. A longer step makes more progress but adds more noise, so compare progress at equal
 length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
 ⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from
 p(A), a low estimate of ⟨S, A S⟩; the next paragraphs define κ and M:
@@ -44,14 +44,14 @@ becomes too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²�
 
 **What the rule cannot see.** ‖A D‖ counts noise equally in all directions. But the loss rises with
 V·tr(A H A) for the Hessian H, not with V·tr A². If H has the spectrum of S and noise dominates, no
-A gains; smooth inputs come close to this. H is private, so the rule ignores it.
+A gains; smooth inputs come close to this. H depends on the examples, so the rule must not use it.
 
 **What remains true.** The choice is post-processing of the releases before this step. So smoothing
 is linear in this step's release and keeps its noise Gaussian, and `watch` stays unbiased.
 
-**Cost.** For a large leaf, D holds only the first output units: 128, or more with 2¹⁶ entries.
-Shapes alone decide how many. If they are a share f of the leaf, the evidence is √f times as
-strong. All candidates smooth D after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
+**Cost.** For a large leaf, D holds only the first output units. The leaf's shape decides how many;
+see `enough_units`. If these units are a share f of the leaf, the evidence is √f times as strong. D
+is smoothed with every candidate after 1 to 8, 10, 12, 14, 16, 20, 24, 28, 32, … steps.
 """
 
 from __future__ import annotations
@@ -94,12 +94,12 @@ _LONGEST = 4.0  # the largest ℓ
 
 
 class Choice(NamedTuple):
-    """What is chosen for each leaf, from past releases only. Arrays of shape (leaves,)."""
+    """The choice for each leaf, made from past releases only: arrays of shape (leaves,)."""
 
     layout: jax.Array  # 0 for no smoothing, 1 for the first of the layouts, and so on
     smoothing: jax.Array  # σ
     beta: jax.Array  # the share of the noise's variance that smoothing leaves
-    length: jax.Array  # ℓ, by which smoothed releases are lengthened
+    length: jax.Array  # ℓ, by which smoothed releases are multiplied
 
 
 class AutoSmoothState(NamedTuple):
@@ -124,11 +124,11 @@ def auto_smooth(
     method: str = "auto",
     shard_specs: PyTree = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Smooth releases in front of an optimizer, with σ and layouts chosen from past releases.
+    """Smooth releases in front of an optimizer. Choose σ and layouts from past releases.
 
     `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
-    your own, put it around everything that follows the noisy mean. Each leaf has its own σ and
-    layout, chosen from past releases, which costs no privacy. A leaf is smoothed if the sum of its
+    your own, put it around everything that follows the noisy mean, here called a release. Each leaf
+    has its own σ and layout, and the choice costs no privacy. A leaf is smoothed if the sum of its
     past releases shows that neighbouring entries are similar. Smoothed steps keep their length,
     so a learning rate that was tuned without smoothing usually stays tuned. `chosen_smoothing`
     shows the choices.
@@ -276,7 +276,7 @@ def auto_smooth(
 
 
 def chosen_smoothing(state: PyTree) -> PyTree:
-    """Return what is chosen for the next step: a tree with one `Choice` of numbers per leaf.
+    """Return the choice for the next step: a tree with one `Choice` of numbers per leaf.
 
     `layout` is 0 for no smoothing, 1 for "inputs" and 2 for "images", unless you set `layouts`.
     `beta` is the share of the noise's variance that remains. Smoothed releases are multiplied by
@@ -320,7 +320,7 @@ def _split(choice: Choice) -> list[Choice]:
 def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf | None]:
     """Replace leaves by None if their arrangement is a repetition or `method` cannot smooth them.
 
-    Raise if `method` can smooth none of the leaves, and there is at least one.
+    Raise if there are leaves, but `method` can smooth none of them.
     """
     traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []

@@ -34,7 +34,8 @@ from optax_lsdp.smoothing.methods import (
 from optax_lsdp.smoothing.methods.spectral import Operator
 
 SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
-SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]  # along the last k axes
+# The third argument is the number of last axes along which the function smooths.
+SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]
 _BY_PLATFORM = "recursive, or in blocks on a TPU"  # only "auto" chooses it
 _LARGEST_FAST_MATRIX = 256  # entries per axis up to which matrix products beat the FFT
 _LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precise enough

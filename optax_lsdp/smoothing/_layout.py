@@ -16,9 +16,9 @@ from optax_lsdp._trees import path_name
 
 LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
-_SMALLEST_SIDE = 4  # pixels of an image that "images" looks for
+_SMALLEST_SIDE = 4  # pixels per side of the smallest image that "images" looks for
 _ENOUGH = 2**16  # entries of a leaf that suffice to choose its smoothing
-_UNITS = 128  # the number of units that are kept is a multiple, so that large meshes can split it
+_UNITS = 128  # if output units are left out, a multiple of 128 stays, which large meshes can split
 
 
 @dataclass(frozen=True)
@@ -170,8 +170,8 @@ def _unit_axis(path: str, rank: int) -> int | None:
 def enough_units(path: tuple[object, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the shape of the first output units of a leaf: enough to choose its smoothing.
 
-    The number of units is halved as long as all units together have more than `_ENOUGH` entries and
-    half the number is a multiple of `_UNITS`.
+    The number of units is halved as long as the remaining units have more than `_ENOUGH` entries
+    and half their number is a multiple of `_UNITS`.
     """
     axis = _unit_axis(path_name(path), len(shape))
     if axis is None:

@@ -1,10 +1,11 @@
 """Compute how much noise smoothing and `low_pass` leave, without JAX.
 
 L is the second difference on a ring of d entries, with eigenvalues −4 sin²(πk/d). Smoothing
-multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|. γ is each
-diagonal entry of the matrix. β is the variance of independent unit noise after smoothing. The
-functions for rings use arithmetic operators only, so they accept floats, complex numbers and
-arrays. The functions for `low_pass`, which filters in time, are at the end.
+multiplies by (I − σL)⁻¹. On a long ring, entry (i, j) of this matrix is gain·ρ^|i − j|, with
+gain = 1/√(1 + 4σ) and ρ from `ring_decay`. γ is each diagonal entry of the matrix. β is the
+variance of independent unit noise after smoothing. The functions for rings accept a float, a
+complex number or an array as σ. The functions for `low_pass`, which filters in time, are at the
+end.
 
 Reference: Wang et al. 2019, DP-LSSGD.
 """
@@ -23,9 +24,9 @@ from optax_lsdp._checks import check_choice, check_non_negative, check_whole, nu
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", bound=Any)  # a float, a complex number, or an array of any library
-_LONGEST_START = 10**6  # most steps in which the start of a filter in time is examined
-_FOLLOWED = 4000  # steps of the recursion in float32 that `check_followed` computes
-_NEGLIGIBLE = 1e-9  # the start is over when about this share of it is left
+_LONGEST_START = 10**6  # the most steps of a filter in which its response is checked
+_FOLLOWED = 4000  # steps of a filter that `check_followed` computes in float32
+_NEGLIGIBLE = 1e-9  # the check ends where the largest pole to the power of the step is this small
 
 
 def ring_decay(smoothing: _Number) -> _Number:
@@ -67,7 +68,10 @@ def ring_beta(smoothing: _Number, size: int, xp: ModuleType = np) -> _Number:
 
 
 def _tail(smoothing: Any, size: int, xp: ModuleType) -> tuple[Any, Any]:
-    """Return ρᵈ and 1 − ρᵈ without cancellation: 1 − ρ = (1 + r) / (1 + 2σ + r), r = √(1 + 4σ)."""
+    """Return ρᵈ and 1 − ρᵈ without cancellation, with ρ of `ring_decay` and d = `size`.
+
+    Both follow from 1 − ρ = (1 + r) / (1 + 2σ + r), with r = √(1 + 4σ).
+    """
     root = (1 + 4 * smoothing) ** 0.5
     gap = (1 + root) / (1 + 2 * smoothing + root)
     if isinstance(smoothing, float | int):
@@ -176,7 +180,7 @@ def _grid_means(
 
 
 class Candidates(NamedTuple):
-    """What "auto" may choose for one leaf: arrays of shape (candidates,), first for σ = 0."""
+    """The candidates of "auto" for one leaf: arrays of shape (candidates,). The first has σ = 0."""
 
     layout: np.ndarray  # 0 for no smoothing, 1 for the first of the layouts, and so on
     smoothing: np.ndarray
@@ -210,7 +214,7 @@ def list_candidates(
 class TimeFilter(NamedTuple):
     """A recursive filter with input x, output y and N delays d: d' = A d + B x and y = d₀ + D x.
 
-    The filter's response to the constant signal 1 tends to 1.
+    Here d' is d in the next step. The filter's response to the constant signal 1 tends to 1.
     """
 
     matrix: np.ndarray  # A: (N, N)
@@ -256,9 +260,10 @@ def low_pass_gain(
 
 
 def read_filter(numerator: Sequence[float], denominator: Sequence[float]) -> TimeFilter:
-    """Return the filter, scaled so that its response to 1 tends to 1. Raise if it is unusable.
+    """Return the filter, scaled so that its response to the constant signal 1 tends to 1.
 
-    The delays are those of the transposed direct form II, which needs the fewest.
+    Raise if the filter is unstable or this response is not positive in all steps. The delays are
+    those of the transposed direct form II, which needs the fewest delays.
     """
     demand = "a sequence of finite numbers"
     above = np.array(numbers("numerator", numerator, demand))

@@ -24,14 +24,14 @@ VarianceAfter = Callable[[jax.Array, PyTree, PyTree, optax.Updates], jax.Array]
 
 
 class Denoiser(optax.GradientTransformationExtraArgs):
-    """A linear transform that can tell how much of the noise in its input it leaves.
+    """A linear transform that can compute the variance of the noise that it leaves.
 
     Attributes:
         variance_after: a function (variance, before, after, updates) → variance. `variance` has
-            shape (leaves,): the variance of the noise in each entry of a leaf of `updates`.
-            `before` and `after` are the transform's states before and after the update. The result
-            is the variance after the transform, in the same shape. The function assumes noise that
-            is independent between entries and steps.
+            shape (leaves,) and holds, for each leaf of `updates`, the variance of the noise in an
+            entry. `before` and `after` are the transform's states before and after the update. The
+            result has the shape (leaves,) and holds the variance after the transform. The function
+            assumes noise that is independent between entries and steps.
     """
 
     variance_after: VarianceAfter
@@ -69,7 +69,7 @@ def laplacian_smooth(
     stddev: optax.ScalarOrSchedule | None = None,
     sampling_stddev: optax.ScalarOrSchedule = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Smooth the updates: u = (I − σL)⁻¹ v, with L the second difference on a ring.
+    """Smooth updates v to u = (I − σL)⁻¹ v, where L is the second difference on a ring.
 
     Smoothing keeps the mean and shrinks differences between neighbouring entries. It multiplies the
     variance of independent noise by β ≈ (1 + 2σ)/(1 + 4σ)^1.5. Smoothing comes after the noise, so
@@ -78,8 +78,7 @@ def laplacian_smooth(
 
     Args:
         smoothing: σ from 0 to 1e30; a number or a schedule. Zero returns the updates unchanged.
-            "auto" chooses σ and the layout of each leaf from past updates; see `auto_smooth`, which
-            works with optimizers that cancel the length of their updates, such as Adam.
+            "auto" chooses σ and the layout of each leaf from past updates; see `auto_smooth`.
         scope: "leaf" smooths every array by itself. "tree" smooths all arrays as one ring, in the
             order of `jax.tree.leaves`.
         layout: which entries are neighbours. "stored" follows the row-major order of every array.
@@ -88,9 +87,10 @@ def laplacian_smooth(
             and all earlier axes as spatial. It reads a Dense kernel (in, out) as (out, in), a Conv
             kernel (H, W, in, out) as (out, in, H, W), and an embedding along its vocabulary. Arrays
             named `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs"
-            reads them as stored. "images" smooths the windows of Conv kernels, and Dense kernels on
-            square images of at least 4 × 4 pixels with one or three channels, and no other leaf.
-            The default of "auto" is to choose between "inputs" and "images". A function
+            reads them as stored. "images" smooths the windows of Conv kernels, and Dense kernels
+            with as many inputs as a square image of at least 4 × 4 pixels with one or three
+            channels. It leaves all other leaves unchanged. The default of "auto" is to choose
+            between "inputs" and "images". A function
             `(path, shape) → "inputs" | "stored" | "images" | Grid(...) | None` chooses for each
             leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
@@ -108,10 +108,10 @@ def laplacian_smooth(
             v5e, the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy;
             for 10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside
             `shard_map` where no device splits the leaf, "auto" smooths large leaves in blocks if σ
-            is a number up to about 50. It then rounds each factor to a sum of two bfloat16 numbers,
-            so an entry has an error of at most 2⁻¹⁵ times the largest entry. Smoothing is
-            post-processing, so this rounding does not change ε. For float32 precision on a TPU,
-            pass "recursive".
+            is a number up to about 50. The matrix products of this method round each factor to a
+            sum of two bfloat16 numbers, so an entry has an error of at most 2⁻¹⁵ times the largest
+            entry. Smoothing is post-processing, so this rounding does not change ε. For float32
+            precision on a TPU, pass "recursive".
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.
@@ -119,8 +119,8 @@ def laplacian_smooth(
         sampling_stddev: for "auto" only; see `auto_smooth`.
 
     Raises:
-        TypeError: if `shard_specs` does not consist of PartitionSpecs, or `updates` of real
-            floating-point arrays.
+        TypeError: if a leaf of `shard_specs` is not a PartitionSpec, or a leaf of `updates` is not
+            a real floating-point array.
         ValueError: if an argument has a value that is not listed above; if `method` cannot smooth a
             leaf; if `updates` still carry the mark of `clipped_grad`; if a scheduled σ is out of
             range (under `jit`, the result is NaN instead); or, inside `shard_map`, if a leaf
@@ -219,7 +219,7 @@ def laplacian_smooth(
 
 
 def _checked(smoothing: object) -> jax.Array | float:
-    """Return σ: a float if it is a number, otherwise an array. Raise if it is out of range."""
+    """Return σ as a float if it is a number, otherwise as an array. Raise if it is out of range."""
     check_non_negative("smoothing", smoothing, schedule=True)
     if not is_number(smoothing):
         return jnp.asarray(smoothing)

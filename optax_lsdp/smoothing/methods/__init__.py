@@ -1,4 +1,8 @@
-"""The methods that solve A u = v, one file each; `_dispatch` chooses among them."""
+"""The methods of smoothing: functions that multiply an array by (I + (−1)ⁿ σ Lⁿ)⁻¹.
+
+Here σ is `smoothing`, n is `order`, and L is the sum of the second differences along the axes on
+which entries are neighbours. `_dispatch` chooses a method for each leaf.
+"""
 
 from optax_lsdp.smoothing.methods.banded import (
     Blocking,

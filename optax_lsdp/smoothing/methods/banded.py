@@ -6,11 +6,11 @@ supports any order. It cuts the input into blocks and multiplies them by a few s
 together hold the band.
 
 `smooth_in_blocks` smooths large leaves on TPUs, along the axis on which neighbours are stored. A
-leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU pays
-more for a change of layout, and for padding, than for products. So nothing is padded, and the axes
-keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not six. Three
-passes round each operand to a sum of two bfloat16 numbers, so an entry has an error of at most
-`ERROR` times the largest entry.
+leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU takes
+longer to transpose or pad an array than to multiply it by a block's matrix. So nothing is padded,
+and the axes keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not
+six. Three passes round each operand to a sum of two bfloat16 numbers, so an entry has an error of
+at most `ERROR` times the largest entry.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Blocking(NamedTuple):
 
     shape: tuple[int, int, int]  # (space, inputs, outputs); a vector is (1, entries, 1)
     is_transposed: bool  # whether the leaf is stored as (outputs, inputs)
-    width: int | None  # inputs per block, if blocks divide them; None to smooth in steps
+    width: int | None  # inputs per block, a divisor of `inputs`; None to smooth in steps
     half: tuple[float, ...]  # the kernel from its centre to one side
     boundary: Boundary
 
@@ -137,7 +137,7 @@ def smooth_in_blocks(array: jax.Array, blocking: Blocking) -> jax.Array:
 
 
 def _as_columns(arrangement: Arrangement) -> tuple[tuple[int, int, int], bool] | None:
-    """Return a leaf's numbers (space, inputs, outputs), and whether it is transposed.
+    """Return a leaf's sizes (space, inputs, outputs), and whether it is stored transposed.
 
     Return None if the leaf is not one row of neighbours, or if its order does not suit blocks.
     """
@@ -180,7 +180,10 @@ def _beyond(first: jax.Array, last: jax.Array, boundary: Boundary) -> tuple[jax.
 
 
 def _convolve(blocks: jax.Array, matrices: jax.Array, padding: int) -> jax.Array:
-    """Return Σ_d matrices[d]ᵀ blocks[b + d] for every block b, of shape (entries, columns)."""
+    """Return Σ_d matrices[d]ᵀ blocks[b + d] for every block b, of shape (entries, columns).
+
+    `padding` blocks of zeros are first added on either side.
+    """
     return jax.lax.conv_general_dilated(
         blocks,
         matrices,

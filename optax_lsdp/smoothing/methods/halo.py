@@ -55,12 +55,12 @@ class Segments(NamedTuple):
     """How a leaf is cut into segments."""
 
     rows: int  # the number of rows of neighbours on this device
-    outer: tuple[int, ...]  # how many segments of a row this device holds, along each axis
+    outer: tuple[int, ...]  # segments per row on this device, along each axis outside a segment
     # The mesh axes that split each axis of `outer` and, last, the first axis within a segment.
     names: tuple[tuple[str, ...], ...]
     length: int  # entries per segment
     total: int  # segments per row, on all devices
-    columns: tuple[int, ...] | None  # the shape of all segments here, if each is a stored column
+    columns: tuple[int, ...] | None  # the shape of this device's segments, if each is a column
     order: tuple[int, ...]  # the order of the axes of `columns` that sorts segments by neighbours
 
     def gather(self, values: jax.Array) -> jax.Array:
@@ -90,7 +90,7 @@ class Segments(NamedTuple):
         return own.reshape(-1)
 
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
-        """Return where this device's segments are among those of all devices.
+        """Return where this device's segments are among the segments of all devices.
 
         The result has the shape of an array with one number for each segment of all devices, the
         index in this array at which the segments of this device start, and the names of the mesh
@@ -106,7 +106,7 @@ class Pack(NamedTuple):
     """Leaves that are filtered together: several small whole leaves, or one leaf of any kind."""
 
     members: list[int]
-    segments: Segments | None  # of one leaf; None for several
+    segments: Segments | None  # of one leaf; None for several leaves
     rows: Rows
 
 
@@ -244,8 +244,8 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
     """Return the carries of this device's segments.
 
-    `outer` has the carries of the rows. `carries` has what each segment, on any device, gets from
-    the other segments of its row.
+    `outer` has the carries of the rows. `carries` has the carries of each segment, on any device,
+    from the other segments of its row.
     """
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))

@@ -28,7 +28,7 @@ from jax.typing import DTypeLike
 _WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; 32 suffice if the kernel reaches no further
 _CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
 _LONG = 2**23  # CPUs filter lines with at least this many entries in place, chunk by chunk
-_PADDED = 2**20  # the same limit for lines that need padding to whole blocks
+_PADDED = 2**20  # the limit in place of `_LONG` for lines that must be padded to whole blocks
 
 
 class Kernel(NamedTuple):
@@ -76,8 +76,8 @@ class Ends(NamedTuple):
 class Rows(NamedTuple):
     """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`.
 
-    A carry is what enters a row or block at one end: the share of all entries beyond this end in
-    the smoothed value just outside.
+    A carry is a number at one end of a row or block: the share that all entries beyond this end
+    have in the smoothed value just outside.
     """
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
     sizes: tuple[int, ...]  # the number of entries: one for all rows, or one for each row
     kernel: Kernel
     upright: bool  # whether rows are columns of `values`, which saves a transposition
-    filtered: jax.Array | None  # a single row's blocks, filtered as if zeros surrounded each
+    filtered: jax.Array | None  # for a single copied row: its blocks, filtered as if between zeros
 
 
 def prepare_rows(
@@ -97,11 +97,11 @@ def prepare_rows(
     upright: bool,
     copied: bool,
 ) -> Rows:
-    """Prepare rows for filtering: compute everything except the carries that enter at their ends.
+    """Prepare rows for filtering: compute everything that does not need the carries at their ends.
 
-    For the arguments, see `Rows`. Upright rows must all have the same size. `copied` says that
-    `values` is a transposed copy. XLA would transpose a single copied row again for each use, so
-    this function filters such a row at once.
+    For `values`, `sizes` and `upright`, see `Rows`. `smoothing` is σ. Upright rows must all have
+    the same size. `copied` says that `values` is a transposed copy. XLA would transpose a single
+    copied row again for each use, so this function filters such a row at once.
     """
     kernel = _make_kernel(smoothing, values.dtype)
     width = _block_width(values.shape[0 if upright else 1], kernel)
@@ -135,7 +135,7 @@ def prepare_rows(
 
 
 def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
-    """Return the smoothed rows, or columns if upright. `carry` is what enters each row's ends."""
+    """Return the smoothed rows, or columns if upright. `carry` has the carries at row ends."""
     values, between, _, sizes, kernel, upright, filtered = rows
     length = values.shape[0 if upright else 1]
     width = _block_width(length, kernel)
@@ -172,7 +172,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
 
 
 def carry_of_rings(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> Ends:
-    """Return the carries of rings: what enters at one end of a row comes from its other end."""
+    """Return the carries of rings: the entries beyond one end are those at the other end."""
     rounds = -1 / jnp.expm1(-kernel.rate * as_array(sizes, kernel.rate.dtype))
     return Ends(ends.right * rounds, ends.left * rounds)
 
@@ -189,7 +189,7 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 
 
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Return what enters each segment from the others in its row, and the ends of the rows.
+    """Return each segment's carries from the other segments of its row, and the ends of the rows.
 
     The segments of a row have equal sizes. The arrays in `ends` have shape (rows, segments).
     """
@@ -200,7 +200,7 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
-    """Return what enters each segment from the others in one row, and the ends of the row.
+    """Return each segment's carries from the other segments of one row, and the ends of the row.
 
     The segments may have different sizes. The arrays in `ends` have shape (segments,).
     """
@@ -228,7 +228,7 @@ def add_outer_carry(outer: Ends, carries: Ends, places: jax.Array, kernel: Kerne
 
 
 def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
-    """Return the values as an operation's output: custom partitioning forbids constants."""
+    """Return the values as an array that XLA computes: custom partitioning forbids constants."""
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
@@ -302,7 +302,7 @@ def _filter_blocks(line: jax.Array, carries: jax.Array, width: int, kernel: Kern
 
 
 def _accumulate(x: jax.Array, kernel: Kernel) -> jax.Array:
-    """Return Σ_l ρ^l x_(k−l) over l ≥ 0 along the last axis."""
+    """Return y with y_k = Σ_l ρ^l x_(k−l), summed over l ≥ 0, along the last axis."""
     if kernel.reach <= 1:
         return x
     width = _block_width(x.shape[-1], kernel)

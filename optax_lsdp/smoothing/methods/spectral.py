@@ -1,10 +1,9 @@
 """Define the operator that smoothing inverts, and solve the system in the basis of waves.
 
-The operator is A = I + (−1)ⁿ σ Lⁿ on a grid, where L is the sum of the second differences along the
-axes of the grid. In the basis of waves, A is diagonal. The methods here use this basis, by FFT or
-by matrix products. Both support every boundary, every order and grids with any number of axes. The
-FFT is faster for long axes, and matrix products are faster for short axes. `_spectrum.py` has the
-same formulas without JAX. To add an operator, add a field to `Operator`, add its eigenvalues to
+In the basis of waves, the `Operator` A is diagonal. The methods here use this basis, by FFT or by
+matrix products. Both methods support every boundary, every order and grids with any number of axes.
+The FFT is faster for long axes, and matrix products are faster for short axes. `_spectrum.py` has
+the same formulas without JAX. To add an operator, add a field to `Operator`, add its eigenvalues to
 `inverse_spectrum`, and name the methods that do not support it in `_dispatch._obstacle`.
 """
 
@@ -24,7 +23,10 @@ LARGEST_SMOOTHING = 1e30  # for a larger σ, σ times an eigenvalue could overfl
 
 
 class Operator(NamedTuple):
-    """The operator A = I + (−1)ⁿ σ Lⁿ; σ is `smoothing` and n is `order`."""
+    """The operator A = I + (−1)ⁿ σ Lⁿ, where σ is `smoothing` and n is `order`.
+
+    L is the sum of the second differences along the axes of the grid of neighbours.
+    """
 
     smoothing: jax.Array | float
     boundary: Boundary = "periodic"
