@@ -171,7 +171,7 @@ def add_correlated_noise(
         is_good &= is_first
         past = state.past
         if rows:
-            _check_past(updates, past, rows)
+            _check_past(updates, total, past, rows)
             drawn = draw_noise(independent, total)
             noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
@@ -265,7 +265,8 @@ def _subtract_rows(noise: jax.Array, weights: jax.Array, past: jax.Array) -> jax
     def in_loop(noise: jax.Array, *, unroll: int) -> jax.Array:
         return jax.lax.fori_loop(0, len(past), subtract, noise, unroll=unroll)
 
-    if any(spec := explicit_spec(past)):  # the loop needs noise with the sharding of the past
+    if any(spec := explicit_spec(past)) or any(explicit_spec(noise)):
+        # The loop needs noise with the sharding of the past.
         mesh = jax.typeof(past).sharding.mesh
         noise = jax.sharding.reshard(noise, jax.NamedSharding(mesh, jax.P(*spec[1:])))
     one_by_one, in_eights = partial(in_loop, unroll=1), partial(in_loop, unroll=8)
@@ -302,14 +303,14 @@ def _check_state(state: AddCorrelatedNoiseState, fingerprint: np.ndarray, steps:
         )
 
 
-def _check_past(updates: optax.Updates, past: PyTree, rows: int) -> None:
+def _check_past(updates: optax.Updates, total: SumLeaves, past: PyTree, rows: int) -> None:
     """Raise unless the past noises have the structure, shapes and precision of the updates."""
-    leaves, noises = jax.tree.leaves(updates), jax.tree.leaves(past)
+    leaves, noises = total.wide, jax.tree.leaves(past)
     if leaves and (found := {len(one) for one in noises} or {0}) != {rows}:
         got = f"that needs {rows} past noises for a state with {max(found)}"
         raise ValueError(f"{_OTHER} {got}; resume with the same correlation.")
     check_structure(updates, past)
-    needed = [((rows, *leaf.shape), widen(leaf).dtype) for leaf in leaves]
+    needed = [((rows, *leaf.shape), leaf.dtype) for leaf in leaves]
     if [(one.shape, one.dtype) for one in noises] != needed:
         raise ValueError(
             "`updates` must have the shapes and precision of the parameters that `init` got, got "

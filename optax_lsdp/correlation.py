@@ -3,10 +3,10 @@
 Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻¹Z, where C is a
 lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
 much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most the
-clip norm, as with independent noise. But over all steps, the noises add up to less than independent
-noises, because C⁻¹ subtracts from each step's noise a part of the earlier noise. C is Toeplitz:
-its first column determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws
-the noise, and `accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
+clip norm, as with independent noise. But over all steps, the noises add up to less, because C⁻¹
+subtracts from each step's noise a part of the earlier noise. C is Toeplitz: its first column
+determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws the noise, and
+`accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
 """
 
 import math
@@ -27,6 +27,7 @@ __all__ += ["optimize_banded", "square_root"]
 _ROUNDING = 1e-9  # relative amount that covers rounding in norms and sensitivities
 _NARROW = 1e-6  # relative amount that covers float32 rounding of the coefficients of a banded C
 _MOST_STEPS, _LARGEST_MATRIX = 10**6, 5000  # rows of C; rows of a dense matrix: 200 MB
+_LARGEST_ENTRY = 1e6  # of C⁻¹; with larger entries, noise would soon overflow
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,6 @@ _PREFIX_SUM = Workload()
 class Correlation:
     """A lower-triangular Toeplitz matrix C, in which no column has a norm above 1.
 
-    The last columns have smaller norms than the first, so late steps get more noise than needed.
-
     Attributes:
         steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C or, with `is_inverse`, of C⁻¹, without final zeros: at
@@ -100,14 +99,14 @@ class Correlation:
         _check_bands(found.size, self.steps, "coefficients")
         plain = int(self.steps), tuple(found.tolist()), bool(self.is_inverse)
         vars(self).update(zip(("steps", "coefficients", "is_inverse"), plain, strict=True))
-        if not (norm := np.linalg.norm(self.column())) <= 1 + _ROUNDING:
-            remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.9g}, the norm"
+        if not (norm := np.linalg.norm(self.column()) * (1 + 1e-12)) <= 1 + _ROUNDING:
+            remedy = f"{'multiply' if self.is_inverse else 'divide'} all by {norm:.17g} in float64"
             demand = "such that no column of the matrix C has a norm above 1"
             raise checks.refusal("coefficients", demand, self.coefficients, remedy)
         if self.is_inverse:
             self._round_inverse(found)
-        if not np.abs(self.noise_column()).max() <= 1e6:  # noise would soon overflow
-            demand = "such that C's inverse has no entry above 1e+06"
+        if not np.abs(self.noise_column()).max() <= _LARGEST_ENTRY:
+            demand = f"such that C's inverse has no entry above {_LARGEST_ENTRY:.0e}"
             raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
@@ -235,7 +234,7 @@ def banded_inverse(
     def made(power: float) -> Correlation:
         series = _power_series(power, bands, workload)
         with np.errstate(over="ignore", invalid="ignore"):
-            if not np.linalg.norm(_inverse(series, steps)) < 1e6:
+            if not np.linalg.norm(_inverse(series, steps)) < _LARGEST_ENTRY:
                 demand = f"small enough that no entry of C overflows in {steps} steps"
                 raise checks.refusal("power", demand, power)
         return _scaled(series, steps, is_inverse=True)
@@ -248,7 +247,7 @@ def banded_inverse(
             return 1e6 + power  # the search turns back
 
     if power is None:
-        power = float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x)
+        return made(float(minimize_scalar(error, bounds=(0.0, 1.0), method="bounded").x))
     checks.check_fraction("power", power)
     return made(power)
 
@@ -262,10 +261,10 @@ def optimize_banded(
 ) -> Correlation:
     """Return the banded Toeplitz matrix C with the smallest squared error, found by L-BFGS.
 
-    `error` selects what is minimized: the "mean" of the squared errors after all steps, or their
-    "max", which requires a constant learning rate. Matrices that are not Toeplitz can have smaller
-    errors. With b bands, the noise needs b − 1 copies of the parameters. More bands cancel more
-    noise, but with cyclic Poisson sampling, ε grows with b (BandMF, arXiv 2306.08153, 2405.15913).
+    `error` is the "mean" of the squared errors after all steps or, for a constant learning rate,
+    their "max". Other than Toeplitz matrices can have smaller errors. The noise needs b − 1 copies
+    of the parameters. More bands cancel more noise, but ε grows with b if batches are sampled
+    (BandMF, arXiv 2306.08153, 2405.15913).
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -284,9 +283,10 @@ def optimize_banded(
             squared, slope = error_of(noise)
             product = fftconvolve(noise, noise)[:steps]  # the derivative of 1/c is −1/c²
             change = -fftconvolve(slope, product[::-1])[steps - 1 : steps - 1 + bands]
-            total = math.log(squared * (column @ column))
-            gradient = change / squared + 2 * column / (column @ column)
-        if not (math.isfinite(total) and np.isfinite(gradient).all()):
+            square = column @ column
+            total, largest = math.log(squared * square), np.abs(noise).max() * square**0.5
+            gradient = change / squared + 2 * column / square
+        if not (largest <= _LARGEST_ENTRY and np.isfinite([total, *gradient]).all()):
             return 1e6, np.zeros(bands - 1)  # the line search turns back
         return total, gradient[1:]
 
@@ -322,8 +322,7 @@ def _error_function(
     steps: int, workload: Workload, error: str
 ) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
     """Return a function from the first column of C⁻¹ to the squared error and its gradient."""
-    rates = workload.rates(steps)
-    if rates is None:
+    if (rates := workload.rates(steps)) is None:
         weights = np.arange(steps, 0, -1) / steps if error == "mean" else np.ones(steps)
 
         def of_constant_rate(noise: np.ndarray) -> tuple[float, np.ndarray]:
@@ -337,6 +336,7 @@ def _error_function(
         raise checks.refusal("learning_rates", demand, workload.learning_rates)
     checks.check_at_most("steps", steps, _LARGEST_MATRIX, "the limit with learning rates")
     # The error is gᵀSg, where g is `summed`. S[a, a − d] = Σ_{i ≥ a} η[i]·η[i − d]·(T − i)/T.
+    rates = rates / rates.max()  # so that squares neither overflow nor vanish
     form, weights = np.zeros((steps, steps)), rates * np.arange(steps, 0, -1) / steps
     for lag in range(steps):
         sums = np.cumsum((weights[lag:] * rates[: steps - lag])[::-1])[::-1]
@@ -374,8 +374,8 @@ def _scaled(coefficients: np.ndarray, steps: int, *, is_inverse: bool = False) -
 
 def _repeated(values: np.ndarray, separation: int) -> np.ndarray:
     """Return the sum of the values and of their shifts by one, two, three, … separations."""
-    padded = _padded(values, values.size + -values.size % separation)
-    return np.cumsum(padded.reshape(-1, separation), axis=0).ravel()[: values.size]
+    padded = _padded(values, values.size + -values.size % separation).reshape(-1, separation)
+    return np.cumsum(padded, axis=0).ravel()[: values.size]
 
 
 def _squared_bound(column: np.ndarray, separation: int) -> float:

@@ -175,6 +175,16 @@ def test_sharded_noise_equals_that_of_one_device(kind, correlation):
         assert noise.sharding.is_equivalent_to(sharding, 2)
     for past in jax.tree.leaves(state.past):
         assert past.sharding.shard_shape(past.shape) == (4, 100, 30)
+    with jax.set_mesh(mesh):  # from parameters on one device to gradients that are split
+        whole = tx.init(jnp.zeros((800, 30)))
+        np.testing.assert_array_equal(jax.jit(tx.update)(split, whole)[0], expected[0])
+
+
+def test_gradients_in_the_default_precision_of_numpy_are_accepted():
+    tx, zeros = add(BANDED), np.zeros(30)
+    np.testing.assert_array_equal(
+        tx.update(zeros, tx.init(zeros))[0], tx.update(jnp.zeros(30), tx.init(jnp.zeros(30)))[0]
+    )
 
 
 def test_inside_shard_map_each_shard_has_its_own_past():

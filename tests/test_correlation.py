@@ -159,6 +159,31 @@ def test_the_search_for_a_power_does_not_overflow():
     assert least_error(100, workload) < least < most / 100
 
 
+def test_more_bands_are_never_worse_even_if_learning_rates_fall_to_nearly_zero():
+    falling = Workload(0.9, tuple(0.5 * 0.1 ** (np.arange(200) / 10)))
+    found = [optimize_banded(200, bands, workload=falling) for bands in (1, 16, 64)]
+    errors = [one.squared_errors(falling).mean() for one in found]
+    assert errors[0] > errors[1] >= errors[2] * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-170, 1e200])
+def test_only_the_ratios_of_learning_rates_matter(scale):
+    scaled = Workload(0.5, tuple(scale * rate for rate in RATES))
+    expected = optimize_banded(STEPS, 5, workload=WORKLOADS["momentum and decay"])
+    np.testing.assert_allclose(
+        optimize_banded(STEPS, 5, workload=scaled).coefficients, expected.coefficients, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_who_follows_the_remedy_for_a_large_norm_is_not_refused_again(seed):
+    large = np.random.default_rng(seed).uniform(0.5, 0.8, 9).astype(np.float32)
+    with pytest.raises(ValueError, match="divide all by") as caught:
+        Correlation(9, large)
+    norm = float(str(caught.value).partition("divide all by ")[2].split()[0])
+    assert np.linalg.norm(Correlation(9, np.float64(large) / norm).column()) == pytest.approx(1)
+
+
 def test_an_inverse_of_two_bands_subtracts_a_part_of_the_last_draw():
     first, second = banded_inverse(STEPS, 2, power=0.7).coefficients
     assert second / first == pytest.approx(-0.7)

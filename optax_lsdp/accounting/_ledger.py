@@ -31,8 +31,8 @@ class Ledger(Mechanism):
 
     A ledger has the methods of a `SampledGaussian`, such as `epsilon`. Consecutive equal steps
     become one phase, so 10⁵ equal steps take no more memory than one step. For shuffled batches and
-    correlated noise, call `append` with `continues=True`. Otherwise, each call starts a new epoch
-    or cycle, which is right only after a restart with new batches or noise.
+    correlated noise, call `append` with `continues=True`, except after a restart with new batches
+    or noise.
 
     >>> ledger = Ledger()
     >>> step = SampledGaussian(noise_multiplier=1.1, sampling_rate=0.004, steps=1)
@@ -49,13 +49,16 @@ class Ledger(Mechanism):
         self._steps: list[int] = []  # the number of steps of each phase
         self._last: Phase | None = None
         for phase in phases:
-            self.append(phase)
+            self.append(phase, continues=False)
 
-    def append(self, phase: Phase, *, continues: bool = False) -> None:
+    def append(self, phase: Phase, *, continues: bool | None = None) -> None:
         """Record the steps of `phase`, taken after all steps so far.
 
         With `continues`, shuffled batches continue the epochs of the last phase, and correlated
-        noise continues the noise of the last phase.
+        noise continues the noise of the last phase. Otherwise, shuffled batches start a new epoch,
+        and correlated noise starts a new mechanism. For correlated noise that the ledger already
+        has, you must pass True or False, because a wrong guess could understate ε. For the same
+        reason, it can only continue the last phase.
         """
         if type(phase) not in _KINDS:
             raise TypeError(
@@ -63,6 +66,8 @@ class Ledger(Mechanism):
                 f"{repr(phase)[:200]}; append each phase separately, and for correlated noise the "
                 "CorrelatedGaussian itself, not its `dominating` phase."
             )
+        if isinstance(phase, CorrelatedGaussian):
+            self._check_continues(phase, continues)
         can_merge = continues or not SCHEMES[phase.sampling].keeps_order
         if phase is not self._last or not can_merge:  # the same object needs no second check
             Composition((*self._kinds[:1], phase))  # raises if relations or group sizes differ
@@ -78,6 +83,20 @@ class Ledger(Mechanism):
                 raise refusal("steps", demand, taken, remedy)
         self._steps[-1] += phase.steps
         self._last = phase
+
+    def _check_continues(self, phase: CorrelatedGaussian, continues: bool | None) -> None:
+        """Raise if it is unknown which noise of the ledger correlated noise continues."""
+        kind = replace(phase, steps=1)
+        if kind not in self._kinds:
+            return
+        if continues is None:
+            demand = "True or False for correlated noise that the ledger already has"
+            remedy = "pass True if the steps continue its noise, and False if their noise is new"
+            raise refusal("continues", demand, continues, remedy)
+        if continues and kind != self._kinds[-1]:
+            demand = "False, unless the last phase is the one that continues"
+            remedy = "record other mechanisms in a second ledger, and add up both"
+            raise refusal("continues", demand, continues, remedy)
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -154,7 +173,7 @@ class Ledger(Mechanism):
             try:
                 if isinstance(phase.get("correlation"), dict):
                     phase["correlation"] = Correlation(**phase["correlation"])
-                ledger.append(known[names](**phase))
+                ledger.append(known[names](**phase), continues=False)
             except (TypeError, ValueError) as error:
                 why = f"an error in {where}: {str(error).rstrip('.')}"
                 raise _refusal("have valid phases", why) from error

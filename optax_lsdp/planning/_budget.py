@@ -132,8 +132,9 @@ def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> i
     the correlated noise of the ledger's last phase, which ends with the steps of the correlation.
     """
     left = RECORDED_AT_MOST * plan.steps - ledger.steps
-    if continues and isinstance(plan.correlation, Correlation) and ledger.phases:
-        left = min(left, plan.correlation.steps - ledger.phases[-1].steps)
+    last = ledger.phases[-1] if ledger.phases else None
+    if continues and isinstance(last, CorrelatedGaussian):
+        left = min(left, last.correlation.steps - last.steps)
     return left
 
 

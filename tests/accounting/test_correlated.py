@@ -180,7 +180,7 @@ def test_the_curve_of_a_ledger_with_several_kinds_of_noise_is_an_upper_bound():
 
 def test_only_correlated_noise_itself_can_be_recorded():
     run = CorrelatedGaussian(1.0, square_root(100, 64), sampling_rate=0.01)
-    words = "append the CorrelatedGaussian itself, not its `dominating` phase"
+    words = "for correlated noise the CorrelatedGaussian itself, not its `dominating` phase"
     with pytest.raises(TypeError, match=words):
         Ledger([run.dominating])
 

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +89,7 @@ def test_a_ledger_of_single_steps_counts_one_mechanism(plan):
 def test_new_noise_is_a_second_mechanism_that_counts_its_own_cycles():
     plan = make_plan(correlation=4, epsilon=20.0)
     ledger = Ledger([replace(plan.event(0), steps=9)])  # three cycles
-    ledger.append(plan.event(7))  # restarted at step 7
+    ledger.append(plan.event(7), continues=False)  # restarted at step 7
     ledger.append(plan.event(8), continues=True)
     assert [phase.steps for phase in ledger.phases] == [9, 2]
     assert sum(part.steps for part in ledger.parts) == 3 + 1
@@ -104,6 +105,28 @@ def test_new_noise_is_a_second_mechanism_that_counts_its_own_cycles():
     )
     assert plan.epsilons(ledger, 9)[0] == pytest.approx(spent(5), rel=1e-3)
     assert ledger.remaining_steps(spent(4) * 1.0001, plan.delta_of_noise) == 2
+
+
+def test_a_ledger_never_guesses_which_noise_continues():
+    # Two mechanisms with few steps can have a smaller sensitivity than one with all steps.
+    ledger, metric = (
+        Ledger(),
+        SampledGaussian(9.0, 1.0, 1, sampling="full", neighbouring="zero_out"),
+    )
+    ledger.append(ORDERED.event(0))
+    with pytest.raises(ValueError, match=r"`continues` must be True or False .* pass True if"):
+        ledger.append(ORDERED.event(1))
+    ledger.append(ORDERED.event(1), continues=True)
+    ledger.append(metric)
+    for ask in (ledger.append, partial(ORDERED.allows, ledger, 2)):
+        arguments = (ORDERED.event(2),) if ask == ledger.append else ()
+        with pytest.raises(ValueError, match=r"`continues` must be False, .* in a second ledger"):
+            ask(*arguments, continues=True)
+    assert ledger.steps == 3
+    noise, metrics = Ledger(ORDERED.mechanism.phases), Ledger([metric] * 10)
+    assert (noise + metrics).epsilon(DELTA) == pytest.approx(
+        (ORDERED.mechanism + replace(metric, steps=10)).epsilon(DELTA)
+    )
 
 
 def test_a_budget_that_is_almost_spent_lasts_for_the_cycle_that_has_begun():
@@ -266,7 +289,10 @@ def test_estimates_that_assume_independent_noise_are_refused():
     with pytest.raises(ValueError, match="`state` must have independent noise, got correlated"):
         lsdp.training_curve(chain.init(jnp.zeros(3)))
     for known, outcome in (
-        ({}, pytest.raises(ValueError, match=r"`noise_stddev` must be set .* no `correlation`")),
+        (
+            {},
+            pytest.raises(ValueError, match=r"`noise_stddev` must be set .* without `correlation`"),
+        ),
         ({"noise_stddev": 0.7}, contextlib.nullcontext()),
     ):
         debiased = lsdp.privatize(lsdp.scale_by_debiased_adam(**known), smoothing=0.5, **private)
