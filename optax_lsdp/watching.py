@@ -53,7 +53,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -96,10 +96,6 @@ class Probe(NamedTuple):
     doubt: jax.Array  # the estimated variance of `trace`
     used: jax.Array  # the sum of ½s² over the steps that have used this probe
     steps: jax.Array  # how many steps with noise have used this probe
-
-
-# Updates, the optimizer's state, the sums of `_products` by leaf, and the last `Probe` as an array.
-Advance: TypeAlias = tuple[optax.Updates, optax.OptState, jax.Array, jax.Array]
 
 
 class WatchState(NamedTuple):
@@ -243,20 +239,16 @@ def watch(
             WatchSums(*others[len(Probe._fields) :]),
         )
 
-        def advance(ys: optax.Updates) -> Advance:
-            moves, after = inner.update(ys, state.optimizer, params, **extra_args)
-            move = applied_change(params, moves)
-            by_leaf = mesh.sum_leaves(shards, _products, ys, state.move, move)
-            together = jnp.stack(by_leaf) if by_leaf else jnp.zeros((0, 5))
-            return moves, after, together, jnp.stack(before)
+        moves, after = inner.update(releases, state.optimizer, params, **extra_args)
+        move = applied_change(params, moves)
+        rows = mesh.sum_leaves(shards, _products, releases, state.move, move)
+        by_leaf = jnp.stack(rows) if rows else jnp.zeros((0, 5))
 
-        def advance_and_probe(ys: optax.Updates) -> Advance:
-            moves, after, by_leaf, _ = advance(ys)
+        def probe(ys: optax.Updates, move: optax.Updates) -> jax.Array:
             signs, h = _public_signs(ys, state.step, shards), _PROBE * jnp.where(s > 0, s, 1)
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
             other, _ = inner.update(there, state.optimizer, params, **extra_args)
-            both = (applied_change(params, x) for x in (other, moves))
-            turn = jax.tree.map(jnp.subtract, *both)
+            turn = jax.tree.map(jnp.subtract, applied_change(params, other), move)
             slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
             trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
@@ -265,15 +257,14 @@ def watch(
             )
             steepest = mesh.largest_entry(shards, turn) / h
             unused = [jnp.zeros_like(s)] * 2
-            return moves, after, by_leaf, jnp.stack([trace, square, steepest, doubt, *unused])
+            return jnp.stack([trace, square, steepest, doubt, *unused])
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         parts = jax.tree.leaves(state.optimizer, is_leaf=_collects_updates)
         is_due |= any(map(_collects_updates, parts))
-        # All uses of the releases are in the branches, or XLA on CPUs would draw the noise again.
-        moves, after, by_leaf, probe = jax.lax.cond(is_due, advance_and_probe, advance, releases)
+        last_probe = state.numbers[2 : 2 + len(Probe._fields)]
+        found = Probe(*jax.lax.cond(is_due, probe, lambda *_: last_probe, releases, move))
         end, ahead, both, ahead_length, _ = jnp.sum(by_leaf, axis=0)
-        found = Probe(*probe)
         used = found.used + s**2 / 2
         share = jnp.where(is_due & (s > 0), (1 - 1 / jnp.maximum(before.steps, 1)) / 2, 0)
         drift = share * before.used * (found.trace - before.trace)
@@ -302,7 +293,7 @@ def watch(
             optimizer=after,
             step=optax.safe_increment(state.step),
             noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
-            move=optax.tree.cast_like(applied_change(params, moves), state.move),
+            move=optax.tree.cast_like(move, state.move),
             numbers=jnp.stack([ahead_length, end, *used_once, *started]),
             ratio=state.ratio + jnp.where(is_noisy, each, 0),
             last=point,
