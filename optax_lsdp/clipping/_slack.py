@@ -91,15 +91,6 @@ def _is_quantile(norm: CheckedClipNorm) -> bool:
     return norm.adaptive is not None and norm.adaptive.method == "quantile"
 
 
-class GroupEstimates(NamedTuple):
-    """Estimates of the norms of one group; see `NormEstimates`."""
-
-    shares: jax.Array  # (K,) means over all steps
-    variance: jax.Array  # of the noise in each share
-    clipped: jax.Array  # the mean share of clipped examples in the last steps
-    clipped_variance: jax.Array  # of the noise in `clipped`
-
-
 class ClipRule(NamedTuple):
     """The state of the rule of an `AdaptiveClip`, for one group of parameters."""
 
@@ -116,13 +107,14 @@ class EstimateNormsState(NamedTuple):
     Attributes:
         step: how many steps were taken.
         clip_norm: the clip norm of the next step, a number or one number per group.
-        groups: the estimates of each group.
+        estimates: a row for each group, (groups, K + 3): the mean shares over all steps, the mean
+            share of clipped examples in the last steps, and the variances of the noise in the two.
         rules: the state of each group's rule; empty without an `AdaptiveClip`.
     """
 
     step: jax.Array
     clip_norm: PyTree
-    groups: tuple[GroupEstimates, ...]
+    estimates: jax.Array
     rules: tuple[ClipRule, ...]
 
 
@@ -210,12 +202,12 @@ def estimate_norms(
     def init(params: optax.Params) -> EstimateNormsState:
         del params
         step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
-        shares = jnp.zeros(norm.slack, jnp.float32)
-        groups = (GroupEstimates(shares, zero, zero, zero),) * len(norm.addresses)
+        # Each array of a state costs time in each call of a compiled step, so there are few.
+        estimates = jnp.zeros((len(norm.addresses), norm.slack + 3), jnp.float32)
         rule = ClipRule(zero, step, step > 0, step > 0, zero)
-        rules = (rule,) * len(groups) if norm.adaptive else ()
+        rules = (rule,) * len(estimates) if norm.adaptive else ()
         # Copies, because a caller can donate each array only once.
-        return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), groups, rules))
+        return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), estimates, rules))
 
     def update(
         updates: WithSlack,
@@ -227,21 +219,22 @@ def estimate_norms(
         _check_slack(updates, norm)
         scale = jnp.asarray(stddev(state.step) if callable(stddev) else stddev, jnp.float32)
         step = optax.safe_increment(state.step)
-        groups, moved = [], []
+        rows, moved = [], []
         noisy, now = jax.tree.leaves(updates.slack), jax.tree.leaves(state.clip_norm)
         settings = jax.tree.leaves(norm.value)
-        for index, (group, one, clip) in enumerate(zip(state.groups, noisy, now, strict=True)):
+        for index, (one, clip) in enumerate(zip(noisy, now, strict=True)):
             unit = slack_value(1.0 if norm.adaptive else clip, norm) * expected_batch_size
             shares = one / unit + (0.5 if _is_quantile(norm) else 0.0)
-            groups.append(_averaged(group, shares, scale / unit, step))
+            rows.append(_averaged(state.estimates[index], shares, scale / unit, step))
             if norm.adaptive:
                 one_step = (clip, shares, scale / unit, expected_batch_size)
                 moved.append(_moved(settings[index], state.rules[index], *one_step))
+        estimates = jnp.stack(rows) if rows else state.estimates
         if not moved:
-            return updates.total, EstimateNormsState(step, fixed_norms(step), tuple(groups), ())
+            return updates.total, EstimateNormsState(step, fixed_norms(step), estimates, ())
         structure, (norms, rules) = jax.tree.structure(state.clip_norm), zip(*moved, strict=True)
         after = jax.tree.unflatten(structure, norms)
-        state = EstimateNormsState(step, after, tuple(groups), rules)
+        state = EstimateNormsState(step, after, estimates, rules)
         leaves, shape = jax.tree.flatten(updates.total)
         factors = jax.tree.unflatten(structure, [rule.factor for rule in rules])
         pairs = zip(leaves, norm.groups(updates.total, factors), strict=True)
@@ -267,19 +260,19 @@ def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
         )
 
 
-def _averaged(
-    group: GroupEstimates, shares: jax.Array, error: jax.Array, step: jax.Array
-) -> GroupEstimates:
-    """Add the shares of one step to the means; `error` is the standard deviation of each share."""
+def _averaged(row: jax.Array, shares: jax.Array, error: jax.Array, step: jax.Array) -> jax.Array:
+    """Return a row of `EstimateNormsState.estimates` after one more step with these shares.
+
+    `error` is the standard deviation of each share. The code is one expression without slices,
+    which XLA compiles to one kernel.
+    """
+    size, place = len(shares), jnp.arange(len(row))
+    is_recent, is_variance = (place == size) | (place == size + 2), place > size
     gain = 1 / step.astype(jnp.float32)
-    recent = jnp.maximum(gain, 1 / _RECENT)
-    return group._replace(
-        shares=group.shares + gain * (shares - group.shares),
-        variance=jnp.square(1 - gain) * group.variance + jnp.square(gain * error),
-        clipped=group.clipped + recent * (1 - shares[0] - group.clipped),
-        clipped_variance=jnp.square(1 - recent) * group.clipped_variance
-        + jnp.square(recent * error),
-    )
+    gains = jnp.where(is_recent, jnp.maximum(gain, 1 / _RECENT), gain)
+    new = jnp.where(place < size, jnp.pad(shares, (0, 3)), 1 - shares[0])
+    variance = jnp.square(1 - gains) * row + jnp.square(gains * error)
+    return jnp.where(is_variance, variance, row + gains * (new - row))
 
 
 def _moved(
@@ -343,11 +336,13 @@ def norm_estimates(state: optax.OptState) -> NormEstimates:
      [0.5   0.5   0.5   0.   ]]
     """
     found = _find_state(state)
-    structure, size = jax.tree.structure(found.clip_norm), found.groups[0].shares.shape[-1]
+    structure, size = jax.tree.structure(found.clip_norm), found.estimates.shape[-1] - 3
     squares = 1 - jnp.arange(1, size + 1, dtype=jnp.float32) / size
     is_quantile = size == 1 and found.rules  # its one coordinate counts norms up to C
-    shares, variance, clipped, clipped_variance = (
-        jax.tree.unflatten(structure, values) for values in zip(*found.groups, strict=True)
+    rows = found.estimates
+    shares, clipped, variance, clipped_variance = (
+        jax.tree.unflatten(structure, list(column))
+        for column in (rows[:, :size], rows[:, size], rows[:, size + 1], rows[:, size + 2])
     )
     return NormEstimates(
         radii=jnp.ones(1) if is_quantile else jnp.sqrt(squares),
