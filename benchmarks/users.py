@@ -31,7 +31,7 @@ import optax_lsdp as lsdp
 from benchmarks import _data, _timing
 from benchmarks._results import RESULTS
 from benchmarks.zoo import ZOO
-from optax_lsdp.training import UserData, average_examples
+from optax_lsdp.training import UserBatch, UserData, average_examples
 
 Examples = tuple[np.ndarray, np.ndarray]  # features (n, d) and labels (n,)
 Level = Literal["user level", "group privacy"]
@@ -180,7 +180,7 @@ def gradients(name: str) -> dict[str, Callable[[], Any]]:
     model = ZOO[name](None)
     count = len(jax.tree.leaves(model.batch)[0]) // SLOTS
     slots = jax.tree.map(lambda x: x.reshape(count, SLOTS, *x.shape[1:]), model.batch)
-    users = slots, jnp.ones((count, SLOTS), bool)
+    users = UserBatch(slots, jnp.ones((count, SLOTS), bool), jnp.arange(count))
     ways = {
         "examples": (model.loss, model.batch, jnp.ones(count * SLOTS, bool)),
         "users": (average_examples(model.loss), users, jnp.ones(count, bool)),

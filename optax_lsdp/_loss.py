@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from optax_lsdp._checks import check_function, check_whole
 from optax_lsdp._isolation import batch_norm_in_traceback, batch_norm_sentence
 from optax_lsdp._trees import check_mask, describe_arrays, dtype_name, is_floating, widen
-from optax_lsdp._types import PyTree
+from optax_lsdp._types import PyTree, UserBatch
 
 LossFn: TypeAlias = Callable[..., PyTree]
 _Call: TypeAlias = Callable[[optax.Params, PyTree], PyTree]
@@ -181,8 +181,8 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     loss(params, (examples, mask)) = Σⱼ maskⱼ · loss_fn(params, exampleⱼ) / max(1, Σⱼ maskⱼ)
 
-    The losses are averaged before the gradient is clipped, so all examples of a user together
-    contribute at most the clip norm. `fit` calls this function; call it yourself in your own loop.
+    The average is taken before the gradient is clipped, so all examples of a user together
+    contribute at most the clip norm. `fit` calls this function; in your own loop, call it yourself.
 
     Args:
         loss_fn: `loss_fn(params, example)` returns a scalar for one example. If it takes a key as
@@ -190,8 +190,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     Returns:
         The loss of one user. Its second argument is one row of a `UserBatch`, or a pair: arrays
-        with a leading axis of m examples, and a bool mask of shape (m,), False for padding. A user
-        without examples contributes zero to the sum of `clipped_grad`.
+        with a leading axis, and a bool mask, False for padding. Without examples, it is zero.
 
     >>> loss = average_examples(lambda params, x: params * x)
     >>> examples, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
@@ -202,14 +201,15 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     def loss(params: optax.Params, user: PyTree, *key: jax.Array) -> jax.Array:
         examples, mask = _check_user(user)
-        first = jnp.argmax(mask)
 
         def fill(x: jax.Array) -> jax.Array:
             """Replace padding by the first example, because a NaN would reach the gradient."""
-            one = jnp.where(mask[first], x[first], jnp.zeros_like(x[first]))
+            one = jnp.where(mask.any(), x[jnp.argmax(mask)], jnp.zeros_like(x[0]))
             return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
 
-        arguments = jax.tree.map(fill, examples), *(jax.random.split(one, len(mask)) for one in key)
+        if not isinstance(user, UserBatch):  # whose padding repeats the first example already
+            examples = jax.tree.map(fill, examples)
+        arguments = examples, *(jax.random.split(one, len(mask)) for one in key)
         call = partial(call_loss, loss_fn, params)
         if len(mask) == 1:  # the same program as for one example
             losses = jax.tree.map(lambda x: x[None], call(*jax.tree.map(lambda x: x[0], arguments)))

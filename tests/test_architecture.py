@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "__main__": own("cli"),
     "_checks": {"numpy"},
     "_schemes": set(),
-    "_types": set(),
+    "_types": {"numpy"},
     "_jaxpr": {"jax"},
     "_keys": {"jax", "numpy"},
     "_mesh": {"jax"},

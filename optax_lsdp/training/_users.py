@@ -5,7 +5,6 @@ example into the loss of one user. A user's gradient is then clipped as a whole.
 """
 
 from numbers import Integral
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,24 +13,9 @@ from jax.typing import ArrayLike
 
 from optax_lsdp._checks import check_whole
 from optax_lsdp._keys import check_key, fold_in_text
-from optax_lsdp._types import PyTree
+from optax_lsdp._types import PyTree, UserBatch
 from optax_lsdp.sampling import Batch, choose_within
 from optax_lsdp.training import _validation as validation
-
-
-class UserBatch(NamedTuple):
-    """The users of a batch, with some examples of each.
-
-    Attributes:
-        examples: arrays of shape (n, m, …) for n users with m examples each; zero for padding.
-        mask: (n, m) bool, False for padding. It reveals how many examples a user has, so do not
-            release it.
-        users: (n,) int32, the index of each user; zero for padding.
-    """
-
-    examples: PyTree
-    mask: np.ndarray
-    users: np.ndarray
 
 
 class UserData:
@@ -67,7 +51,7 @@ class UserData:
     >>> everyone = Batch(np.array([0, 1]), np.array([True, True]))
     >>> batch = data.batch(everyone, step=0, key=jax.random.key(0))
     >>> batch.examples[1], batch.mask[1]
-    (array([2., 0.]), array([ True, False]))
+    (array([2., 2.]), array([ True, False]))
     """
 
     def __init__(self, arrays: PyTree, users: ArrayLike, *, max_examples: int) -> None:
@@ -117,14 +101,15 @@ class UserData:
         counts = np.where(is_user, self._counts[users], 0)
         key = fold_in_text(key, "examples of users")
         places, mask = choose_within(key, step, users, counts, self.width)
-        rows = self._order[np.where(mask, self._starts[users][:, None] + places, 0)]
+        rows = self._order[self._starts[users][:, None] + places]
+        is_filled = np.broadcast_to(mask[:, :1], mask.shape)
 
         def take(path: KeyPath, leaf: np.ndarray) -> np.ndarray:
-            padded = np.zeros((*mask.shape, *leaf.shape[1:]), leaf.dtype)
-            padded[mask] = leaf[rows[mask]]
-            flat = padded.reshape(-1, *leaf.shape[1:])
+            slots = np.zeros((*mask.shape, *leaf.shape[1:]), leaf.dtype)
+            slots[is_filled] = leaf[rows[is_filled]]
+            flat = slots.reshape(-1, *leaf.shape[1:])
             validation.check_values(validation.describe_path(path), flat, rows.reshape(-1))
-            return padded
+            return slots
 
         examples = jax.tree.map_with_path(take, self.arrays)
         return UserBatch(examples, mask, users.astype(np.int32))
