@@ -176,7 +176,8 @@ BAD = {
     "initial": (lambda: adaptive(0.0), "`initial` .* positive.* got 0.0"),
     "range": (lambda: adaptive(1.0, least=2.0), "`initial` must be between `least` and `most`"),
     "method": (lambda: adaptive(1.0, method="mean"), "`method` .* got 'mean'"),
-    "slack of one": (lambda: adaptive(1.0, slack=1), "`slack` .* 2 or more, got 1"),
+    "slack of two": (lambda: adaptive(1.0, slack=2), "`slack` .* 3 or more, got 2"),
+    "fixed": (lambda: adaptive(1.0, method="fixed", slack=1), "`slack` .* 2 or more, got 1"),
     "weight": (lambda: adaptive(1.0, indicator_weight=-1), "`indicator_weight` .* got -1"),
     "style": (
         lambda: lsdp.clipped_grad(loss, clip_norm=adaptive(1.0), clip_style="automatic"),
