@@ -35,6 +35,7 @@ CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
 STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
 MOST_SLACK = 1024  # coordinates; more would only add noise to the counts
 _LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
+_LEAST_WEIGHT = 1e-6  # with less, noise of z = 1 would drown the count of a million examples
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class AdaptiveClip:
         least: the smallest C; by default a millionth of `initial`.
         most: the largest C; by default a million times `initial`.
         slack: K, the number of slack coordinates; at least 3 with method "slack".
-        indicator_weight: w, the weight of the coordinate of method "quantile".
+        indicator_weight: w, the weight of the coordinate of method "quantile"; at least 1e-6.
 
     References:
         SlaClip, ICML 2026, for slack.
@@ -131,6 +132,9 @@ class AdaptiveClip:
                 object.__setattr__(self, name, default)
             checks.check_positive(name, getattr(self, name))
         checks.check_positive("indicator_weight", self.indicator_weight)
+        if self.indicator_weight < _LEAST_WEIGHT:
+            demand = f"at least {_LEAST_WEIGHT}, or noise would drown the count"
+            raise checks.refusal("indicator_weight", demand, self.indicator_weight)
         if not _LEAST <= self.least <= self.initial <= self.most <= _MOST:
             raise ValueError(
                 "`initial` must be between `least` and `most`, within 1e-30 to 1e30, got "
@@ -211,7 +215,8 @@ class CheckedClipNorm:
 
 def _is_usable(now: CurrentClipNorm) -> bool:
     is_scalar = is_current(now) and not jnp.shape(now.value)
-    return is_scalar and (isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= _MOST)
+    most = _MOST * (1 + 2.0**-23)  # states hold clip norms in float32, which rounds 1e30 up
+    return is_scalar and (isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= most)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
@@ -225,10 +230,11 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     # A callable Equinox module is a tree, and no schedule.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
-        first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
-    norms = first or jax.tree.leaves(clip_norm)
+        first: PyTree = clip_norm(jnp.zeros([], jnp.int32)) if is_schedule else None
+        first = first.item() if hasattr(first, "item") and not jnp.shape(first) else first
+    norms = [first] if is_schedule else jax.tree.leaves(clip_norm)
     adaptive = next((norm for norm in norms if isinstance(norm, AdaptiveClip)), None)
-    if adaptive is not None:
+    if adaptive is not None and not is_schedule:
         _check_adaptive(norms, slack)
         slack, norms = adaptive.coordinates, [norm.initial for norm in jax.tree.leaves(clip_norm)]
     if not norms:
@@ -238,7 +244,8 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
             remedy = "with optax.inject_hyperparams, add 'clip_norm' to its static_args"
             raise TypeError(f"`clip_norm` must be a static number, got {norm!r}; {remedy}.")
         if not checks.is_number(norm) or not _LEAST <= norm <= _MOST:
-            raise checks.refusal("clip_norm", "a positive number, from 1e-30 to 1e30", norm)
+            remedy = "let the function of the step return a number" if is_schedule else ""
+            raise checks.refusal("clip_norm", "a positive number, from 1e-30 to 1e30", norm, remedy)
     copy = jax.tree.map(lambda norm: norm, clip_norm)
     addresses = tuple(leaf_addresses(clip_norm))
     return CheckedClipNorm(copy, is_schedule, addresses, slack or 0, adaptive)
