@@ -231,6 +231,13 @@ def test_batches_with_different_lengths_are_refused():
         lsdp.check_model(lambda w, x: jnp.vdot(w, x[0]), jnp.ones(5), (BATCH[0], jnp.ones(())))
 
 
+def test_data_of_users_are_refused_with_a_remedy():
+    data = lsdp.training.UserData(np.ones((4, 5)), [1, 1, 2, 3], max_examples=2)
+    with pytest.raises(TypeError, match=r"`batch` .*got UserData; .*the `arrays` of a UserData"):
+        lsdp.check_model(jnp.vdot, jnp.ones(5), data)
+    assert lsdp.check_model(jnp.vdot, jnp.ones(5), data.arrays)
+
+
 def test_a_batch_of_one_example_is_refused():
     with pytest.raises(ValueError, match="`batch` must hold two examples or more"):
         lsdp.check_model(lambda w, x: (x @ w).mean(), jnp.ones(5), BATCH[0][:1], batched=True)

@@ -2,8 +2,7 @@
 
 A clip norm is a number, an `AdaptiveClip`, a schedule, or a prefix tree with one number or one
 `AdaptiveClip` per group of leaves. Clipping multiplies the part of an example's gradient in a group
-by a clip factor, which depends on the norm of this part and on the group's clip norm. The engines
-and `clip_per_example` get their clip factors from this module.
+by a clip factor, which depends on the norm of this part and on the group's clip norm.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
 STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
 MOST_SLACK = 1024  # coordinates; more would only add noise to the counts
 _LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
+_LEAST_WEIGHT = 1e-6  # with less, noise of z = 1 would drown the count of a million examples
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,31 @@ class AdaptiveClip:
     by C, adds noise, and multiplies by the smaller of C and the next step's C. The divided sum has
     a constant sensitivity, so ε does not depend on C. C itself is computed from noisy numbers
     alone. `fit` passes C to the gradient function. In your own loop, call
-    `f(params, batch, mask, clip_norm=current_clip_norm(state))`. Automatic clipping takes no
-    adaptive clip norm: there, C only scales updates.
+    `f(params, batch, mask, clip_norm=current_clip_norm(state))`.
 
     With groups of clip norms, pass a prefix tree with one `AdaptiveClip` per group. All must have
     the same `method`, `slack` and `indicator_weight`.
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C for a gradient g. The slack of `clipped_grad`
     estimates the mean s = E[min(1, t²)] over examples, which is 1 if all gradients are clipped, and
-    near 0 if all are far shorter than C. The noise in s has standard deviation z/b, with noise
-    multiplier z and expected batch size b, for any number K of slack coordinates. The rule first
-    searches for the scale of the gradients, which is the C with s = `target`:
+    near 0 if all are far shorter than C. The noise in s has standard deviation (z/b)·K/(K − 1),
+    with noise multiplier z, expected batch size b and K slack coordinates. The rule first searches
+    for the scale of the gradients, which is the C with s = `target`:
 
-        C ← C · (clip(s, l, 1)/target)^(rate/2), l = max(1/(2K), e),
+        C ← C · (clip(s, l, 1)/target)^(rate/2), l = min(max(1/(2K), e), target/2),
 
     where clip limits s to [l, 1], and e is the standard error of s, from noise and the random size
-    of batches: e² = (z/b)² + 1/b for one step. For fixed gradients, the search converges from any
-    C: it is a fixed-point iteration for an M-estimate of scale. s is known once e ≤ target/4. Until
+    of batches: e² = (z/b)²·(K/(K − 1))² + 1/b for one step. s is known once e ≤ target/4. Until
     then, C stays, and s is averaged over more steps. If s exceeds (1 + target)/2, C is multiplied
-    by 3^rate instead. Updates are zero until s is first known, and while the last known s is below
-    target/2, because they would be mostly noise. The search ends once target/2 ≤ s and s + 2e <
-    (1 + target)/2, where 2e is left out if e ≤ (1 − target)/8. C then falls to a third of the
-    scale, because noise harms more than clipping, and gradients get shorter as a model learns.
-    After that, the rate falls to a fiftieth, so vanishing or exploding gradients hardly move C.
+    by 3^rate instead. If s is below target/2, C is too large: the search then replaces s by
+    min(s + (1 − s)/K, target/2), because K coordinates round s down by (1 − s)/K at most. So C
+    falls, but not far below the scale. For fixed gradients and a rate of at most 1, the search
+    converges from any C: it is a fixed-point iteration for an M-estimate of scale. Updates are zero
+    until s is first known, and while the last known s is below target/2, because they would be
+    mostly noise. The search ends once target/2 ≤ s and s + 2e ≤ (1 + target)/2, where 2e is left
+    out if e ≤ (1 − target)/8. C then falls to a third of the scale, because noise harms more than
+    clipping, and gradients get shorter as a model learns. After that, the rate falls to a fiftieth,
+    so vanishing or exploding gradients hardly move C.
 
     **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
     of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The divided sum and this coordinate together have
@@ -86,8 +88,8 @@ class AdaptiveClip:
         method: "slack", "quantile" or "fixed".
         least: the smallest C; by default a millionth of `initial`.
         most: the largest C; by default a million times `initial`.
-        slack: K, the number of slack coordinates; see `clipped_grad`.
-        indicator_weight: w, the weight of the coordinate of method "quantile".
+        slack: K, the number of slack coordinates; at least 3 with method "slack".
+        indicator_weight: w, the weight of the coordinate of method "quantile"; at least 1e-6.
 
     References:
         SlaClip, ICML 2026, for slack.
@@ -117,7 +119,8 @@ class AdaptiveClip:
         checks.check_positive("initial", self.initial)
         checks.check_delta("target", self.target)
         checks.check_choice("method", self.method, ("slack", "quantile", "fixed"))
-        checks.check_whole("slack", self.slack, 2)
+        # With two coordinates, s is 0 or 1 if all gradients are equally long.
+        checks.check_whole("slack", self.slack, 3 if self.method == "slack" else 2)
         checks.check_at_most("slack", self.slack, MOST_SLACK)
         defaults = {
             "rate": 0.2 if self.method == "quantile" else 1.0,
@@ -129,6 +132,9 @@ class AdaptiveClip:
                 object.__setattr__(self, name, default)
             checks.check_positive(name, getattr(self, name))
         checks.check_positive("indicator_weight", self.indicator_weight)
+        if self.indicator_weight < _LEAST_WEIGHT:
+            demand = f"at least {_LEAST_WEIGHT}, or noise would drown the count"
+            raise checks.refusal("indicator_weight", demand, self.indicator_weight)
         if not _LEAST <= self.least <= self.initial <= self.most <= _MOST:
             raise ValueError(
                 "`initial` must be between `least` and `most`, within 1e-30 to 1e30, got "
@@ -148,10 +154,7 @@ class AdaptiveClip:
 
 @dataclass(frozen=True)
 class CheckedClipNorm:
-    """A checked copy of a clip norm.
-
-    Without the copy, a caller could change a dict of clip norms between clipping and noise.
-    """
+    """A checked copy of a clip norm: a caller could change a dict between clipping and noise."""
 
     value: ClipNorm  # a number or `AdaptiveClip`, a prefix tree of them, or a schedule
     is_schedule: bool
@@ -212,7 +215,8 @@ class CheckedClipNorm:
 
 def _is_usable(now: CurrentClipNorm) -> bool:
     is_scalar = is_current(now) and not jnp.shape(now.value)
-    return is_scalar and (isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= _MOST)
+    most = _MOST * (1 + 2.0**-23)  # states hold clip norms in float32, which rounds 1e30 up
+    return is_scalar and (isinstance(now.value, jax.core.Tracer) or _LEAST <= float(now) <= most)
 
 
 def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedClipNorm:
@@ -226,24 +230,22 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     # A callable Equinox module is a tree, and no schedule.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
-        first = [float(clip_norm(jnp.zeros([], jnp.int32)))] if is_schedule else None
-    norms = first or jax.tree.leaves(clip_norm)
+        first: PyTree = clip_norm(jnp.zeros([], jnp.int32)) if is_schedule else None
+        first = first.item() if hasattr(first, "item") and not jnp.shape(first) else first
+    norms = [first] if is_schedule else jax.tree.leaves(clip_norm)
     adaptive = next((norm for norm in norms if isinstance(norm, AdaptiveClip)), None)
-    if adaptive is not None:
+    if adaptive is not None and not is_schedule:
         _check_adaptive(norms, slack)
         slack, norms = adaptive.coordinates, [norm.initial for norm in jax.tree.leaves(clip_norm)]
     if not norms:
         raise ValueError(f"`clip_norm` must be a number or a tree of numbers, got {clip_norm!r}.")
     for norm in norms:
         if isinstance(norm, jax.Array):
-            raise TypeError(
-                f"`clip_norm` must be a static number, got {norm!r}; with "
-                "optax.inject_hyperparams, add 'clip_norm' to its static_args."
-            )
+            remedy = "with optax.inject_hyperparams, add 'clip_norm' to its static_args"
+            raise TypeError(f"`clip_norm` must be a static number, got {norm!r}; {remedy}.")
         if not checks.is_number(norm) or not _LEAST <= norm <= _MOST:
-            raise ValueError(
-                f"`clip_norm` must be a positive number, from 1e-30 to 1e30, got {norm!r}."
-            )
+            remedy = "let the function of the step return a number" if is_schedule else ""
+            raise checks.refusal("clip_norm", "a positive number, from 1e-30 to 1e30", norm, remedy)
     copy = jax.tree.map(lambda norm: norm, clip_norm)
     addresses = tuple(leaf_addresses(clip_norm))
     return CheckedClipNorm(copy, is_schedule, addresses, slack or 0, adaptive)
@@ -262,9 +264,7 @@ def _check_adaptive(norms: Sequence[object], slack: int | None) -> None:
             "set `least` and `most` to `initial`."
         )
     if slack is not None:
-        raise ValueError(
-            f"`slack` must be set in the AdaptiveClip, got slack={slack} as well; remove it."
-        )
+        raise checks.refusal("slack", "set in the AdaptiveClip only", slack, "leave it out here")
 
 
 def sensitivity(clip_norm: ClipNorm) -> ClipNorm:

@@ -1,13 +1,11 @@
 """Estimate the distribution of gradient norms from the gap below the clip norm, at no cost in ε.
 
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
-there is a gap below the clip norm. K slack coordinates fill this gap: the first
-m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its slack
-together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with
+there is a gap below the clip norm. K slack coordinates fill this gap, as in SlaClip (ICML 2026).
+The first m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its
+slack together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with
 the same noise and the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K,
 is the number of examples with r ≤ C·√(1 − j/K).
-
-Reference: SlaClip, ICML 2026, which fills the gap below the clip norm.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lsdp._checks import check_positive, frozen_number
+from optax_lsdp._checks import check_positive, frozen_number, refusal
 from optax_lsdp._clipped import ClipGroup, CurrentClipNorm, WithSlack
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping._clip_norm import (
@@ -187,9 +185,8 @@ def estimate_norms(
     """
     norm = checked_clip_norm(clip_norm, slack)
     if not norm.slack:
-        raise ValueError(
-            "`slack` must be a whole number, 1 or more, got None; pass the K of `clip_per_example`."
-        )
+        remedy = "pass the K of `clip_per_example`"
+        raise refusal("slack", "a whole number, 1 or more", None, remedy)
     check_positive("stddev", stddev, schedule=True)
     check_positive("expected_batch_size", expected_batch_size)
     stddev, expected_batch_size = frozen_number(stddev), float(expected_batch_size)
@@ -291,22 +288,25 @@ def _moved(
         new = jnp.clip(new, setting.least, setting.most)
         return new, rule._replace(factor=jnp.minimum(clip_norm, new))
     # ⌊K(1 − t²)⌋/(K − 1) has the same mean as 1 − t² if t² is uniform in [0, 1].
-    excess = rule.excess + 1 - jnp.sum(shares) / (setting.slack - 1)
+    size, target = setting.slack, setting.target
+    excess = rule.excess + 1 - jnp.sum(shares) / (size - 1)
     count = (rule.waited + 1).astype(jnp.float32)
-    found, target = excess / count, setting.target
-    doubt = jnp.sqrt((jnp.square(error) / setting.slack + 1 / expected_batch_size) / count)
+    found, noise = excess / count, error * math.sqrt(size) / (size - 1)  # the noise in one s
+    doubt = jnp.sqrt((jnp.square(noise) + 1 / expected_batch_size) / count)
     is_known = doubt <= target / 4
     is_high = found > (1 + target) / 2
     is_low = (found < target / 2) & (clip_norm > setting.least)
     margin = jnp.where(doubt <= (1 - target) / 8, 0.0, 2 * doubt)
-    is_right = ~is_low & (found + margin < (1 + target) / 2)
+    is_right = ~is_low & (found + margin <= (1 + target) / 2)
     is_due = is_known & (rule.settled | is_high | is_low | is_right)
-    ratio = jnp.clip(found, jnp.maximum(0.5 / setting.slack, doubt), 1.0) / target
-    search = jnp.where(is_high, _FAST_RISE, jnp.sqrt(ratio)) ** setting.rate
-    search = jnp.where(is_right, _SHARE, 1.0) * search
+    floor = jnp.minimum(jnp.maximum(0.5 / size, doubt), target / 2)
+    ratio = jnp.clip(found, floor, 1.0) / target
+    # Counts round s down by up to (1 − s)/K. If C fell too far, it could rise and fall for ever.
+    fall = jnp.clip(found + (1 - found) / size, floor, target / 2) / target
+    search = jnp.where(is_high, _FAST_RISE, jnp.sqrt(jnp.where(is_low, fall, ratio)))
+    search = jnp.where(is_right, _SHARE, 1.0) * search**setting.rate
     factor = jnp.where(rule.settled, ratio ** (_SLOW / 2 * setting.rate), search)
-    new = jnp.clip(clip_norm * factor, setting.least, setting.most)
-    new = jnp.where(is_due, new, clip_norm)
+    new = jnp.clip(jnp.where(is_due, clip_norm * factor, clip_norm), setting.least, setting.most)
     useful = rule.settled | jnp.where(is_known, ~is_low, rule.useful)
     return new, ClipRule(
         excess=jnp.where(is_due, 0.0, excess),

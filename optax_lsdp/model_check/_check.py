@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 import optax_lsdp._trees as trees
-from optax_lsdp._checks import check_function
+from optax_lsdp._checks import check_function, is_number
 from optax_lsdp._isolation import batch_norm_sentence, batch_norms, check_no_layer_state
 from optax_lsdp._jaxpr import ClosedJaxpr, constants, equations
 from optax_lsdp._keys import is_key
@@ -169,6 +169,11 @@ def _draws_shared_numbers(program: ClosedJaxpr, sample: PyTree) -> bool:
 def _check_batch(batch: PyTree, batched: bool) -> int:
     """Return the number of examples. Raise unless all leaves are rows of numbers or keys."""
     for path, leaf in jax.tree.leaves_with_path(batch):
+        if not (hasattr(leaf, "dtype") or is_number(leaf)):
+            raise TypeError(
+                f"`batch` must hold arrays, got {type(leaf).__name__}; pass arrays of some "
+                "examples, such as the `arrays` of a UserData."
+            )
         if hasattr(leaf, "dtype") and not (trees.is_numeric(leaf) or is_key(leaf)):
             raise TypeError(
                 f"`batch` must hold numbers or keys, got {trees.dtype_name(leaf)} at "

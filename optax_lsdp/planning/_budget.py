@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import optax_lsdp.accounting as accounting
-from optax_lsdp._checks import check_positive, refusal
+from optax_lsdp._checks import check_non_negative, check_positive, refusal
 from optax_lsdp._schemes import SCHEMES
 from optax_lsdp.accounting import Composition, CorrelatedGaussian, Ledger, SampledGaussian
 from optax_lsdp.correlation import Correlation
@@ -67,10 +67,12 @@ def noise_and_epsilon(
     """Return the noise multiplier z and the budget ε. If one of them is None, compute it.
 
     `unit` has the planned steps for z = 1; see `planned_steps`. The computed ε is what the steps
-    spend at `delta`. The computed z is the smallest z within the budget.
+    spend at `delta`. It is 0 if the noise is so large that δ alone covers the steps. The computed z
+    is the smallest z within the budget.
     """
     if epsilon is not None:
-        check_positive("epsilon", epsilon)
+        check = check_positive if noise_multiplier is None else check_non_negative
+        check("epsilon", epsilon)
     if noise_multiplier is None:
         if epsilon is None:
             raise ValueError(

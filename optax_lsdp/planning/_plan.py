@@ -135,7 +135,7 @@ class PrivacyPlan:
         noise_multiplier, epsilon = noise_and_epsilon(self._unit, self.delta_of_noise, **known)
         self._set("noise_multiplier", noise_multiplier)
         self._set("epsilon", epsilon)
-        settings.warn_of_long_search(self.clip_norm, noise_multiplier, sizes[1], self.steps)
+        settings.warn_of_long_search(self)
         self._set("digest", self._hash())  # raises if the settings cannot be saved as JSON
 
     def _set(self, name: str, value: object) -> None:

@@ -211,29 +211,41 @@ def check_slack(correlation: object, slack: int | None) -> None:
         raise checks.refusal("slack", "a setting of the plan's clip norm only", slack, remedy)
 
 
-def warn_of_long_search(
-    clip_norm: ClipNorm, noise_multiplier: float, batch_size: int, steps: int
-) -> None:
-    """Warn if an `AdaptiveClip` needs a large share of the steps for its first estimate.
-
-    For G groups of parameters, noise multiplier z and expected batch size b, the estimate of one
-    step has the variance z²·G/b² + 1/b. Estimates are averaged until their standard error is a
-    quarter of the target; see `AdaptiveClip`.
-    """
-    norms = [x for x in jax.tree.leaves(clip_norm) if isinstance(x, AdaptiveClip)]
-    variance = len(norms) * (noise_multiplier / batch_size) ** 2 + 1 / batch_size
+def warn_of_long_search(plan: "PrivacyPlan") -> None:
+    """Warn if an `AdaptiveClip` needs a large share of a plan's steps for its first estimate."""
+    norms = [x for x in jax.tree.leaves(plan.clip_norm) if isinstance(x, AdaptiveClip)]
     waits = [
-        16 * variance / norm.target**2
+        _steps_to_estimate(plan, norm, len(norms))
         for norm in norms
         if norm.method == "slack" and norm.least < norm.most
     ]
-    if waits and 4 * max(waits) > steps:
+    if waits and 4 * max(waits) > plan.steps:
         warnings.warn(
             f"`clip_norm` needs about {math.ceil(max(waits))} steps for its first estimate, during "
-            f"which no parameter changes, got a plan of {steps} steps; take larger batches or a "
-            "larger `target`, or fix the clip norm.",
+            f"which no parameter changes, got a plan of {plan.steps} steps; take larger batches or "
+            "a larger `target`, or fix the clip norm.",
             stacklevel=4,
         )
+
+
+def _steps_to_estimate(plan: "PrivacyPlan", norm: AdaptiveClip, groups: int) -> float:
+    """Return after about how many steps a clip norm has its first estimate.
+
+    For G groups of parameters, noise multiplier z, expected batch size b and K slack coordinates,
+    the estimate of one step has the variance G·(z/b)²·(K/(K − 1))² + 1/b. Estimates are averaged
+    until the standard error is a quarter of the target, with the z of the last step; see
+    `AdaptiveClip`.
+    """
+    batch, factors = plan.expected_batch_size, plan.noise_schedule or Piecewise((0,), (1.0,))
+    unit = math.sqrt(groups) * plan.noise_multiplier / batch * norm.slack / (norm.slack - 1)
+
+    def wait(factor: float) -> float:
+        error = math.hypot(factor * unit, batch**-0.5) * 4 / norm.target
+        return min(error, 1e9) ** 2
+
+    ends = [*factors.starts[1:], math.inf]
+    pieces = zip(factors.starts, ends, map(wait, factors.values), strict=True)
+    return next(max(steps, start) for start, end, steps in pieces if steps <= end)
 
 
 def describe_adaptive(clip_norm: ClipNorm) -> str:

@@ -25,6 +25,7 @@ import re
 import shutil
 import stat
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -108,7 +109,8 @@ class RunFolder:
         path = self.path / "plan.json"
         if path.exists():
             try:
-                same = PrivacyPlan.from_json(path.read_text()) == self._plan
+                with warnings.catch_warnings(action="ignore"):  # the caller's plan has warned
+                    same = PrivacyPlan.from_json(path.read_text()) == self._plan
             except ValueError as error:
                 raise ValueError(
                     f"`folder` must hold a valid plan in plan.json, got {str(path)!r}: {error}"

@@ -7,6 +7,7 @@ save a checkpoint.
 
 import signal
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, nullcontext
@@ -151,7 +152,8 @@ def fit(
     if examples.has_user_axis:
         loss_of_unit = average_examples(loss_fn)
     elif plan.unit == "user":  # each user has one example: draw the same numbers as without users
-        plan = replace(plan, unit="example")
+        with warnings.catch_warnings(action="ignore"):  # the caller's plan has warned already
+            plan = replace(plan, unit="example")
     check_callbacks(callbacks)
     if not (mesh is None or isinstance(mesh, jax.sharding.Mesh)):
         raise TypeError(

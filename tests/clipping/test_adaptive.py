@@ -176,8 +176,17 @@ BAD = {
     "initial": (lambda: adaptive(0.0), "`initial` .* positive.* got 0.0"),
     "range": (lambda: adaptive(1.0, least=2.0), "`initial` must be between `least` and `most`"),
     "method": (lambda: adaptive(1.0, method="mean"), "`method` .* got 'mean'"),
-    "slack of one": (lambda: adaptive(1.0, slack=1), "`slack` .* 2 or more, got 1"),
+    "slack of two": (lambda: adaptive(1.0, slack=2), "`slack` .* 3 or more, got 2"),
+    "fixed": (lambda: adaptive(1.0, method="fixed", slack=1), "`slack` .* 2 or more, got 1"),
     "weight": (lambda: adaptive(1.0, indicator_weight=-1), "`indicator_weight` .* got -1"),
+    "a tiny weight": (
+        lambda: adaptive(1.0, method="quantile", indicator_weight=1e-40),
+        "`indicator_weight` must be at least 1e-06, or noise would drown the count, got 1e-40",
+    ),
+    "a function": (
+        lambda: lsdp.clipped_grad(loss, clip_norm=lambda step: adaptive(1.0)),
+        r"`clip_norm` must be a positive number.*got AdaptiveClip\(.*let the function of the step",
+    ),
     "style": (
         lambda: lsdp.clipped_grad(loss, clip_norm=adaptive(1.0), clip_style="automatic"),
         "`clip_style` must be 'threshold' with an AdaptiveClip",
@@ -323,6 +332,16 @@ def test_a_clip_norm_that_is_no_positive_number_is_refused(now):
     f = lsdp.clipped_grad(jnp.vdot, clip_norm=lsdp.AdaptiveClip(1.0))
     with pytest.raises(ValueError, match=r"pass clip_norm=current_clip_norm\(state\)"):
         f(jnp.zeros(2), jnp.ones((3, 2)), clip_norm=CurrentClipNorm(now))
+
+
+@pytest.mark.parametrize("initial", [1e-30, 1e30])
+def test_the_clip_norm_of_a_state_is_accepted_up_to_the_ends_of_the_range(initial):
+    """In float32, 1e30 is rounded up."""
+    clip = lsdp.AdaptiveClip(initial, method="fixed")
+    state = lsdp.privatize(optax.sgd(1.0), clip_norm=clip, **PRIVATE).init(jnp.zeros(2))
+    f = lsdp.clipped_grad(jnp.vdot, clip_norm=clip, engine="vmap")
+    total = f(jnp.zeros(2), jnp.ones((3, 2)), clip_norm=lsdp.current_clip_norm(state))
+    assert np.isfinite(total.value).all()
 
 
 def test_only_the_clip_norm_of_a_state_is_accepted():

@@ -73,6 +73,17 @@ def test_a_plan_survives_json(changes):
     assert "key" not in json.loads(plan.to_json())
 
 
+def test_an_epsilon_of_zero_needs_noise_that_spends_nothing():
+    free = lsdp.PrivacyPlan(**{**BASE, "steps": 1, "delta": 9e-4}, noise_multiplier=50.0)
+    assert free.epsilon == 0 and lsdp.PrivacyPlan.from_json(free.to_json()) == free
+    with pytest.raises(ValueError, match=r"`epsilon` must be at least .*, got 0\.0"):
+        make("noise", epsilon=0.0)
+    with pytest.raises(ValueError, match=r"`epsilon` must be positive and finite, got 0\.0"):
+        make(epsilon=0.0)
+    with pytest.raises(ValueError, match=r"`epsilon` must be zero or positive.*got -1\.0"):
+        make("noise", epsilon=-1.0)
+
+
 def test_a_plan_that_claims_too_small_an_epsilon_is_refused():
     found = json.loads(make().to_json())
     found["epsilon"] /= 2

@@ -215,6 +215,16 @@ def test_one_example_per_user_trains_what_examples_train_to_the_bit(changes, fun
     assert bits(done.params) == bits(alone.params)
 
 
+def test_fit_neither_refuses_nor_repeats_what_the_plan_said(tmp_path):
+    """The noise is so large that δ alone covers the step: ε is 0. Warnings would be errors."""
+    with pytest.warns(UserWarning, match="`delta` should be far below .* publishes one user"):
+        plan = make_plan(steps=1, unit="user", noise_multiplier=20.0, delta=0.01)
+    assert plan.epsilon == 0
+    data = UserData(DATA, np.arange(400), max_examples=2)
+    done = [fit(plan, data, folder=tmp_path) for _ in range(2)]  # starts, and resumes
+    assert [one.steps for one in done] == [1, 1] and bits(done[0].params) == bits(done[1].params)
+
+
 def test_one_of_many_equal_examples_trains_what_this_example_trains_to_the_bit():
     tripled = jax.tree.map(lambda x: np.concatenate([x] * 3), DATA)
     data = UserData(tripled, np.tile(np.arange(400), 3), max_examples=1)
