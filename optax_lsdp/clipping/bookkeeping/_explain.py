@@ -58,7 +58,7 @@ class LeafClipping:
             these multiplications cost nothing extra, because the sum needs them as well.
         bytes: the memory that the norm takes in addition to ordinary training.
         effective_clip_norm: as in `ClippingExplanation`, but as if this parameter alone were
-            clipped to C. This number reveals something about the example.
+            clipped to C. It is *private* if the example is, because it depends on the gradient.
     """
 
     path: str
@@ -82,7 +82,7 @@ class ClippingExplanation:
             the clip norm C, assuming that the gradient is longer than C. None if only shapes were
             passed, if the example is traced, or if its gradient is shorter than 1e-15. Zero if the
             example contributes nothing, because its gradient is not finite or squares overflow.
-            This number reveals something about the example: keep it secret if the example is.
+            It is *private* if the example is, because it depends on the gradient.
     """
 
     rows: tuple[LeafClipping, ...]
