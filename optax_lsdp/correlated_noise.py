@@ -173,7 +173,8 @@ def add_correlated_noise(
         if rows:
             _check_past(updates, total, past, rows)
             drawn = draw_noise(independent, total)
-            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
+            noises = _subtract_past(coefficients, state.step, drawn, past)
+            noises = list(map(compute_once, noises))
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
             past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
             noisy = add_scaled(total, noises, stddev, is_good)

@@ -230,7 +230,7 @@ def watch(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
-        releases = compute_once(updates)
+        releases = jax.tree.map(compute_once, updates)
         scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * scale for x in settings)

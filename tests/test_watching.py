@@ -281,10 +281,13 @@ def test_in_half_precision_the_curve_follows_the_rounded_parameters():
     np.testing.assert_allclose(curve.work, truth, rtol=0.01)  # bfloat16 keeps 8 bits of a step
 
 
-@pytest.mark.parametrize("specs", [jax.P("x"), None], ids=["shard_map", "jit"])
+SPLIT = {"split": jax.P("x"), "replicated": jax.P()}
+
+
+@pytest.mark.parametrize("specs", [SPLIT, jax.P("x"), None], ids=["shard_map", "one spec", "jit"])
 def test_shards_have_the_curve_of_the_whole(specs):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    params = {"a": jnp.ones((8, 3)), "b": jnp.ones(16)}
+    params = {"split": jnp.ones((8, 3)), "replicated": jnp.ones(5)}
     keys = jax.random.split(jax.random.key(0), 6)
     releases = [
         jax.tree.map(lambda x, k=key: jax.random.normal(k, x.shape), params) for key in keys
@@ -298,14 +301,13 @@ def test_shards_have_the_curve_of_the_whole(specs):
         return state.curve, state.ratio
 
     whole = curve(None, releases, params)
+    function, inside = functools.partial(curve, specs), ([SPLIT] * 6, SPLIT)
     if specs is None:
-        split = jax.sharding.NamedSharding(mesh, jax.P("x"))
-        got = jax.jit(functools.partial(curve, None))(*jax.device_put((releases, params), split))
+        split = jax.tree.map(functools.partial(jax.sharding.NamedSharding, mesh), inside)
+        got = jax.jit(function)(*jax.device_put((releases, params), split))
     else:
-        function = functools.partial(curve, specs)
-        got = jax.jit(
-            jax.shard_map(function, mesh=mesh, in_specs=(specs, specs), out_specs=jax.P())
-        )(releases, params)
+        on_shards = jax.shard_map(function, mesh=mesh, in_specs=inside, out_specs=jax.P())
+        got = jax.jit(on_shards)(releases, params)
     # Optimizers that treat every entry by itself give the same trace for any signs.
     for one, other in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
