@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import check_positive, frozen_number, refusal
+from optax_lsdp._clipped import WithSlack
 from optax_lsdp._keys import check_key
 from optax_lsdp._mesh import check_shard_specs, explicit_spec, vary, varying_axes
 from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
@@ -158,6 +159,11 @@ def add_correlated_noise(
         if not isinstance(state, AddCorrelatedNoiseState):
             demand = "the state of `add_correlated_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
+        if isinstance(updates, WithSlack):
+            raise ValueError(
+                "`slack` must be None with correlated noise, got a sum with slack; leave `slack` "
+                "and `AdaptiveClip` out, or use `add_gaussian_noise`."
+            )
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
