@@ -21,6 +21,7 @@ OPTIMIZERS = {
     "falling step size": lambda: optax.sgd(optax.exponential_decay(1.0, 8, 0.5)),
 }
 MOVING = lsdp.AdaptiveClip(0.1, rate=0.5)
+SHRINKING = optax.stateless(lambda y, _: y / (0.05 + jnp.linalg.norm(y)))  # by its own release
 
 
 def quadratic():
@@ -166,7 +167,13 @@ def test_releases_that_an_adaptive_clip_norm_makes_zero_count_nowhere(optimizer)
 
 @pytest.mark.parametrize(
     ("optimizer", "smoothing"),
-    [("nesterov", 0.0), ("sgd", 2.0), ("sgd", "auto"), ("falling step size", 0.0)],
+    [
+        ("nesterov", 0.0),
+        ("sgd", 2.0),
+        ("sgd", "auto"),
+        ("sgd", SHRINKING),
+        ("falling step size", 0.0),
+    ],
 )
 def test_full_batches_have_no_bias_and_an_error_of_the_stated_size(optimizer, smoothing):
     truth, work, stderr = train("softmax regression", optimizer, 1.0, 3.0, smoothing)
@@ -247,16 +254,16 @@ def test_watching_changes_no_update(optimizer):
 def test_signal_to_noise_is_zero_for_noise_and_right_for_a_known_signal():
     steps, stddev = 20, optax.linear_schedule(0.5, 1.0, 10)
     tx = lsdp.watch(optax.sgd(0.1), steps=steps, stddev=stddev)
-    params = {"noise": jnp.zeros(1000), "signal": jnp.zeros((20, 50))}
+    params = {"noise": jnp.zeros(1000), "signal": jnp.zeros((20, 50)), "empty": jnp.zeros((0, 3))}
     stddevs = [float(stddev(step)) for step in range(steps)]
     normal = np.random.default_rng(5).normal(size=(steps, 2000)).astype(np.float32)
     releases = [
-        {"noise": s * noise[:1000], "signal": s * noise[1000:].reshape(20, 50) + 1}
+        params | {"noise": s * noise[:1000], "signal": s * noise[1000:].reshape(20, 50) + 1}
         for s, noise in zip(stddevs, normal, strict=True)
     ]
     ratio = lsdp.training_curve(feed(tx, releases, params)).signal_to_noise
     error = np.sqrt(2 / (1000 * steps))
-    assert abs(ratio["noise"]) < 4 * error
+    assert abs(ratio["noise"]) < 4 * error and ratio["empty"] == 0
     expected = np.mean([1 / s**2 for s in stddevs])
     assert abs(ratio["signal"] - expected) < 4 * np.sqrt(error**2 + 4 * expected / (1000 * steps))
 
