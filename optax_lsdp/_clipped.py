@@ -95,6 +95,15 @@ class WithSlack:
     adapts: bool = False
     is_noisy: bool = False
 
+    def __radd__(self, *other: object) -> NoReturn:
+        """Refuse arithmetic: the slack must be removed first, so this is not an update."""
+        raise TypeError(
+            "`updates` must have no slack when they are applied, got a sum with slack; put "
+            "`estimate_norms` right after `add_gaussian_noise`."
+        )
+
+    __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
+
 
 @partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
 @dataclass(frozen=True)
@@ -216,12 +225,18 @@ def _describe(path: str, clip_norm: ClipNorm) -> str:
 
 
 def unmarked_leaves(
-    link: str, updates: optax.Updates
+    link: str, updates: optax.Updates, *, accepts_slack: bool = False
 ) -> tuple[list[tuple[str, jax.Array]], jax.tree_util.PyTreeDef]:
     """Return the named leaves and the structure of `updates`. Raise if a leaf is a `Clipped`.
 
-    `link` is the name of the transform that receives the updates.
+    `link` is the name of the transform that receives the updates. Unless it `accepts_slack`, also
+    raise if `updates` are a `WithSlack`.
     """
+    if isinstance(updates, WithSlack) and not accepts_slack:
+        raise ValueError(
+            f"`updates` must have no slack before `{link}`, got a sum with slack; put "
+            "`estimate_norms` right after `add_gaussian_noise`."
+        )
     for path, leaf in jax.tree.leaves_with_path(updates, is_leaf=is_marked):
         if is_marked(leaf):
             raise ValueError(

@@ -180,7 +180,11 @@ def widen(x: jax.Array) -> jax.Array:
 
 
 def compute_once(tree: PyTree) -> PyTree:
-    """Return the tree unchanged, and keep XLA from computing it twice."""
+    """Return the tree unchanged, and keep XLA from computing it twice.
+
+    Inside `shard_map`, call this for one leaf at a time: JAX takes every leaf of the result to vary
+    over all axes over which any leaf varies.
+    """
     # Otherwise XLA could round a value to half precision for the sum, but not for the norm.
     return jax.lax.optimization_barrier(tree)
 

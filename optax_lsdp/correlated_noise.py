@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from optax_lsdp._checks import check_positive, frozen_number, refusal
+from optax_lsdp._clipped import WithSlack
 from optax_lsdp._keys import check_key
 from optax_lsdp._mesh import check_shard_specs, explicit_spec, vary, varying_axes
 from optax_lsdp._trees import check_structure, compute_once, describe_arrays, widen
@@ -158,6 +159,11 @@ def add_correlated_noise(
         if not isinstance(state, AddCorrelatedNoiseState):
             demand = "the state of `add_correlated_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
+        if isinstance(updates, WithSlack):
+            raise ValueError(
+                "`slack` must be None with correlated noise, got a sum with slack; leave `slack` "
+                "and `AdaptiveClip` out, or use `add_gaussian_noise`."
+            )
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
@@ -173,7 +179,8 @@ def add_correlated_noise(
         if rows:
             _check_past(updates, total, past, rows)
             drawn = draw_noise(independent, total)
-            noises = compute_once(_subtract_past(coefficients, state.step, drawn, past))
+            noises = _subtract_past(coefficients, state.step, drawn, past)
+            noises = list(map(compute_once, noises))
             put = partial(jax.lax.dynamic_update_index_in_dim, index=state.step % rows, axis=0)
             past = jax.tree.map(put, past, jax.tree.unflatten(total.structure, noises))
             noisy = add_scaled(total, noises, stddev, is_good)

@@ -262,9 +262,8 @@ def optimize_banded(
     """Return the banded Toeplitz matrix C with the smallest squared error, found by L-BFGS.
 
     `error` is the "mean" of the squared errors after all steps or, for a constant learning rate,
-    their "max". Other than Toeplitz matrices can have smaller errors. The noise needs b − 1 copies
-    of the parameters. More bands cancel more noise, but ε grows with b if batches are sampled
-    (BandMF, arXiv 2306.08153, 2405.15913).
+    their "max". Other than Toeplitz matrices can have smaller errors. More bands cancel more noise,
+    but ε grows with b if batches are sampled (BandMF, arXiv 2306.08153, 2405.15913).
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -380,18 +379,19 @@ def _repeated(values: np.ndarray, separation: int) -> np.ndarray:
 
 def _squared_bound(column: np.ndarray, separation: int) -> float:
     """Return an upper bound on the squared sensitivity from |CᵀC|, for any column of C."""
-    matrix = toeplitz(column, np.zeros(len(column)))
-    rounding = _NARROW * (np.abs(matrix).T @ np.abs(matrix))  # of products that cancel
-    return float(_most(_most(np.abs(matrix.T @ matrix) + rounding, separation), separation))
+    outer = np.outer(column, column)
+    sums = np.stack([outer, np.abs(outer)])  # the latter bounds the rounding of sums that cancel
+    for row in range(1, len(column)):  # sum along diagonals: CᵀC and |C|ᵀ|C|, in reverse order
+        sums[:, row, 1:] += sums[:, row - 1, :-1]
+    return float(_most(_most(np.abs(sums[0]) + _NARROW * sums[1], separation), separation))
 
 
 def _most(values: np.ndarray, separation: int) -> np.ndarray:
-    """Return, for each row, the largest sum of values ≥ 0 at places `separation` or more apart."""
-    best = np.zeros((*values.shape[:-1], values.shape[-1] + separation))
-    for place in reversed(range(values.shape[-1])):
-        used = values[..., place] + best[..., place + separation]
-        best[..., place] = np.maximum(used, best[..., place + 1])
-    return best[..., 0]
+    """Return, for each column, the largest sum of values ≥ 0 in rows `separation` or more apart."""
+    best = np.zeros((len(values) + separation, *values.shape[1:]))
+    for row in reversed(range(len(values))):
+        best[row] = np.maximum(values[row] + best[row + separation], best[row + 1])
+    return best[0]
 
 
 def _check_bands(bands: int, steps: int, name: str = "bands") -> None:

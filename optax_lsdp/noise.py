@@ -160,7 +160,7 @@ def read_sum(
 
     `name` is the name of the transform.
     """
-    named, structure = unmarked_leaves(name, updates)
+    named, structure = unmarked_leaves(name, updates, accepts_slack=True)
     narrow = [jnp.asarray(leaf) for _, leaf in named]  # NumPy's float64 becomes JAX's precision
     wide = [widen(leaf) for leaf in narrow]
     addresses = leaf_addresses(updates)

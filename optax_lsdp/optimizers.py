@@ -10,16 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lsdp._checks import (
-    check_bool,
-    check_fraction,
-    check_non_negative,
-    check_positive,
-    check_whole,
-    frozen_number,
-    is_number,
-    refusal,
-)
+import optax_lsdp._checks as checks
 from optax_lsdp._types import ClipNorm, PyTree
 from optax_lsdp.clipping import (
     AdaptiveClip,
@@ -30,12 +21,16 @@ from optax_lsdp.clipping import (
     last_factor,
     sensitivity,
 )
-from optax_lsdp.correlated_noise import add_correlated_noise, is_noise_state
+from optax_lsdp.correlated_noise import (
+    add_correlated_noise,
+    has_correlated_noise,
+    is_noise_state,
+)
 from optax_lsdp.correlation import Correlation
 from optax_lsdp.filters import Smoothing, denoised, read_stages, scale_by_debiased_adam
 from optax_lsdp.noise import add_gaussian_noise
 from optax_lsdp.smoothing import auto_smooth
-from optax_lsdp.watching import watch
+from optax_lsdp.watching import find_watch_state, watch
 
 
 def privatize(
@@ -112,15 +107,15 @@ def privatize(
         raise TypeError(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
         )
-    check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
-    if not is_number(expected_batch_size):
+    checks.check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
+    if not checks.is_number(expected_batch_size):
         raise TypeError(
             f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
             "public constant, never the number of examples in a batch, and with "
             "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
         )
-    check_positive("expected_batch_size", expected_batch_size)
-    noise_multiplier = frozen_number(noise_multiplier)
+    checks.check_positive("expected_batch_size", expected_batch_size)
+    noise_multiplier = checks.frozen_number(noise_multiplier)
     expected_batch_size = float(expected_batch_size)
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
@@ -148,9 +143,9 @@ def privatize(
     for name, value in (("watch_steps", watch_steps), ("smoothing", "auto" if is_auto else None)):
         if value is not None and several_adapt:
             demand = "left out with several AdaptiveClips, whose noise differs"
-            raise refusal(name, demand, value, "use one AdaptiveClip for all leaves")
+            raise checks.refusal(name, demand, value, "use one AdaptiveClip for all leaves")
     rate = 0.0 if sampling_rate is None else sampling_rate
-    check_fraction("sampling_rate", rate)
+    checks.check_fraction("sampling_rate", rate)
     spread = math.sqrt((1 - rate) / expected_batch_size)
     noises = {
         "stddev": _product(1 / expected_batch_size, stddev),
@@ -160,7 +155,7 @@ def privatize(
     if is_auto:
         learner = auto_smooth(learner, **noises)
     if watch_steps is not None:
-        check_whole("watch_steps", watch_steps)
+        checks.check_whole("watch_steps", watch_steps)
         learner = watch(learner, steps=watch_steps, **noises)
     known = None if several_adapt or correlation is not None else noises["stddev"]
     return _with_known_noise(optax.chain(*release), learner, known, adapts=adapts)
@@ -212,7 +207,7 @@ def dp_lssgd(
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lssgd(0.1, expected_batch_size=256, **private)
     """
-    check_non_negative("learning_rate", learning_rate, schedule=True)
+    checks.check_non_negative("learning_rate", learning_rate, schedule=True)
     return privatize(
         optax.sgd(learning_rate, momentum),
         clip_norm=clip_norm,
@@ -269,8 +264,8 @@ def dp_lsadam(
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
     """
-    check_non_negative("learning_rate", learning_rate, schedule=True)
-    check_bool("debias", debias)
+    checks.check_non_negative("learning_rate", learning_rate, schedule=True)
+    checks.check_bool("debias", debias)
     scale = scale_by_debiased_adam() if debias else optax.scale_by_adam()
     return privatize(
         optax.chain(scale, optax.scale_by_learning_rate(learning_rate)),
@@ -298,7 +293,7 @@ def _check_constant(constant: dict[str, Any], absent: dict[str, Any]) -> None:
         varies = any(callable(x) or isinstance(x, AdaptiveClip) for x in jax.tree.leaves(value))
         if varies or (name in absent and value is not None):
             how = "constant" if name in constant or callable(value) else "left out"
-            raise refusal(name, f"{how} with a `correlation`", value)
+            raise checks.refusal(name, f"{how} with a `correlation`", value)
 
 
 def _product(
@@ -345,7 +340,13 @@ def _with_known_noise(
     """Chain `release` and `learner`. If `stddev` of the noise is not None, pass it to `learner`."""
 
     def init(params: optax.Params) -> tuple[optax.OptState, optax.OptState]:
-        return release.init(params), learner.init(params)
+        state = release.init(params), learner.init(params)
+        if has_correlated_noise(state) and find_watch_state(state) is not None:
+            raise ValueError(
+                "`optimizer` must not be watched with a `correlation`, got a part made by `watch`, "
+                "whose curve assumes independent noise; leave `watch` out."
+            )
+        return state
 
     def update(
         updates: optax.Updates,

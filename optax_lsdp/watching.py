@@ -118,8 +118,8 @@ class TrainingCurve(NamedTuple):
         steps: 0, 1, 2, …: how many steps were taken.
         work: the estimated change of the clipped loss in these steps.
         stderr: the standard error of `work`.
-        signal_to_noise: for each leaf of size d, the mean of (‖y‖² − s²d)/(s²d) over all releases
-            y with noise of standard deviation s. Pure noise gives 0 ± √(2/(d·steps)).
+        signal_to_noise: for each leaf of size d, the mean of (‖y‖² − s²d)/(s²d), or 0 if d = 0,
+            over releases y with noise of standard deviation s. Pure noise gives 0 ± √(2/(d·steps)).
             Sampling counts as signal. Releases that an `AdaptiveClip` makes zero do not count.
     """
 
@@ -141,8 +141,7 @@ class TrainingCurve(NamedTuple):
                 raise ImportError("`plot` needs matplotlib; install matplotlib.") from error
             ax = pyplot.subplots()[1]
         ax.plot(self.steps, self.work)
-        band = (self.work + side * self.stderr for side in (-2, 2))
-        ax.fill_between(self.steps, *band, alpha=0.3)
+        ax.fill_between(self.steps, *(self.work + x * self.stderr for x in (-2, 2)), alpha=0.3)
         ax.set(xlabel="steps", ylabel="change of the clipped loss")
         return ax
 
@@ -176,9 +175,9 @@ def watch(
     that all clipped gradients are as long as the clip norm, whichever gives the lower curve. The
     standard error covers this, the noise and the sampling, if the curvatures along all steps have a
     positive sum. With small batches and large step sizes, the standard error is large. The estimate
-    would be wrong with noise that is correlated between steps, with a standard deviation or
-    smoothing that depends on the release itself, with batches that depend on earlier batches, like
-    those of `ShuffledSampler`, and with Poisson batches that are often truncated.
+    would be wrong with noise that is correlated between steps, with a standard deviation that
+    depends on the release itself, with batches that depend on earlier batches, like those of
+    `ShuffledSampler`, and with Poisson batches that are often truncated.
 
     Args:
         optimizer: everything that follows the noisy mean: smoothing, if any, and the optimizer.
@@ -226,7 +225,7 @@ def watch(
         params: optax.Params | None = None,
         **extra_args: object,
     ) -> tuple[optax.Updates, WatchState]:
-        releases = compute_once(updates)
+        releases = jax.tree.map(compute_once, updates)
         scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
         settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
         s, v = (jnp.asarray(x, float) * scale for x in settings)
@@ -312,8 +311,8 @@ def training_curve(state: PyTree) -> TrainingCurve:
     """Return the curve that a watched optimizer has recorded in its state; see `watch`.
 
     `state` is the state of `watch`, or a tree that contains it, such as the state of `privatize`, a
-    `TrainState` or an `nnx.Optimizer`'s state. The work of a step is known after the next release.
-    So after t releases, the curve has the t points from 0 to t − 1 steps.
+    `TrainState` or the `opt_state` of an `nnx.Optimizer`. The work of a step is known after the
+    next release. So after t releases, the curve has the t points from 0 to t − 1 steps.
 
     >>> training_curve(watch(optax.sgd(0.1), steps=9, stddev=1.0).init(jnp.zeros(3)))
     TrainingCurve(0 points)
@@ -321,8 +320,8 @@ def training_curve(state: PyTree) -> TrainingCurve:
     watched = find_watch_state(state)
     if watched is None:
         raise ValueError(
-            "`state` must be the state of a watched optimizer, got one without a curve; pass "
-            "watch=True to `PrivacyPlan.optimizer`, or `watch_steps` to `privatize`."
+            "`state` must be the state of a watched optimizer, got one without a curve; watch with "
+            "watch=True or `watch_steps`, and with Flax NNX pass `optimizer.opt_state`."
         )
     if has_correlated_noise(state):
         raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")
@@ -333,9 +332,10 @@ def training_curve(state: PyTree) -> TrainingCurve:
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
     work, stderr = found.curve[: found.step].T
-    each = [float(x) / max(int(found.noisy), 1) for x in found.ratio]
-    mean = jax.tree.unflatten(jax.tree.structure(watched.move), each)
-    return TrainingCurve(np.arange(len(work)), work, stderr, mean)
+    leaves, structure = jax.tree.flatten(watched.move)
+    pairs = zip(found.ratio, leaves, strict=True)
+    each = [float(x) / max(int(found.noisy), 1) if leaf.size else 0.0 for x, leaf in pairs]
+    return TrainingCurve(np.arange(len(work)), work, stderr, jax.tree.unflatten(structure, each))
 
 
 def find_watch_state(state: PyTree) -> WatchState | None:

@@ -174,6 +174,19 @@ def test_bands_calibrate_correlated_noise_and_compare_it_with_independent_noise(
     assert f"leaves {1 / ratio:.3g} times as much noise in the parameters" in words
 
 
+@pytest.mark.parametrize("noise", ["300", "1e9", "1e-5", "1e-160"])
+def test_an_epsilon_of_zero_or_far_too_large_is_printed_without_a_comparison(noise, capsys):
+    run = "epsilon --dataset-size 1000000 --batch-size 10 --steps 10 --bands 2"
+    main(f"{run} --noise-multiplier {noise} --json".split())
+    found = json.loads(capsys.readouterr().out)
+    assert found["epsilon"] == 0 if float(noise) > 1 else found["epsilon"] > 1e5
+    assert found["independent_noise_multiplier"] is None
+    assert found["noise_in_parameters_against_independent"] is None
+    main(f"{run} --noise-multiplier {noise}".split())
+    said = capsys.readouterr().out
+    assert said.startswith("ε = ") and "Independent noise" not in said
+
+
 def test_the_printed_noise_multiplier_suffices(capsys):
     size = "--dataset-size 9 --batch-size 9"
     main(f"calibrate {size} --steps 50 --epsilon 1 --delta 1e-5 --sampling full".split())

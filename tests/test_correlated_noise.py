@@ -187,8 +187,10 @@ def test_gradients_in_the_default_precision_of_numpy_are_accepted():
     )
 
 
-def test_inside_shard_map_each_shard_has_its_own_past():
-    spec = PartitionSpec("shards")
+def test_inside_shard_map_each_shard_of_a_split_leaf_has_its_own_past():
+    spec = {"split": PartitionSpec("shards"), "replicated": PartitionSpec()}
+    out = {"split": PartitionSpec(None, "shards"), "replicated": PartitionSpec()}
+    zeros = {"split": jnp.zeros(160), "replicated": jnp.zeros(5)}
     mesh = jax.make_mesh((8,), ("shards",), axis_types=(AxisType.Auto,))
 
     def steps(shard, correlation, shard_specs):
@@ -199,14 +201,15 @@ def test_inside_shard_map_each_shard_has_its_own_past():
 
     def mapped(correlation, shard_specs=spec):
         one = functools.partial(steps, correlation=correlation, shard_specs=shard_specs)
-        out = PartitionSpec(None, "shards")
-        return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=out))(jnp.zeros(160))
+        on_shards = jax.shard_map(one, mesh=mesh, in_specs=(spec,), out_specs=out)
+        return jax.tree.map(np.float64, jax.jit(on_shards)(zeros))
 
-    drawn = np.float64(mapped(independent(STEPS)))
-    assert len(np.unique(drawn)) > 0.99 * drawn.size
+    drawn = mapped(independent(STEPS))
+    assert len(np.unique(drawn["split"])) > 0.99 * drawn["split"].size
     for correlation in (BANDED, INVERSE):
-        expected = np.linalg.solve(toeplitz_dense(correlation.column()), drawn)
-        np.testing.assert_allclose(mapped(correlation), expected, atol=1e-4)
+        for name, noise in mapped(correlation).items():
+            expected = np.linalg.solve(toeplitz_dense(correlation.column()), drawn[name])
+            np.testing.assert_allclose(noise, expected, atol=1e-4)
     with pytest.raises(ValueError, match="unequal shards would get equal noise"):
         mapped(BANDED, None)
 

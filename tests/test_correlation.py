@@ -1,5 +1,6 @@
 """Correlations have the errors, norms and sensitivities of their dense matrices."""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -240,6 +241,22 @@ def test_sensitivity_without_an_exact_answer_is_an_upper_bound(separation):
         correlation = Correlation(9, coefficients)
         worst = largest_movement(toeplitz_dense(correlation.column()), separation)
         assert worst <= correlation.sensitivity(separation) <= 1.5 * worst
+
+
+@pytest.mark.parametrize("separation", [1, 2, 3])
+def test_the_bound_without_an_exact_answer_is_that_of_all_sets_of_uses(separation):
+    """The bound is the largest sum of |CᵀC| in which uses are so many steps apart, row by row."""
+    for coefficients in ((0.5, -0.5, 0.3, 0.1), (0.6, 0.0, 0.0, 0.6)):
+        correlation = Correlation(7, coefficients)
+        dense = toeplitz_dense(correlation.column())
+        gram = np.abs(dense.T @ dense) + 1e-6 * np.abs(dense).T @ np.abs(dense)
+        sets = [s for n in (1, 2, 3, 4, 5, 6, 7) for s in itertools.combinations(range(7), n)]
+        sets = [np.array(s) for s in sets if (np.diff(s) >= separation).all()]
+        worst_of_row = np.max([gram[:, s].sum(axis=1) for s in sets], axis=0)
+        expected = np.sqrt(max(worst_of_row[s].sum() for s in sets))
+        found, curve = correlation.sensitivity(separation), correlation.sensitivities(separation)
+        assert expected <= found <= expected * (1 + 3e-9)
+        assert curve[-1] == found and (np.diff(curve) >= 0).all()
 
 
 def test_the_sensitivity_of_fewer_steps_is_that_of_a_shorter_run():

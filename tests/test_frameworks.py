@@ -172,3 +172,14 @@ def sharpen(update):
         return jax.tree.map(lambda u, x, s: u + (x - s), u, update, smoothed)
 
     return jax.lax.fori_loop(0, 100, iterate, update)
+
+
+def test_estimates_are_read_from_the_opt_state_of_an_nnx_optimizer():
+    module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+    private = {"clip_norm": lsdp.AdaptiveClip(1.0), "key": jax.random.key(1), "watch_steps": 3}
+    tx = lsdp.privatize(optax.sgd(LR), noise_multiplier=Z, expected_batch_size=N, **private)
+    optimizer = nnx.Optimizer(module, tx, wrt=nnx.Param)
+    for read in (lsdp.training_curve, lsdp.norm_estimates, lsdp.current_clip_norm):
+        read(optimizer.opt_state)
+        with pytest.raises(ValueError, match=r"with Flax NNX .*`optimizer\.opt_state`"):
+            read(nnx.state(optimizer))  # which has lost the types of all states

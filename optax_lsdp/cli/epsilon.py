@@ -22,6 +22,8 @@ from optax_lsdp.correlation import independent, optimize_banded
 Run = SampledGaussian | CorrelatedGaussian
 Alternative = tuple[SampledGaussian, float]  # the run under another scheme or relation, and its ε
 
+_LARGEST = 1e5  # the largest ε at which noises are compared; the calibration has a least z
+
 
 def run(args: argparse.Namespace) -> None:
     """Print the guarantee of the training run that the options describe."""
@@ -86,35 +88,54 @@ def answer(args: argparse.Namespace, mechanism: Run, delta: float) -> None:
 def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, object], str]:
     """Return the guarantee of correlated noise, and compare it with independent noise."""
     lower, upper = mechanism.epsilon_bounds(delta)
-    rate, steps = mechanism.sampling_rate or 0.0, mechanism.steps
-    z = calibrate_noise_multiplier(
-        epsilon=upper,
-        delta=delta,
-        sampling_rate=rate,
-        steps=steps,
-        neighbouring=mechanism.neighbouring,
-    )
-    errors, others = (c.squared_errors() for c in (mechanism.correlation, independent(steps)))
-    ratio = mechanism.noise_multiplier / z * (errors.mean() / others.mean()) ** 0.5
-    sentences = (
-        f"Independent noise with Poisson batches has the same ε at z = {show_epsilon(z)}.",
-        f"It leaves {1 / ratio:.3g} times as much noise in the parameters (SGD with a constant",
-        "learning rate, a root mean square over all steps).",
-    )
-    record = {
+    z, ratio = _against_independent(mechanism, upper, delta)
+    words = statement(mechanism, delta)
+    if z is not None and ratio is not None:
+        sentences = (
+            f"Independent noise with Poisson batches has the same ε at z = {show_epsilon(z)}.",
+            f"It leaves {1 / ratio:.3g} times as much noise in the parameters (SGD with a constant",
+            "learning rate, a root mean square over all steps).",
+        )
+        words += f"\n\n{textwrap.fill(' '.join(sentences), 88)}"
+    record: dict[str, object] = {
         "epsilon": upper,
         "epsilon_lower_bound": lower,
         "delta": delta,
         "bands": mechanism.correlation.bands,
         "noise_multiplier": mechanism.noise_multiplier,
-        "sampling_rate": rate,
-        "steps": steps,
+        "sampling_rate": mechanism.sampling_rate or 0.0,
+        "steps": mechanism.steps,
         "sampling": mechanism.sampling,
         "neighbouring": mechanism.neighbouring,
         "independent_noise_multiplier": z,
         "noise_in_parameters_against_independent": ratio,
     }
-    return record, f"{statement(mechanism, delta)}\n\n{textwrap.fill(' '.join(sentences), 88)}"
+    return record, words
+
+
+def _against_independent(
+    mechanism: CorrelatedGaussian, epsilon: float, delta: float
+) -> tuple[float | None, float | None]:
+    """Return z of independent noise with the same ε, and how much less noise correlation leaves.
+
+    The second number is a ratio of noises in the parameters. Both are None if ε is 0, if ε is so
+    large that it promises nothing, or if no z has this ε.
+    """
+    steps = mechanism.steps
+    if not 0 < epsilon <= _LARGEST:
+        return None, None
+    try:
+        z = calibrate_noise_multiplier(
+            epsilon=epsilon,
+            delta=delta,
+            sampling_rate=mechanism.sampling_rate or 0.0,
+            steps=steps,
+            neighbouring=mechanism.neighbouring,
+        )
+    except ValueError:
+        return None, None
+    errors, others = (c.squared_errors() for c in (mechanism.correlation, independent(steps)))
+    return z, mechanism.noise_multiplier / z * (errors.mean() / others.mean()) ** 0.5
 
 
 def _alternatives(mechanism: SampledGaussian, delta: float) -> list[Alternative]:

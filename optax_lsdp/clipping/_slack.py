@@ -384,8 +384,8 @@ def _find_state(state: optax.OptState) -> EstimateNormsState:
     found = next(filter(_is_estimate, jax.tree.leaves(state, is_leaf=_is_estimate)), None)
     if found is None:
         raise ValueError(
-            "`state` must be the state of an optimizer with slack, got a state without estimates; "
-            "pass `slack` or an `AdaptiveClip` to `privatize` and `clipped_grad`."
+            "`state` must be the state of an optimizer with slack, got one without estimates; pass "
+            "`slack` or an `AdaptiveClip` to `privatize`, and with Flax NNX `optimizer.opt_state`."
         )
     # Flax NNX wraps the arrays of a state.
     return jax.tree.map(jnp.asarray, found, is_leaf=lambda x: hasattr(x, "__jax_array__"))

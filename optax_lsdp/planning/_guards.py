@@ -15,6 +15,7 @@ from optax_lsdp._schemes import SCHEMES, Sampling
 from optax_lsdp._types import PyTree
 from optax_lsdp.clipping import PerExample
 from optax_lsdp.optimizers import steps_taken
+from optax_lsdp.watching import find_watch_state
 
 ValueAndGrad = Callable[..., tuple[PerExample, optax.Updates]]
 Mask = jax.Array | np.ndarray
@@ -57,9 +58,21 @@ def _within_room(total: optax.Updates, mask: Mask, room: int) -> optax.Updates:
 
 
 def limit_steps(
-    optimizer: optax.GradientTransformationExtraArgs, steps: int
+    optimizer: optax.GradientTransformationExtraArgs, steps: int, sampling: Sampling
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that takes at most `steps` steps, and refuses sums without a mask."""
+    """Return an optimizer that takes at most `steps` steps, and refuses sums without a mask.
+
+    It also refuses to be watched if `sampling` makes batches that depend on each other.
+    """
+
+    def init(params: optax.Params) -> optax.OptState:
+        state = optimizer.init(params)
+        if SCHEMES[sampling].once_per_epoch and find_watch_state(state) is not None:
+            raise ValueError(
+                f"`optimizer` must not be watched with sampling={sampling!r}, got a part made by "
+                "`watch`: the batches of an epoch depend on each other; leave `watch` out."
+            )
+        return state
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: PyTree = None, **options: object
@@ -76,7 +89,7 @@ def limit_steps(
         take_step = partial(optimizer.update, updates, state, params, **options)
         return _if_planned(is_planned, take_step, state) if is_traced else take_step()
 
-    return optax.GradientTransformationExtraArgs(optimizer.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _if_planned(

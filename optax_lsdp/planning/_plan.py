@@ -243,8 +243,7 @@ class PrivacyPlan:
                 costs no privacy, but memory for a copy of the parameters. It is refused with
                 "shuffled" batches and with a correlation.
         """
-        if watch:
-            settings.check_watchable(self.sampling, self.clip_norm)
+        settings.check_watch(watch, self.sampling, self.clip_norm)
         noise: optax.ScalarOrSchedule = self.noise_multiplier
         if self.noise_schedule is not None:
             values = tuple(self.noise_multiplier * value for value in self.noise_schedule.values)
@@ -262,7 +261,7 @@ class PrivacyPlan:
             watch_steps=self.steps if watch else None,
             sampling_rate=budget.watched_rate(self),
         )
-        return limit_steps(private, self.steps)
+        return limit_steps(private, self.steps, self.sampling)
 
     def derive_key(self, key: jax.Array, label: str) -> jax.Array:
         """Return the key for one purpose. Different plans and labels give independent keys."""

@@ -269,8 +269,11 @@ def describe_adaptive(clip_norm: ClipNorm) -> str:
     return text
 
 
-def check_watchable(sampling: Sampling, clip_norm: ClipNorm) -> None:
-    """Raise if `watch` cannot estimate the training curve of a run with these settings."""
+def check_watch(watch: bool, sampling: Sampling, clip_norm: ClipNorm) -> None:
+    """Raise unless `watch` is False, or True for a run whose curve can be estimated."""
+    checks.check_bool("watch", watch)
+    if not watch:
+        return
     norms = jax.tree.leaves(clip_norm)
     if len(norms) > 1 and any(isinstance(norm, AdaptiveClip) for norm in norms):
         raise ValueError(

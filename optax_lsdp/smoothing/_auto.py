@@ -210,7 +210,7 @@ def auto_smooth(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
         """Return the smoothed releases ℓ·A y, and D plus the first output units of y."""
-        named, structure = jax.tree.flatten_with_path(compute_once(updates))
+        named, structure = jax.tree.flatten_with_path(jax.tree.map(compute_once, updates))
         smoothed, sums = [], []
         options, totals = candidates(updates)[0], jax.tree.leaves(total)
         rows = zip(named, options, totals, _split(choice), strict=True)

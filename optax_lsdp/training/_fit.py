@@ -265,10 +265,9 @@ def _train(
     stopped: Stopped = "done" if at.step == run.plan.steps else "budget"
     if at.step < account.last_step:
         stopped = "callback" if any_process(wants_stop) else "signal"
-    watched, norms = find_watch_state(at.state.optimizer), released_norms(at.state)
-    curve = None if watched is None else training_curve(watched)
-    auto = find_auto_state(at.state.optimizer)
-    chosen = None if auto is None else chosen_smoothing(auto)
+    learned, norms = at.state.optimizer, released_norms(at.state)
+    curve = None if find_watch_state(learned) is None else training_curve(learned)
+    chosen = None if find_auto_state(learned) is None else chosen_smoothing(learned)
     params, average = at.state.params, at.state.average
     return FitResult(params, average, at.step, at.ledger, stopped, curve, norms, chosen)
 

@@ -11,11 +11,13 @@ import numpy as np
 from jax.tree_util import KeyPath
 from jax.typing import ArrayLike
 
-from optax_lsdp._checks import check_whole
+from optax_lsdp._checks import check_at_most, check_whole
 from optax_lsdp._keys import check_key, fold_in_text
 from optax_lsdp._types import PyTree, UserBatch
 from optax_lsdp.sampling import Batch, choose_within
 from optax_lsdp.training import _validation as validation
+
+_MOST_EXAMPLES = 10**6  # of one user in a batch
 
 
 class UserData:
@@ -35,7 +37,9 @@ class UserData:
             of each array counts the examples.
         users: an id for each example, all integers or all strings, in any order. Nobody may have
             several ids, unless the plan's `group_size` says how many.
-        max_examples: m, the largest number of examples of one user in a batch.
+        max_examples: m, the largest number of examples of one user in a batch, at most 10⁶. Each
+            user of a batch takes memory for m examples, even if nobody has as many, because shapes
+            would otherwise reveal the largest number.
 
     Attributes:
         arrays: the arrays, in NumPy.
@@ -56,6 +60,8 @@ class UserData:
 
     def __init__(self, arrays: PyTree, users: ArrayLike, *, max_examples: int) -> None:
         check_whole("max_examples", max_examples)
+        what = "the number for which each user of a batch may take memory"
+        check_at_most("max_examples", max_examples, _MOST_EXAMPLES, what)
         if not isinstance(arrays, dict | tuple | np.ndarray | jax.Array):
             raise TypeError(
                 "`arrays` must be an array, or a dict or tuple of arrays, got "

@@ -83,7 +83,7 @@ MUTATIONS_OF_CORRELATION = {
     "a training curve of correlated noise": Mutation(
         PLANS,
         (
-            replace("optax_lsdp.planning._settings:check_watchable", lambda sampling: None),
+            replace("optax_lsdp.planning._settings:check_watch", lambda *args: None),
             replace("optax_lsdp.optimizers:_check_constant", lambda *args: None),
         ),
     ),

@@ -317,3 +317,22 @@ def test_discrete_noise_refuses_slack_by_its_name():
     for updates in (total, lsdp.clipped_grad(jnp.vdot, clip_norm=1.0, slack=4)(params, stacked)):
         with pytest.raises(ValueError, match="`slack` must be None with discrete noise, got 4"):
             noise.update(updates, noise.init(params), params)
+
+
+def test_a_sum_with_slack_is_no_update_and_correlated_noise_refuses_it():
+    params, noise = jnp.zeros(3), lsdp.add_gaussian_noise(1.0, key=KEY)
+    total = lsdp.clipped_grad(jnp.vdot, clip_norm=1.0, slack=4)(params, jnp.ones((2, 3)))
+
+    def applied(*after_clipping):
+        tx = optax.chain(lsdp.clip_per_example(1.0, slack=4), *after_clipping)
+        return optax.apply_updates(params, tx.update(total, tx.init(params), params)[0])
+
+    with pytest.raises(TypeError, match=r"must have no slack .* put `estimate_norms` right after"):
+        applied(noise, optax.sgd(0.1))
+    for link in (lsdp.laplacian_smooth(1.0), lsdp.low_pass([1.0])):
+        with pytest.raises(ValueError, match=r"must have no slack before .* put `estimate_norms`"):
+            applied(noise, link)
+    for make in (lsdp.correlation.square_root, lsdp.correlation.banded_inverse):
+        correlated = lsdp.add_correlated_noise(1.0, make(4, 2), key=KEY)
+        with pytest.raises(ValueError, match="`slack` must be None with correlated noise, got a"):
+            applied(correlated)

@@ -1,11 +1,14 @@
-"""A plan computes ε of a ledger, and how many steps its budget still covers."""
+"""A plan computes ε of a ledger, how many steps its budget covers, and the sampling error."""
 
 import dataclasses
+import itertools
 
+import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
 from optax_lsdp.accounting import Ledger, SampledGaussian
+from optax_lsdp.planning._budget import watched_rate
 from tests.planning.test_plan import BASE, make
 
 
@@ -101,3 +104,33 @@ def test_anything_but_a_ledger_is_refused(ask):
     step = (0,) if ask in ("allows", "epsilons") else ()
     with pytest.raises(TypeError, match="`ledger` must be a Ledger, got NoneType"):
         getattr(make(), ask)(None, *step)
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "without_replacement", "full"])
+def test_the_plan_bounds_the_sampling_error_of_every_scheme(sampling):
+    size, batch = 5, 5 if sampling == "full" else 2
+    plan = lsdp.PrivacyPlan(
+        dataset_size=size,
+        expected_batch_size=batch,
+        steps=1,
+        noise_multiplier=1.0,
+        delta=1e-3,
+        sampling=sampling,
+        neighbouring="replace_one",
+    )
+    members = [np.array(x) for x in itertools.product([0, 1], repeat=size)]
+    rate = batch / size
+    if sampling == "poisson":
+        chances = [rate ** x.sum() * (1 - rate) ** (size - x.sum()) for x in members]
+    else:
+        members = [x for x in members if x.sum() == batch]
+        chances = [1 / len(members)] * len(members)
+    rows = np.random.default_rng(0).normal(size=(size, 3))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    means = np.array([x @ rows / batch for x in members])
+    centred = means - rows.mean(0)
+    np.testing.assert_allclose(chances @ centred, 0, atol=1e-12)
+    spread = chances @ (centred**2).sum(1)
+    bound = (1 - watched_rate(plan)) / batch  # C = 1
+    share = 1.0 if sampling == "poisson" else ((rows - rows.mean(0)) ** 2).sum(1).mean()
+    np.testing.assert_allclose(spread, share * bound, atol=1e-12)  # equal if all norms are C

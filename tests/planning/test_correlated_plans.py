@@ -282,10 +282,13 @@ def test_estimates_that_assume_independent_noise_are_refused():
             lsdp.privatize(optax.sgd(1.0), **{**private, name: value})
     with pytest.raises(ValueError, match="`watch` must be False with correlated noise, got True"):
         BANDED.optimizer(optax.sgd(1.0), jax.random.key(0), watch=True)
-    chain = optax.chain(
-        lsdp.add_correlated_noise(1.0, BANDED.correlation, key=jax.random.key(0)),
-        lsdp.watch(optax.sgd(0.1), steps=3, stddev=1.0),
-    )
+    watched = lsdp.watch(optax.sgd(0.1), steps=3, stddev=1.0)
+    for optimizer, smoothing in ((watched, 0.0), (optax.sgd(0.1), [watched])):
+        tx = lsdp.privatize(optimizer, smoothing=smoothing, **private)
+        with pytest.raises(ValueError, match="`optimizer` must not be watched with a `correlation"):
+            tx.init(jnp.zeros(3))
+    noise = lsdp.add_correlated_noise(1.0, BANDED.correlation, key=jax.random.key(0))
+    chain = optax.chain(noise, watched)
     with pytest.raises(ValueError, match="`state` must have independent noise, got correlated"):
         lsdp.training_curve(chain.init(jnp.zeros(3)))
     for known, outcome in (

@@ -166,3 +166,12 @@ def test_batches_with_more_examples_than_the_room_are_refused_or_become_nan():
             assert jax.tree.structure(total, is_leaf=lambda x: isinstance(x, lsdp.Clipped)) == tree
             for leaf in jax.tree.leaves(total):
                 assert np.isfinite(leaf).all() == is_good
+
+
+def test_shuffled_batches_cannot_be_watched_and_watch_must_be_a_bool():
+    plan, watched = make("shuffled"), lsdp.watch(optax.sgd(0.1), steps=3, stddev=1.0)
+    with pytest.raises(ValueError, match="`optimizer` must not be watched with sampling='shuffled"):
+        plan.optimizer(watched, KEY).init(jnp.zeros(3))
+    for value in ("no", 1, None):
+        with pytest.raises(ValueError, match="`watch` must be True or False, got"):
+            make("full").optimizer(optax.sgd(0.1), KEY, watch=value)

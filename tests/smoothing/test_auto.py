@@ -223,8 +223,9 @@ def test_adam_takes_steps_of_the_same_length_with_and_without_smoothing():
 
 def run_of_waves(specs, rows):
     tx = lsdp.auto_smooth(optax.sgd(0.1), stddev=1.0, shard_specs=specs)
-    state, updates = jax.lax.scan(lambda s, y: tx.update(y, s)[::-1], tx.init(rows[0]), rows)
-    return updates[-1], state.choice
+    first = jax.tree.map(lambda x: x[0], rows)
+    state, updates = jax.lax.scan(lambda s, y: tx.update(y, s)[::-1], tx.init(first), rows)
+    return jax.tree.map(lambda x: x[-1], updates), state.choice
 
 
 whole_run_of_waves = jax.jit(functools.partial(run_of_waves, None))
@@ -235,18 +236,21 @@ def test_shards_choose_what_the_whole_chooses(specs):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     rng = np.random.default_rng(0)
     wave = np.sin(np.arange(64).reshape(16, 4).T / 9).T
-    rows = (rng.normal(size=(6, 16, 4)) + wave).astype(np.float32)
+    rows = {"split": (rng.normal(size=(6, 16, 4)) + wave).astype(np.float32)}
+    rows["replicated"] = rng.normal(size=(6, 5)).astype(np.float32)
 
     whole = whole_run_of_waves(rows)
     if specs is None:
-        split = jax.sharding.NamedSharding(mesh, jax.P(None, "x"))
+        inside = {"split": jax.P(None, "x"), "replicated": jax.P()}
+        split = jax.tree.map(functools.partial(jax.sharding.NamedSharding, mesh), inside)
         got = whole_run_of_waves(jax.device_put(rows, split))
     else:
-        inside = jax.P(None, *specs)
+        inside = {"split": jax.P(None, *specs), "replicated": jax.P()}
+        specs = {"split": specs, "replicated": jax.P()}
         run = functools.partial(run_of_waves, specs)
         outside = specs, jax.P()
-        got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=inside, out_specs=outside))(rows)
-    assert whole[1].layout[0] == 1
+        got = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=(inside,), out_specs=outside))(rows)
+    assert whole[1].layout[1] == 1
     for one, other in zip(*map(jax.tree.leaves, (got, whole)), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
 

@@ -113,6 +113,10 @@ CASES = {
         lambda: UserData(ROWS, [1, 2, 3, 4], max_examples=0),
         "`max_examples` must be a whole number, 1 or more, got 0",
     ),
+    "more than memory can hold": (
+        lambda: UserData(ROWS, [1, 1, 2, 2], max_examples=10**11),
+        "`max_examples` must be at most .* memory, 1000000, got 100000000000",
+    ),
     "one and a half": (
         lambda: UserData(ROWS, [1, 2, 3, 4], max_examples=1.5),
         "`max_examples` must be a whole number, 1 or more, got 1.5",

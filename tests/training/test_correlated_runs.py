@@ -10,6 +10,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 
+import optax_lsdp as lsdp
 from optax_lsdp import training
 from optax_lsdp.accounting import Ledger
 from optax_lsdp.correlated_noise import AddCorrelatedNoiseState
@@ -157,3 +158,6 @@ def test_past_noises_are_sharded_as_their_leaves_and_noise_is_that_of_one_device
 def test_watching_is_refused_by_name():
     with pytest.raises(ValueError, match="`watch` must be False with correlated noise, got True"):
         fit(BANDED, watch=True)
+    watched = lsdp.watch(optax.sgd(0.1), steps=3, stddev=1.0)
+    with pytest.raises(ValueError, match="`optimizer` must not be watched with a `correlation`"):
+        fit(BANDED, optimizer=watched)
