@@ -195,9 +195,20 @@ def sum_leaves(
     """
     sums = []
     for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
-        here = jnp.stack([jnp.sum(term).astype(float) for term in terms(*leaves)])
+        here = stack_scalars([jnp.sum(term).astype(float) for term in terms(*leaves)])
         sums.append(jax.lax.psum(here, shard.split_axes) if shard.split_axes else here)
     return sums
+
+
+def stack_scalars(values: Sequence[jax.Array]) -> jax.Array:
+    """Return `jnp.stack(values)` for scalars, which XLA for CPUs compiles to one kernel.
+
+    It compiles `jnp.stack` to one kernel for each scalar, which costs small models time.
+    """
+    place, stacked = jnp.arange(len(values)), jnp.zeros(len(values))
+    for index, value in enumerate(values):
+        stacked = jnp.where(place == index, value, stacked)
+    return stacked
 
 
 def largest_entry(shards: Sequence[Shard], tree: PyTree) -> jax.Array:

@@ -256,7 +256,7 @@ def watch(
             )
             steepest = mesh.largest_entry(shards, turn) / h
             unused = [jnp.zeros_like(s)] * 2
-            return jnp.stack([trace, square, steepest, doubt, *unused])
+            return mesh.stack_scalars([trace, square, steepest, doubt, *unused])
 
         is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
         parts = jax.tree.leaves(state.optimizer, is_leaf=_collects_updates)
@@ -293,10 +293,10 @@ def watch(
             step=optax.safe_increment(state.step),
             noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
             move=optax.tree.cast_like(move, state.move),
-            numbers=jnp.stack([ahead_length, end, *used_once, *started]),
+            numbers=mesh.stack_scalars([ahead_length, end, *used_once, *started]),
             ratio=state.ratio + jnp.where(is_noisy, each, 0),
             last=point,
-            curve=state.curve.at[state.step].set(point, mode="drop"),
+            curve=_with_point(state.curve, state.step, point),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -365,7 +365,14 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     found = sums.jumps * count / jnp.maximum(count - 1, 1) - noise
     sampling = jnp.minimum(sums.sampling, jnp.maximum(found, 0) + sums.sampling / count)
     # The gap is not random, so it is not added in squares: two standard errors cover it whole.
-    return jnp.stack([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
+    return mesh.stack_scalars([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
+
+
+def _with_point(curve: jax.Array, step: jax.Array, point: jax.Array) -> jax.Array:
+    """Set row `step` of a curve, unless the curve has no such row."""
+    place = jnp.minimum(step, len(curve) - 1)
+    row = jnp.where(step < len(curve), point, curve[place])
+    return jax.lax.dynamic_update_index_in_dim(curve, row, place, axis=0)
 
 
 def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -> PyTree:
