@@ -58,7 +58,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import NormalDist
 from typing import NamedTuple, TypeAlias
 
@@ -215,12 +214,10 @@ def auto_smooth(
         options, totals = candidates(updates)[0], jax.tree.leaves(total)
         rows = zip(named, options, totals, _split(choice), strict=True)
         for (path, array), leaves, before, now in rows:
-            first = partial(first_units, path, shape=before.shape)
-            branches = [_branch(smooth, leaf, now.smoothing, first) for leaf in (None, *leaves)]
-            # The branches also return units of y, or XLA on CPUs would draw the noise twice.
-            result, y = jax.lax.switch(now.layout, branches, array)
+            branches = [_branch(smooth, leaf, now.smoothing) for leaf in (None, *leaves)]
+            result = jax.lax.switch(now.layout, branches, array)
             smoothed.append(result * now.length.astype(result.dtype))
-            sums.append(before + y.astype(before.dtype))
+            sums.append(before + first_units(path, array, before.shape).astype(before.dtype))
         return jax.tree.unflatten(structure, smoothed), jax.tree.unflatten(structure, sums)
 
     @jax.jit
@@ -340,10 +337,10 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
 
 
 def _branch(
-    smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array, first: Callable[..., jax.Array]
-) -> Callable[..., PyTree]:
-    """Return a function from a release to the smoothed release and the release's first units."""
-    return lambda y: (y if leaf is None else smooth(leaf, y, smoothing), first(y))
+    smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array
+) -> Callable[[jax.Array], jax.Array]:
+    """Return a function from a release to the smoothed release."""
+    return lambda y: y if leaf is None else smooth(leaf, y, smoothing)
 
 
 def _is_due(step: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-_WIDTH, _SHORT_WIDTH = 64, 32  # entries per block; 32 suffice if the kernel reaches no further
+_WIDTH = 48  # most entries per block; with 64, matrices took almost twice as long on a CPU
 _CHUNK = 2**19  # entries that a CPU's cache holds while they are filtered
 _LONG = 2**23  # CPUs filter lines with at least this many entries in place, chunk by chunk
 _PADDED = 2**20  # the limit in place of `_LONG` for lines that must be padded to whole blocks
@@ -104,7 +104,7 @@ def prepare_rows(
     copied row again for each use, so this function filters such a row at once.
     """
     kernel = _make_kernel(smoothing, values.dtype)
-    width = _block_width(values.shape[0 if upright else 1], kernel)
+    width = _block_width(values.shape[0 if upright else 1])
     filtered = None
     if copied and len(values) == 1:
         filtered = _weigh(_toeplitz(width, kernel), _pad(values[0], width).reshape(-1, width))
@@ -138,7 +138,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
     """Return the smoothed rows, or columns if upright. `carry` has the carries at row ends."""
     values, between, _, sizes, kernel, upright, filtered = rows
     length = values.shape[0 if upright else 1]
-    width = _block_width(length, kernel)
+    width = _block_width(length)
     starts = width * jnp.arange(between.left.shape[1], dtype=jnp.int32)
     ends = as_array(sizes, jnp.int32)[:, None]
     beyond = ends - starts - width  # how many entries lie between a block and the end of its row
@@ -232,12 +232,12 @@ def as_array(values: Sequence[int], dtype: DTypeLike) -> jax.Array:
     return jnp.concatenate([jax.lax.full((1,), value, dtype) for value in values])
 
 
-def _block_width(length: int, kernel: Kernel) -> int:
+def _block_width(length: int) -> int:
     """Return the number of entries per block. If possible, it divides `length`."""
-    most = _SHORT_WIDTH if kernel.reach <= _SHORT_WIDTH else _WIDTH
-    if length <= 2 * most:
+    if length <= 2 * _WIDTH:
         return length
-    return next((width for width in range(most, most // 2, -1) if length % width == 0), most)
+    widths = range(_WIDTH, _WIDTH // 2, -1)
+    return next((width for width in widths if length % width == 0), _WIDTH)
 
 
 def _block_ends(line: jax.Array, width: int, kernel: Kernel) -> jax.Array:
@@ -305,7 +305,7 @@ def _accumulate(x: jax.Array, kernel: Kernel) -> jax.Array:
     """Return y with y_k = Σ_l ρ^l x_(k−l), summed over l ≥ 0, along the last axis."""
     if kernel.reach <= 1:
         return x
-    width = _block_width(x.shape[-1], kernel)
+    width = _block_width(x.shape[-1])
     place = jnp.arange(width, dtype=jnp.int32)
     distance = place - place[:, None]
     lower = jnp.where(distance >= 0, kernel.powers(jnp.maximum(distance, 0)), 0)
