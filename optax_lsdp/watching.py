@@ -321,7 +321,7 @@ def training_curve(state: PyTree) -> TrainingCurve:
     if watched is None:
         raise ValueError(
             "`state` must be the state of a watched optimizer, got one without a curve; watch with "
-            "watch=True or `watch_steps`, and with Flax NNX pass `optimizer.opt_state`."
+            "watch=True or `watch_steps`; with Flax NNX pass `optimizer.opt_state`."
         )
     if has_correlated_noise(state):
         raise ValueError("`state` must have independent noise, got correlated noise; see `watch`.")

@@ -175,12 +175,13 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class TiltedSum(NamedTuple):
-    """The tilted sum of all losses as Fourier coefficients, and bounds on every error.
+    """The distribution of the sum of all privacy losses as Fourier coefficients, and error bounds.
 
-    Arrays have one row for each row of `counts` in `convolve`. The columns of `gaps` and `ends` are
-    the frequencies j. In the comments, h, θ and t are the mesh, the tilt and the extra tilt of the
-    settings, r = e^(−θh + 2πij/N), and r′ = r·e^(−h). A step that is taken T times has tilted
-    masses with the Fourier coefficients φⱼ. Π and Σ run over the different steps.
+    The masses are tilted; see the module. φⱼ is the j-th Fourier coefficient of the tilted masses
+    of one step, which is taken T times. Π and Σ run over the different steps. In the comments, h, θ
+    and t are the mesh, the tilt and the extra tilt of the settings, i is the imaginary unit,
+    r = e^(−θh + 2πij/N), and r′ = r·e^(−h). Arrays have one row for each row of `counts` in
+    `convolve`. The columns of `gaps` and `ends` are the frequencies j.
     """
 
     settings: LatticeSettings

@@ -262,7 +262,7 @@ def _what_is_wrong(first: list[str], other: list[str], again: list[str]) -> str:
 
 
 def too_similar(one: int, other: int) -> str:
-    """Return "" if two 64-bit numbers may be random. Otherwise say that they are too similar."""
+    """Return "" if two 64-bit numbers look independent. Otherwise say that they are similar."""
     different = (one ^ other).bit_count()
     wrong = f"{one:016x} and {other:016x} differ in {different} of 64 bits only"
     return wrong if different < _LEAST_DIFFERENT else ""

@@ -385,7 +385,7 @@ def _find_state(state: optax.OptState) -> EstimateNormsState:
     if found is None:
         raise ValueError(
             "`state` must be the state of an optimizer with slack, got one without estimates; pass "
-            "`slack` or an `AdaptiveClip` to `privatize`, and with Flax NNX `optimizer.opt_state`."
+            "`slack` or an `AdaptiveClip` to `privatize`; with Flax NNX pass `optimizer.opt_state`."
         )
     # Flax NNX wraps the arrays of a state.
     return jax.tree.map(jnp.asarray, found, is_leaf=lambda x: hasattr(x, "__jax_array__"))

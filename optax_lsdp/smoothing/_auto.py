@@ -23,10 +23,11 @@ be positive with probability α = 5 % at most. By the union bound over m candida
 is the (1 − α/m)-quantile of (⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)). This weighted sum of centred χ²
 variables has a skewness of at most √(8/tr A²). The Cornish–Fisher expansion corrects for it.
 
-**Means do not count.** The gradients of a unit's inputs may have a common mean, whatever the order
-of the inputs, and a large σ would keep only this mean. So each unit's mean over its inputs is first
-subtracted from D. If the order of the inputs means nothing, the rest has a flat spectrum. Then, if
-noise dominates, J(A)/J(I) is (tr A)² / (d·tr A²) ≤ 1 for d entries, so nothing is smoothed.
+**Means do not count.** The gradients of the weights of one output unit may have a common mean,
+whatever the order of its inputs, and a large σ would keep only this mean. So the mean over the
+inputs of each output unit is first subtracted from D. If the order of the inputs means nothing, the
+rest has a flat spectrum. Then, if noise dominates, J(A)/J(I) is (tr A)² / (d·tr A²) ≤ 1 for d
+entries, so nothing is smoothed.
 
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
 g. Sampling noise is as smooth as the examples, so it would pass for signal. Summed over all entries
@@ -38,9 +39,9 @@ over all leaves. The rule subtracts the whole M for every leaf.
 that, nothing is smoothed. Evidence fades after training has converged: only V still grows.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
-least as much progress as D. So the step is multiplied by ℓ = min(4, ‖D‖/‖A D‖) ≥ 1. But ℓ makes
-steps along smooth directions and means longer, so a learning rate close to the largest stable one
-becomes too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²·s²·(tr A²)/d.
+least as much progress as D. So the step is multiplied by ℓ = min(4, ‖D‖/‖A D‖) ≥ 1. But ℓ
+lengthens the steps in smooth directions, so a learning rate close to the largest stable one becomes
+too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²·s²·(tr A²)/d.
 
 **What the rule cannot see.** ‖A D‖ counts noise equally in all directions. But the loss rises with
 V·tr(A H A) for the Hessian H, not with V·tr A². If H has the spectrum of S and noise dominates, no

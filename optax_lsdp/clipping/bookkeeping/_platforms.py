@@ -58,7 +58,7 @@ class Platform(NamedTuple):
     grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
-        """Return how many bits after the leading one the operands of a product are rounded to."""
+        """Return to how many bits a product rounds its operands, without the leading bit."""
         is_half = all(x.dtype == jnp.bfloat16 for x in operands)
         return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
 
