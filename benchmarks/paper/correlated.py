@@ -34,7 +34,9 @@ STEPS, PART, FULL_STEPS = 500, 50, 60  # a batch is one of 50 parts of the data
 CLIP_NORM = 10.0
 STEP_SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 FULL_STEP_SIZES = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
-SMOOTHINGS = (0.0, 1.0)  # those of scattering coefficients are (0.0,)
+SMOOTHINGS = (0.0, 1.0)
+WEAK_SMOOTHINGS = (0.3,)  # for the small grids of scattering coefficients
+SMOOTHED = ", smoothed"  # ends the names of the problems that have these
 SEEDS = 5
 HARDEST, LARGE_EPSILONS = "CIFAR-10, scattering", (4.0, 8.0)  # trained with all step sizes as well
 
@@ -73,17 +75,18 @@ def adult(args: argparse.Namespace) -> _record.Split:
 
 def problems(smoke: bool) -> dict[str, Problem]:
     """Return the data of all problems, and their σ; other settings are not used."""
-    data: dict[str, Callable[[argparse.Namespace], _record.Split]] = {
-        "MNIST, pixels": pixels,
-        "Adult": adult,
-        "CIFAR-10, scattering": _features.cifar10,
-        "MNIST, scattering": _features.mnist,
+    data: dict[str, tuple[Callable[[argparse.Namespace], _record.Split], tuple[float, ...]]] = {
+        "MNIST, pixels": (pixels, SMOOTHINGS),
+        "Adult": (adult, SMOOTHINGS),
+        "CIFAR-10, scattering": (_features.cifar10, (0.0,)),
+        "MNIST, scattering": (_features.mnist, (0.0,)),
+        f"CIFAR-10, scattering{SMOOTHED}": (_features.cifar10, WEAK_SMOOTHINGS),
+        f"MNIST, scattering{SMOOTHED}": (_features.mnist, WEAK_SMOOTHINGS),
     }
     if smoke:
-        data = {"digits": _features.digits}
+        data = {"digits": (_features.digits, SMOOTHINGS)}
     return {
-        name: Problem(read, (), (), (), (), SMOOTHINGS[: 1 if "scattering" in name else None])
-        for name, read in data.items()
+        name: Problem(read, (), (), (), (), smoothings) for name, (read, smoothings) in data.items()
     }
 
 
