@@ -17,6 +17,7 @@ from jax.custom_batching import custom_vmap
 from optax_lsdp._types import PyTree
 
 _Function = TypeVar("_Function", bound=Callable[..., PyTree])
+_SMALL, _JOINED = 2**12, 16  # leaves of so few entries are joined in `sum_trees`, so many at a time
 
 
 def manual_axes() -> tuple[str, ...]:
@@ -198,6 +199,32 @@ def sum_leaves(
         here = stack_scalars([jnp.sum(term).astype(float) for term in terms(*leaves)])
         sums.append(jax.lax.psum(here, shard.split_axes) if shard.split_axes else here)
     return sums
+
+
+def sum_trees(
+    shards: Sequence[Shard], terms: Callable[..., tuple[jax.Array, ...]], *trees: PyTree
+) -> jax.Array:
+    """Return the sums of `terms` over all entries of all leaves: `sum_leaves`, added up.
+
+    Small leaves that no mesh splits are joined, because XLA for CPUs runs some fifteen kernels for
+    each leaf, however small. A few are joined at a time, because the kernel that joins them
+    searches for the leaf of every entry.
+    """
+    parts: list[tuple[Shard, tuple[jax.Array, ...]]] = []
+    small: dict[object, list[tuple[jax.Array, ...]]] = {}
+    for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
+        if leaves[0].size > _SMALL or shard.is_split or manual_axes():
+            parts.append((shard, tuple(leaves)))
+        else:
+            group = small.setdefault(tuple(leaf.dtype for leaf in leaves), [])
+            group.append(tuple(leaf.reshape(-1) for leaf in leaves))
+    whole = Shard(jax.P(), (), frozenset(), is_split=False)
+    for group in small.values():
+        for first in range(0, len(group), _JOINED):
+            flat = map(jnp.concatenate, zip(*group[first : first + _JOINED], strict=True))
+            parts.append((whole, tuple(flat)))
+    sums = [sum_leaves([shard], terms, *([x] for x in leaves))[0] for shard, leaves in parts]
+    return sum(sums, jnp.zeros([]))
 
 
 def stack_scalars(values: Sequence[jax.Array]) -> jax.Array:

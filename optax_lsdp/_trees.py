@@ -189,6 +189,13 @@ def compute_once(tree: PyTree) -> PyTree:
     return jax.lax.optimization_barrier(tree)
 
 
+def with_row(array: jax.Array, index: jax.Array, row: jax.Array) -> jax.Array:
+    """Set one row of an array, unless the array has no such row."""
+    place = jnp.minimum(index, len(array) - 1)
+    row = jnp.where(index < len(array), row, array[place])
+    return jax.lax.dynamic_update_index_in_dim(array, row, place, axis=0)
+
+
 def applied_change(params: PyTree, updates: PyTree) -> PyTree:
     """Return how updates change the parameters, in float32 or wider.
 

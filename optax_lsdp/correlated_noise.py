@@ -90,7 +90,7 @@ def add_correlated_noise(
     There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
     or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
     returns NaN. To take more steps, start again with a new key and a new state, which
-    counts as a second mechanism.
+    counts as a second mechanism. For `mean_over` in `update`, see `add_gaussian_noise`.
 
     Args:
         stddev: the standard deviation of the noise before it is correlated: the noise multiplier
@@ -153,6 +153,8 @@ def add_correlated_noise(
         updates: optax.Updates,
         state: AddCorrelatedNoiseState,
         params: optax.Params | None = None,
+        *,
+        mean_over: float = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
@@ -166,7 +168,8 @@ def add_correlated_noise(
             )
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
-        total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
+        name = "add_correlated_noise"
+        total = read_sum(name, updates, params, independent, shard_specs, mean_over)
         is_planned = state.step - state.start < correlation.steps
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)

@@ -71,6 +71,8 @@ def add_gaussian_noise(
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
+    If you pass `mean_over=b` to `update`, the noisy sum is divided by b. This gives the same bits
+    as `optax.scale(1 / b)` behind the noise, and is faster on CPUs.
     Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. So a
     resumed run draws the same noise as an uninterrupted run, on any mesh. The noise is drawn and
     added in float32 or float64. Its tails reach 9.1 standard deviations; those of
@@ -122,13 +124,15 @@ def add_gaussian_noise(
         updates: optax.Updates,
         state: AddGaussianNoiseState,
         params: optax.Params | None = None,
+        *,
+        mean_over: float = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
         if not isinstance(state, AddGaussianNoiseState):
             demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
-        total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
+        total = read_sum("add_gaussian_noise", updates, params, state, shard_specs, mean_over)
         scale = stddev(state.step) if callable(stddev) else stddev
         draw = partial(draw_noise, state, total)
         noisy = add_drawn(total, draw, state, scale, state.step < _LAST_STEP)
@@ -147,6 +151,7 @@ class SumLeaves(NamedTuple):
     wide: list[jax.Array]  # the leaves in float32 or float64
     addresses: list[str]  # the path of each leaf
     axes: list[tuple[str, ...]]  # the mesh axes along which a leaf's shards draw different noise
+    mean_over: float  # by what the noisy sum is divided
 
 
 def read_sum(
@@ -155,11 +160,13 @@ def read_sum(
     params: optax.Params | None,
     state: AddGaussianNoiseState,
     shard_specs: PyTree,
+    mean_over: float,
 ) -> SumLeaves:
     """Return the leaves of a clipped sum. Raise if noise cannot be added to it.
 
     `name` is the name of the transform.
     """
+    check_positive("mean_over", mean_over)
     named, structure = unmarked_leaves(name, updates, accepts_slack=True)
     narrow = [jnp.asarray(leaf) for _, leaf in named]  # NumPy's float64 becomes JAX's precision
     wide = [widen(leaf) for leaf in narrow]
@@ -169,13 +176,16 @@ def read_sum(
     shards = read_shards(spread_specs(shard_specs, updates), wide) if wide else []
     axes = [shard.split_axes for shard in shards]
     _check_shards(named, shards, state)
-    return SumLeaves(structure, narrow, wide, addresses, axes)
+    return SumLeaves(structure, narrow, wide, addresses, axes, mean_over)
 
 
 def add_scaled(
     total: SumLeaves, noises: Sequence[jax.Array], scale: ArrayLike, is_good: jax.Array
 ) -> optax.Updates:
-    """Return total + scale·noise, or NaN if `is_good` is False or the scale is not positive."""
+    """Return (total + scale·noise)/`mean_over`.
+
+    Return NaN if `is_good` is False or the scale is not positive.
+    """
     check_stddev(scale)
 
     def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:
@@ -184,7 +194,7 @@ def add_scaled(
         return leaf + jnp.where(is_positive & is_good, stddev * noise, jnp.nan)
 
     noisy = [
-        add_one(leaf, noise).astype(narrow.dtype)
+        add_one(leaf, noise).astype(narrow.dtype) * (1 / total.mean_over)
         for leaf, noise, narrow in zip(total.wide, noises, total.narrow, strict=True)
     ]
     return jax.tree.unflatten(total.structure, noisy)
@@ -200,8 +210,9 @@ def add_drawn(
     """Return `add_scaled` of the noise that `draw` returns. XLA for CPUs draws it only once.
 
     Otherwise XLA would draw it again in every kernel that reads a noisy leaf, and smoothing has
-    three of them. XLA merges nothing across the border of a `lax.cond`. The condition always holds,
-    because steps are never negative. Outside `jit`, nothing is merged.
+    three of them. For the same reason, the division by `mean_over` is here. XLA merges nothing
+    across the border of a `lax.cond`. The condition always holds, because steps are never negative.
+    Outside `jit`, nothing is merged.
     """
 
     def add() -> optax.Updates:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -120,22 +121,24 @@ def privatize(
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
-    noise = add_gaussian_noise(stddev, key=key, shard_specs=shard_specs)
+    has_slack = adapts or slack is not None
+    # All shards have the same slack, so they must draw the same noise for it.
+    splits = has_slack and shard_specs is not None
+    specs = WithSlack(shard_specs, jax.P(), adapts=adapts) if splits else shard_specs
+    noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
     if correlation is not None:
         constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
         auto = smoothing if read_stages(smoothing, shard_specs)[0] else None
         _check_constant(constant, dict(slack=slack, watch_steps=watch_steps, smoothing=auto))
         noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
-    release = [clip, noise]
-    if adapts or slack is not None:
-        # All shards have the same slack, so they must draw the same noise for it.
-        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
-        noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
+    mean = partial(noise.update, mean_over=expected_batch_size)
+    release = [clip, noise._replace(update=mean)]
+    if has_slack:
         options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
-        release = [clip, noise, estimate_norms(clip_norm, slack=slack, **options)]
+        estimate = estimate_norms(clip_norm, slack=slack, **options)
+        release = [clip, noise, estimate, optax.scale(1 / expected_batch_size)]
     if adapts:
         release = [_with_clip_norm(optax.chain(*release))]
-    release.append(optax.scale(1 / expected_batch_size))
     is_auto, stages = read_stages(smoothing, shard_specs)
     learner = optax.chain(optax.stateless(_cast_like), _with_clear_errors(optimizer))
     learner = denoised(stages, learner, smooths=is_auto, varies=adapts or correlation is not None)
@@ -314,10 +317,7 @@ def _with_clip_norm(
     """Pass the adaptive clip norm from the state to `clip_per_example`, for stacked gradients."""
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
+        updates: optax.Updates, state: optax.OptState, params: PyTree = None, **extra_args: object
     ) -> tuple[optax.Updates, optax.OptState]:
         if "clip_norm" in extra_args:
             raise ValueError(
@@ -372,10 +372,7 @@ def _with_clear_errors(
     inner = optax.with_extra_args_support(optimizer)
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: object,
+        updates: optax.Updates, state: optax.OptState, params: PyTree = None, **extra_args: object
     ) -> tuple[optax.Updates, optax.OptState]:
         extra_args.pop("release_scale", None)  # for `watch` and `auto_smooth` only
         try:

@@ -51,7 +51,7 @@ References: Stein 1981, Estimation of the Mean of a Multivariate Normal Distribu
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -64,7 +64,7 @@ import optax_lsdp._mesh as mesh
 from optax_lsdp._checks import check_non_negative, check_positive, check_whole, frozen_number
 from optax_lsdp._clipped import has_noise, is_before_noise
 from optax_lsdp._keys import hashed_signs
-from optax_lsdp._trees import applied_change, check_shapes, compute_once, widen
+from optax_lsdp._trees import applied_change, check_shapes, compute_once, widen, with_row
 from optax_lsdp._types import PyTree
 from optax_lsdp.correlated_noise import has_correlated_noise
 
@@ -98,6 +98,9 @@ class Probe(NamedTuple):
     steps: jax.Array  # how many steps with noise have used this probe
 
 
+_PROBED = len(Probe._fields)
+
+
 class WatchState(NamedTuple):
     """The optimizer's state, its last step and sums over steps, computed from releases alone."""
 
@@ -106,7 +109,7 @@ class WatchState(NamedTuple):
     noisy: jax.Array  # how many of them had noise; an `AdaptiveClip` can make a release zero
     move: optax.Updates  # Δ, the last step
     numbers: jax.Array  # ‖Δ‖², the last ⟨Δₜ, yₜ₊₁⟩, a `Probe` and `WatchSums`, in this order: (15,)
-    ratio: jax.Array  # for each leaf, of size d, the sum of (‖y‖² − s²d)/(s²d)
+    ratio: jax.Array  # for each leaf, of size d, the mean of (‖y‖² − s²d)/(s²d)
     last: jax.Array  # the last point of the curve and its standard error: (2,)
     curve: jax.Array  # row t: the work of the first t steps and its standard error: (steps, 2)
 
@@ -119,8 +122,9 @@ class TrainingCurve(NamedTuple):
         work: the estimated change of the clipped loss in these steps.
         stderr: the standard error of `work`.
         signal_to_noise: for each leaf of size d, the mean of (‖y‖² − s²d)/(s²d), or 0 if d = 0,
-            over releases y with noise of standard deviation s. Pure noise gives 0 ± √(2/(d·steps)).
-            Sampling counts as signal. Releases that an `AdaptiveClip` makes zero do not count.
+            over releases y with noise of standard deviation s. After the first eight, it counts
+            every eighth release: pure noise gives 0 ± 4/√(d·steps) in long runs. Sampling counts as
+            signal. Releases that an `AdaptiveClip` makes zero do not count.
     """
 
     steps: np.ndarray
@@ -206,8 +210,8 @@ def watch(
 
     def init(params: optax.Params) -> WatchState:
         step = jnp.zeros([], jnp.int32)
-        # Each array of a state costs time in each call of a compiled step, so there are few.
-        numbers = jnp.zeros(2 + len(Probe._fields) + len(WatchSums._fields))
+        # Each array of a state costs time in each step, so there are few.
+        numbers = jnp.zeros(2 + _PROBED + len(WatchSums._fields))
         move, ratio = jax.tree.map(jnp.zeros_like, params), jnp.zeros(len(jax.tree.leaves(params)))
         curve = jnp.zeros((steps, 2))
         state = WatchState(None, step, step, move, numbers, ratio, curve[0], curve)
@@ -220,59 +224,55 @@ def watch(
         return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
 
     def update(
-        updates: optax.Updates,
-        state: WatchState,
-        params: optax.Params | None = None,
-        **extra_args: object,
+        updates: optax.Updates, state: WatchState, params: PyTree = None, **extra_args: object
     ) -> tuple[optax.Updates, WatchState]:
         releases = jax.tree.map(compute_once, updates)
-        scale = jnp.asarray(extra_args.get("release_scale", 1.0), float)
-        settings = (x(state.step) if callable(x) else x for x in (stddev, sampling_stddev))
-        s, v = (jnp.asarray(x, float) * scale for x in settings)
+        settings = [x(state.step) if callable(x) else x for x in (stddev, sampling_stddev)]
+        s, v = jnp.asarray(settings, float) * jnp.asarray(extra_args.get("release_scale", 1.0))
         check_shapes(updates, state.move, "put `watch` after `add_gaussian_noise`")
-        leaves = jax.tree.leaves(releases)
-        shards = mesh.read_shards(shard_specs, leaves)
+        shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
         length, last_end, *others = state.numbers
-        before, sums = (
-            Probe(*others[: len(Probe._fields)]),
-            WatchSums(*others[len(Probe._fields) :]),
-        )
+        before, sums = Probe(*others[:_PROBED]), WatchSums(*others[_PROBED:])
 
         moves, after = inner.update(releases, state.optimizer, params, **extra_args)
         move = applied_change(params, moves)
-        rows = mesh.sum_leaves(shards, _products, releases, state.move, move)
-        by_leaf = jnp.stack(rows) if rows else jnp.zeros((0, 5))
+        is_noisy, is_always_due = s**2 > 0, _collects_updates(state.optimizer)
+        is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0) | is_always_due
 
-        def probe(ys: optax.Updates, move: optax.Updates) -> jax.Array:
-            signs, h = _public_signs(ys, state.step, shards), _PROBE * jnp.where(s > 0, s, 1)
+        def probe(ys: PyTree, _: PyTree, move: PyTree) -> tuple[jax.Array, jax.Array]:
+            stddev = jnp.where(is_noisy, s, 1)
+            signs, h = _public_signs(ys, state.step, shards), _PROBE * stddev
             there = jax.tree.map(lambda y, w: y + (h * w).astype(y.dtype), ys, signs)
             other, _ = inner.update(there, state.optimizer, params, **extra_args)
             turn = jax.tree.map(jnp.subtract, applied_change(params, other), move)
-            slopes = mesh.sum_leaves(shards, lambda w, p: (w * p, p * p), signs, turn)
-            trace, square = sum(slopes, jnp.zeros(2)) / jnp.stack([h, h**2])
+            slopes = mesh.sum_trees(shards, lambda w, p: (w * p, p * p), signs, turn)
+            trace, square = (jnp.zeros(2) + slopes) / jnp.stack([h, h**2])
             count = (jnp.minimum(state.noisy, _EVERY - 1) + 1 + state.noisy // _EVERY).astype(float)
-            doubt = jnp.minimum(
-                jnp.square(trace - before.trace) / 2 + 2 * square / count, 2 * square
-            )
+            doubt = jnp.minimum((trace - before.trace) ** 2 / 2 + 2 * square / count, 2 * square)
             steepest = mesh.largest_entry(shards, turn) / h
-            unused = [jnp.zeros_like(s)] * 2
-            return mesh.stack_scalars([trace, square, steepest, doubt, *unused])
+            probed = mesh.stack_scalars([trace, square, steepest, doubt, *2 * [jnp.zeros_like(s)]])
+            each = _signal_to_noise(ys, stddev, shards)
+            stands_for = jnp.where((state.noisy < _EVERY) | is_always_due, 1, _EVERY)
+            share = jnp.where(is_noisy, stands_for / (state.noisy + stands_for), 0)
+            return probed, state.ratio + share.astype(float) * (each - state.ratio)
 
-        is_due = (state.noisy < _EVERY) | (state.noisy % _EVERY == 0)
-        parts = jax.tree.leaves(state.optimizer, is_leaf=_collects_updates)
-        is_due |= any(map(_collects_updates, parts))
-        last_probe = state.numbers[2 : 2 + len(Probe._fields)]
-        found = Probe(*jax.lax.cond(is_due, probe, lambda *_: last_probe, releases, move))
-        end, ahead, both, ahead_length, _ = jnp.sum(by_leaf, axis=0)
+        def with_products(rest: Callable[..., tuple[jax.Array, ...]]) -> Callable[..., PyTree]:
+            # Here, because XLA for CPUs computes the operands of a `lax.cond` only once.
+            return lambda *trees: (mesh.sum_trees(shards, _products, *trees), *rest(*trees))
+
+        last = state.numbers[2 : 2 + _PROBED], state.ratio
+        branches = with_products(probe), with_products(lambda *_: last)
+        products, probed, ratio = jax.lax.cond(is_due, *branches, releases, state.move, move)
+        end, ahead, both, ahead_length = jnp.zeros(4) + products
+        found = Probe(*probed)
         used = found.used + s**2 / 2
-        share = jnp.where(is_due & (s > 0), (1 - 1 / jnp.maximum(before.steps, 1)) / 2, 0)
+        share = jnp.where(is_due & is_noisy, (1 - 1 / jnp.maximum(before.steps, 1)) / 2, 0)
         drift = share * before.used * (found.trace - before.trace)
-        jump = jnp.where(state.step > 1, jnp.square(end - last_end) / 2, 0)
         ended = sums._replace(
             ends=sums.ends + end,
             ends_noise=sums.ends_noise + s**2 * length,
             sampling=sums.sampling + v**2 * length,
-            jumps=sums.jumps + jump,
+            jumps=sums.jumps + jnp.where(state.step > 1, (end - last_end) ** 2 / 2, 0),
             middle=sums.middle + end / 2,
             middle_noise=sums.middle_noise + s**2 * length / 4,
         )
@@ -284,27 +284,28 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        is_noisy, energy = s**2 > 0, jnp.where(s**2 > 0, s**2, 1)
-        sizes = [y.size * mesh.axis_size(x.split_axes) for y, x in zip(leaves, shards, strict=True)]
-        each = by_leaf[:, 4] / (energy * jnp.asarray(sizes, by_leaf.dtype)) - 1
-        used_once = found._replace(used=used, steps=found.steps + jnp.where(s > 0, 1, 0))
+        used_once = found._replace(used=used, steps=found.steps + is_noisy)
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),
             noisy=jnp.where(is_noisy, optax.safe_increment(state.noisy), state.noisy),
             move=optax.tree.cast_like(move, state.move),
             numbers=mesh.stack_scalars([ahead_length, end, *used_once, *started]),
-            ratio=state.ratio + jnp.where(is_noisy, each, 0),
+            ratio=ratio,
             last=point,
-            curve=_with_point(state.curve, state.step, point),
+            curve=with_row(state.curve, state.step, point),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _collects_updates(node: object) -> bool:
+def _collects_updates(state: optax.OptState) -> bool:
     """Return whether an optimizer with this state applies updates only in some steps."""
-    return type(node).__name__ in ("MultiStepsState", "ApplyEvery")
+
+    def collects(node: object) -> bool:
+        return type(node).__name__ in ("MultiStepsState", "ApplyEvery")
+
+    return any(map(collects, jax.tree.leaves(state, is_leaf=collects)))
 
 
 def training_curve(state: PyTree) -> TrainingCurve:
@@ -331,10 +332,9 @@ def training_curve(state: PyTree) -> TrainingCurve:
             "before the noise, whose curve is secret; put `watch` after `add_gaussian_noise`."
         )
     found = jax.device_get(watched._replace(optimizer=None, move=None))
-    work, stderr = found.curve[: found.step].T
     leaves, structure = jax.tree.flatten(watched.move)
-    pairs = zip(found.ratio, leaves, strict=True)
-    each = [float(x) / max(int(found.noisy), 1) if leaf.size else 0.0 for x, leaf in pairs]
+    each = [float(x) if leaf.size else 0.0 for x, leaf in zip(found.ratio, leaves, strict=True)]
+    work, stderr = found.curve[: found.step].T
     return TrainingCurve(np.arange(len(work)), work, stderr, jax.tree.unflatten(structure, each))
 
 
@@ -368,13 +368,6 @@ def _combine(sums: WatchSums, count: jax.Array) -> jax.Array:
     return mesh.stack_scalars([sums.middle + gap, jnp.sqrt(noise + sampling) + gap / 2])
 
 
-def _with_point(curve: jax.Array, step: jax.Array, point: jax.Array) -> jax.Array:
-    """Set row `step` of a curve, unless the curve has no such row."""
-    place = jnp.minimum(step, len(curve) - 1)
-    row = jnp.where(step < len(curve), point, curve[place])
-    return jax.lax.dynamic_update_index_in_dim(curve, row, place, axis=0)
-
-
 def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -> PyTree:
     """Return a tree of ±1 that depends on the step, the leaf and the shard alone."""
     leaves, structure = jax.tree.flatten(tree)
@@ -388,10 +381,19 @@ def _public_signs(tree: PyTree, step: jax.Array, shards: Sequence[mesh.Shard]) -
     return jax.tree.unflatten(structure, signs)
 
 
+def _signal_to_noise(
+    releases: optax.Updates, stddev: jax.Array, shards: Sequence[mesh.Shard]
+) -> jax.Array:
+    """Return (‖y‖² − s²d)/(s²d) for each leaf y of size d and noise of standard deviation s."""
+    energies = mesh.sum_leaves(shards, lambda y: (jnp.square(widen(y)),), releases)
+    leaves = zip(jax.tree.leaves(releases), shards, energies, strict=True)
+    each = [x / (stddev**2 * y.size * mesh.axis_size(z.split_axes)) - 1 for y, z, x in leaves]
+    return jnp.concatenate([jnp.zeros(0), *each])
+
+
 def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:
     y, before, now = map(widen, leaves)
-    both = before + now
-    return before * y, now * y, both * both, now * now, y * y
+    return before * y, now * y, jnp.square(before + now), now * now
 
 
 def _is_watch_state(node: object) -> bool:

@@ -1,4 +1,4 @@
-"""Under vmap, all mapped values take the same branch, with the result that each has alone."""
+"""Sums over trees add up all entries; under vmap, all mapped values take the same branch."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import optax_lsdp as lsdp
+from optax_lsdp import _mesh
 
 PARAMS = jax.random.normal(jax.random.key(0), (2, 3, 64, 64))
 BATCH = jax.random.normal(jax.random.key(1), (5, 8, 64))
@@ -62,3 +63,26 @@ def test_noise_under_vmap_agrees_with_noise_one_by_one():
         jax.tree.map(
             lambda m, s, i=i: np.testing.assert_allclose(m[i], s, atol=1e-6), mapped, single
         )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sums_over_trees_count_every_entry_of_small_and_large_leaves_once(devices, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)  # small leaves are joined on one
+    shapes = [(3,), (), (70, 60), (0, 4), *[(k % 5 + 1, 7) for k in range(40)], (5000,)]
+    random, dtypes = np.random.default_rng(0), (jnp.float32, jnp.bfloat16)
+    leaves = [
+        [jnp.asarray(random.integers(-8, 8, shape), dtypes[k % 3 == 2]) for shape in shapes]
+        for k in range(3)
+    ]  # small whole numbers, whose sums are exact
+
+    @jax.jit
+    def sums(*trees):
+        shards = _mesh.read_shards(None, jax.tree.leaves(trees[0]))
+        return _mesh.sum_trees(shards, lambda x, y, z: (x * y, jnp.float32(z) ** 2), *trees)
+
+    x, y, z = (np.concatenate([np.float64(leaf).reshape(-1) for leaf in one]) for one in leaves)
+    assert sums(*leaves).tolist() == [x @ y, z @ z]
+    joined = 3 + 2  # three groups of small leaves, and two large leaves
+    parts = joined if devices == 1 else len(shapes)
+    assert str(jax.make_jaxpr(sums)(*leaves)).count("reduce_sum[") == 2 * parts
+    assert sums([], [], []).tolist() == 0

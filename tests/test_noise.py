@@ -15,6 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 import optax_lsdp as lsdp
 from optax_lsdp import _keys
 from optax_lsdp._keys import fold_in_text, standard_normal
+from optax_lsdp.correlation import optimize_banded
 
 SIZE = 200_000
 TREE = {"a": jnp.zeros(SIZE), "b": {"c": jnp.zeros((SIZE // 100, 100))}}
@@ -336,3 +337,23 @@ def test_the_state_of_another_noise_is_refused():
     message = "`state` must be the state of `add_gaussian_noise`, got AddCor"
     with pytest.raises(TypeError, match=message):
         lsdp.add_gaussian_noise(1.0, key=key).update(zeros, state)
+
+
+@pytest.mark.parametrize("banded", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_mean_has_the_bits_of_a_scaled_noisy_sum(dtype, banded):
+    tree = {"a": jnp.full((30, 70), 3, dtype), "b": jnp.ones(5, dtype)}
+    tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
+    if banded:
+        tx = lsdp.add_correlated_noise(2.0, optimize_banded(9, 2), key=jax.random.key(3))
+    scaled, state = optax.chain(tx, optax.scale(1 / 7)), tx.init(tree)
+    for compiled in (lambda function: function, jax.jit):
+        expected, _ = compiled(scaled.update)(tree, scaled.init(tree))
+        mean, _ = compiled(functools.partial(tx.update, mean_over=7.0))(tree, state)
+        assert all(map(np.array_equal, *map(jax.tree.leaves, (mean, expected))))
+
+
+def test_a_sum_is_not_divided_by_zero():
+    tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
+    with pytest.raises(ValueError, match="`mean_over` must be positive"):
+        tx.update(jnp.zeros(3), tx.init(None), mean_over=0.0)

@@ -162,7 +162,20 @@ def test_releases_that_an_adaptive_clip_norm_makes_zero_count_nowhere(optimizer)
     assert 3 <= silent < 15
     assert (curve.work[: silent + 1] == 0).all() and (curve.stderr[: silent + 1] == 0).all()
     assert (curve.stderr[silent + 1 :] > 0).all()
-    assert curve.signal_to_noise == pytest.approx(float(watched.ratio[0]) / int(watched.noisy))
+
+
+def test_silent_releases_do_not_count_in_the_signal_to_noise_ratio():
+    tx = lsdp.watch(optax.sgd(0.1), steps=20, stddev=0.5)
+    params, update = jnp.zeros(30), jax.jit(tx.update)
+    rows = np.random.default_rng(3).normal(size=(12, 30)).astype(np.float32)
+    ratios = []
+    for silent in ([], [0, 1, 2], [4, 9], [8, 12]):  # these come before, between and after probes
+        state, heard = tx.init(params), iter(rows)
+        for step in range(12 + len(silent)):
+            release, scale = (params, 0.0) if step in silent else (next(heard), 1.0)
+            _, state = update(release, state, params, release_scale=scale)
+        ratios.append(lsdp.training_curve(state).signal_to_noise)
+    assert ratios == [ratios[0]] * 4 and ratios[0] > 0
 
 
 @pytest.mark.parametrize(
@@ -262,10 +275,17 @@ def test_signal_to_noise_is_zero_for_noise_and_right_for_a_known_signal():
         for s, noise in zip(stddevs, normal, strict=True)
     ]
     ratio = lsdp.training_curve(feed(tx, releases, params)).signal_to_noise
-    error = np.sqrt(2 / (1000 * steps))
+    weights = {**dict.fromkeys(range(8), 1), 8: 8, 16: 8}  # every eighth release stands for eight
+    for name in ("noise", "signal"):
+        energies = [float(np.square(releases[t][name], dtype=np.float64).sum()) for t in weights]
+        each = [e / (1000 * stddevs[t] ** 2) - 1 for e, t in zip(energies, weights, strict=True)]
+        expected = np.average(each, weights=list(weights.values()))
+        rounding = 1e-5  # of the energy, which is a thousand times the noise in the ratio
+        assert ratio[name] == pytest.approx(expected, rel=rounding, abs=rounding)
+    error = np.sqrt(2 * np.square([*weights.values()]).sum() / 1000) / sum(weights.values())
     assert abs(ratio["noise"]) < 4 * error and ratio["empty"] == 0
-    expected = np.mean([1 / s**2 for s in stddevs])
-    assert abs(ratio["signal"] - expected) < 4 * np.sqrt(error**2 + 4 * expected / (1000 * steps))
+    expected = np.average([1 / stddevs[t] ** 2 for t in weights], weights=[*weights.values()])
+    assert abs(ratio["signal"] - expected) < 4 * error * np.sqrt(1 + 2 * expected)
 
 
 def test_in_half_precision_the_curve_follows_the_rounded_parameters():
