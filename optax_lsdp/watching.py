@@ -284,7 +284,7 @@ def watch(
             + (used**2 - found.used**2) * found.doubt,
             lowered=sums.lowered + v**2 * found.steepest / 2,
         )
-        used_once = found._replace(used=used, steps=found.steps + is_noisy)
+        used_once = found._replace(used=used, steps=found.steps + jnp.where(is_noisy, 1, 0))
         return moves, WatchState(
             optimizer=after,
             step=optax.safe_increment(state.step),

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from scipy.stats import t as student
 from benchmarks._results import RESULTS, load, markdown
 from benchmarks.paper._figures import save, tidy
 from benchmarks.paper._tables import spread
-from benchmarks.paper.cnn_tournament import METHODS
-from benchmarks.paper.cnn_tournament import NOISES as ON_NETWORK
+from benchmarks.paper.cnn_tournament import CIFAR10_NAME, METHODS, ON_CIFAR10
+from benchmarks.paper.cnn_tournament import NOISES as ON_MNIST
+from benchmarks.paper.correlated import SMOOTHED
 
 Rows = dict[str, list[dict[str, Any]]]  # the rows of each method
 NOISES = ("4 bands", "16 bands", "inverse of 8 bands", "independent, full batches")
@@ -84,7 +86,8 @@ def correlated() -> str:
         for kind, plain in kinds["independent"].items():
             cells = [shown(kinds[t][kind], plain) if t in kinds else "–" for t in NOISES]
             accuracy = spread(plain["test_accuracies"])
-            rows.append([name, f"{kind[1]:g}", f"{kind[0]:g}", accuracy, *cells])
+            problem = name.removesuffix(SMOOTHED)
+            rows.append([problem, f"{kind[1]:g}", f"{kind[0]:g}", accuracy, *cells])
     return markdown(["problem", "σ", "ε", "independent", *NOISES], rows)
 
 
@@ -175,13 +178,16 @@ def automatic() -> str:
     return markdown(["`auto` minus fixed σ", *(f"ε = {e:g}" for e in epsilons)], rows)
 
 
-def on_network(methods: Iterable[str]) -> dict[str, dict[float, Any]]:
-    """Return the rows of all methods that were trained on the paper's network, by method and ε."""
+def on_network(methods: Iterable[str], start: str = "final, ") -> dict[str, dict[float, Any]]:
+    """Return the rows of all methods that were trained on a network, by method and ε.
+
+    `start` begins the names of the network's parts of the record.
+    """
     record = load("paper/cnn_tournament")
     found = {
         name: {row["found"]["epsilon"]: row["found"] for row in part.values()}
         for name in methods
-        if (part := record.get(f"final, {name}"))
+        if (part := record.get(f"{start}{name}"))
     }
     most = max(map(len, found.values()), default=0)
     return {name: part for name, part in found.items() if len(part) == most}
@@ -196,9 +202,9 @@ def cnn_tournament() -> str:
     return markdown(["method", *(f"ε = {epsilon:g}" for epsilon in none)], rows)
 
 
-def correlated_on_network() -> str:
-    """Return what each kind of noise gains over independent noise on the paper's network."""
-    found = on_network(ON_NETWORK)
+def correlated_on_network(methods: Iterable[str], start: str = "final, ") -> str:
+    """Return what each kind of noise gains over independent noise on a network."""
+    found = on_network(methods, start)
     plain = found.pop("independent")
     rows = [
         [
@@ -251,6 +257,9 @@ STACKED_TABLES: dict[str, tuple[str, Callable[[], str]]] = {
 CORRELATED: dict[str, Callable[[], str]] = {  # the tables in the other README
     "correlated": correlated,
     "correlated spreads": spreads,
-    "correlated on a network": correlated_on_network,
+    "correlated on a network": partial(correlated_on_network, ON_MNIST),
+    "correlated on CIFAR-10": partial(
+        correlated_on_network, ON_CIFAR10, f"final, {CIFAR10_NAME}, "
+    ),
     "correlated step sizes": at_all_step_sizes,
 }
