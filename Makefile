@@ -18,7 +18,10 @@ OUTPUT ?= demo.png
 demo: $(DEMO)
 	$(BIN)/optax-lsdp demo --output $(OUTPUT)
 
+# Compiled programs are kept for the next run, and forgotten when no run has written them for two weeks.
+test: export JAX_COMPILATION_CACHE_DIR ?= $(abspath $(VENV)/programs)
 test: $(READY)
+	mkdir -p $$JAX_COMPILATION_CACHE_DIR && find $$JAX_COMPILATION_CACHE_DIR -type f -mtime +14 -delete
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 # All tests, including the slow ones, with fifty times as many examples of each law (see tests/conftest.py).

@@ -76,7 +76,7 @@ def check_delta(name: str, value: object) -> None:
 
 
 def check_function(name: str, value: object, of_what: str) -> None:
-    """Raise unless `value` is callable. The message describes its arguments as `of_what`."""
+    """Raise unless `value` is callable. `of_what` describes the function's arguments."""
     if not callable(value):
         raise TypeError(_sentence(name, f"a function {of_what}", value))
 

@@ -1,4 +1,4 @@
-"""The mark on a clipped sum: which clip norm bounds it, and whether its batch had a mask.
+"""The mark on a clipped sum: the clip norm of each contribution, and whether there was a mask.
 
 `clipped_grad` wraps each leaf of its sum in `Clipped`. The optimizer unwraps the leaves. It refuses
 a sum whose clip norms or groups differ from its own, because the noise depends on them.
@@ -25,7 +25,7 @@ from optax_lsdp._types import ClipNorm, PyTree
 )
 @dataclass(frozen=True)
 class Clipped:
-    """One leaf of a clipped sum, with the clip norm that bounds each example's part in it.
+    """One leaf of a clipped sum, with the clip norm that bounds each example's contribution.
 
     `Clipped` is a pytree node: `jax.tree.leaves` returns the arrays, and
     `jax.tree.map(jnp.add, a, b)` adds two sums over disjoint examples if both have the same mark.
@@ -44,8 +44,8 @@ class Clipped:
             joint sensitivity √k·C.
         masked: whether the batch had a mask. Without a mask, padding counts as examples. So plans
             with padded batches refuse sums without a mask.
-        slack: (K,) on the first leaf of each group, if the sum has slack: how many examples fill
-            each coordinate; see `norm_estimates`. None on other leaves.
+        slack: an array of shape (K,) on the first leaf of each group, if the sum has slack: how
+            many examples fill each coordinate; see `norm_estimates`. None on other leaves.
         coordinates: K, or 0 if the leaf has no slack. JAX refuses to add sums with different K,
             because K is part of the tree's structure.
 
@@ -67,7 +67,7 @@ class Clipped:
         """Refuse arithmetic: a clipped sum has no noise yet, so it is not an update."""
         raise TypeError(
             "`updates` must have noise before they are applied, got a clipped sum without noise; "
-            "pass all of it through `privatize`, and do not differentiate frozen parameters."
+            "pass the whole sum through `privatize`, and do not differentiate frozen parameters."
         )
 
     __add__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __neg__ = __radd__
@@ -86,7 +86,8 @@ class WithSlack:
         total: the clipped sum, with the structure of the parameters.
         slack: for each group, the sums of its K slack coordinates: arrays of shape (K,) in a tree
             with the structure of the clip norm.
-        adapts: whether the clip norm is an `AdaptiveClip`. If so, sum and slack are in units of it.
+        adapts: whether the clip norm is an `AdaptiveClip`. If so, `total` and `slack` are in units
+            of the clip norm.
         is_noisy: whether `add_gaussian_noise` has added noise to the sum and the slack.
     """
 
@@ -255,7 +256,10 @@ def has_noise(state: optax.OptState) -> bool:
 
 
 def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
-    """Return whether a transform precedes the noise in a chain; `is_one` recognises its state."""
+    """Return whether a transform precedes the noise in a chain.
+
+    `is_one` recognises the state of the transform.
+    """
     parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or _adds_noise(x))
     first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))
     return has_noise(parts[first + 1 :])

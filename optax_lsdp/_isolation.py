@@ -6,9 +6,9 @@ traces a loss, forward and backward, and refuses losses that contain any of the 
 
 Batch normalisation needs the statistics of a batch, so it cannot be trained on one example at a
 time. `batch_norms` finds it by name: JAX stores the call stack with each equation, and the stack
-names the classes and functions of layers. This finds layers of Flax, Haiku, Equinox, Keras and of
-users, and imports none of these libraries. A layer with frozen statistics
-(`use_running_average=True`) computes no sum, so it is not reported.
+names the classes and functions of layers. So `batch_norms` finds layers of Flax, Haiku, Equinox and
+Keras, and layers that users write, but imports none of these libraries. A layer with frozen
+statistics (`use_running_average=True`) computes no sum, so `batch_norms` does not report it.
 """
 
 import os
@@ -150,8 +150,8 @@ def _check_no_leak(equation: Equation, vouched: set[str], *, is_forward: bool) -
     On CPUs, XLA computes a batched convolution from pixels of other examples if the padding of an
     image axis is negative at the low end and positive at the high end. The gradient of a
     convolution has such padding if the convolution pads the low end by more than its window. In the
-    loss itself, all negative padding at the low end is refused, because the gradient of such a
-    convolution may have this padding.
+    loss itself, this function refuses all negative padding at the low end, because the gradient of
+    a convolution with such padding may have the dangerous padding above.
     """
     name = equation.primitive.name
     for low, high in equation.params["padding"] if name == "conv_general_dilated" else ():

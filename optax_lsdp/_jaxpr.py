@@ -103,8 +103,9 @@ def evaluate(equation: Equation, values: Sequence[jax.typing.ArrayLike]) -> list
     """Return the outputs of one equation for the values of its operands."""
     primitive = equation.primitive
     with equation.ctx.manager, jax.named_scope(primitive.name):
+        # Before jax 0.10, `get_bind_params` returns a tuple.
         bound: PyTree = primitive.get_bind_params(equation.params)
-        functions, params = bound if isinstance(bound, tuple) else ((), bound)  # before jax 0.10
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)
         outputs = primitive.bind(*functions, *values, **params)
     return list(outputs) if primitive.multiple_results else [outputs]
 

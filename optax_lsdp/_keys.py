@@ -2,9 +2,9 @@
 
 JAX's default generator, Threefry-2x32 with 20 rounds, computes two words per entry and returns
 their exclusive or. On CPUs, JAX runs the rounds as a loop that writes to memory. `random_words`
-returns both words. It writes all rounds as one expression, which XLA fuses with the code that
-follows, so it takes a third of the time and no memory. The bits of an entry depend only on the key
-and on the index of the entry, so they are the same on any mesh.
+returns both words. It writes all rounds as one expression, which XLA fuses with the code that uses
+the words. So it takes a third of the time, and no memory. The bits of an entry depend only on the
+key and on the index of the entry, so they are the same on any mesh.
 
 See Salmon et al. 2011, Parallel Random Numbers: As Easy as 1, 2, 3.
 """
@@ -216,9 +216,9 @@ class RandomBits:
     def different(self, bound: int, size: int) -> Array:
         """Return an array whose first `size` entries are different random indices below `bound`.
 
-        `size` must be at most bound/4. More indices are drawn than needed, and repeated ones are
-        moved to the end. Too few different indices remain only if their number is twenty standard
-        deviations below its mean.
+        `size` must be at most bound/4. This method draws more indices than needed, and moves
+        repeated indices to the end. There are fewer than `size` different indices only if their
+        number is twenty standard deviations below its mean.
         """
         return repeats_last(self.indices(bound, size + size // 2 + 64), self.xp)
 

@@ -190,7 +190,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
 
     Returns:
         The loss of one user. Its second argument is one row of a `UserBatch`, or a pair: arrays
-        with a leading axis, and a bool mask, False for padding. Without examples, it is zero.
+        with a leading axis, and a bool mask, False for padding. Without examples, the loss is zero.
 
     >>> loss = average_examples(lambda params, x: params * x)
     >>> examples, mask = jnp.array([1.0, 3.0, jnp.nan]), jnp.array([True, True, False])
@@ -207,7 +207,7 @@ def average_examples(loss_fn: LossFn) -> LossFn:
             one = jnp.where(mask.any(), x[jnp.argmax(mask)], jnp.zeros_like(x[0]))
             return jnp.where(mask.reshape(-1, *[1] * one.ndim), x, one)
 
-        if not isinstance(user, UserBatch):  # whose padding repeats the first example already
+        if not isinstance(user, UserBatch):  # there, padding repeats the first example already
             examples = jax.tree.map(fill, examples)
         arguments = examples, *(jax.random.split(one, len(mask)) for one in key)
         call = partial(call_loss, loss_fn, params)

@@ -1,4 +1,4 @@
-"""Name and check the leaves of trees; compute norms of rows, and bounds on the norms' rounding."""
+"""Name and check the leaves of trees; compute norms of rows, and bound the rounding of norms."""
 
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ import numpy as np
 from optax_lsdp._checks import is_number
 from optax_lsdp._types import PyTree
 
-_BLOCK = 128  # terms to add at a time: fewer give a smaller `norm_rounding`, more are faster
+_BLOCK = 128  # terms to add at a time; small blocks lower `norm_rounding`, large blocks are faster
 
 
 def path_name(path: tuple[object, ...]) -> str:
@@ -23,9 +23,10 @@ def leaf_addresses(tree: PyTree, is_leaf: Callable[[PyTree], bool] | None = None
     """Return one address per leaf: a text that is unique within the tree.
 
     An address joins one text for each key on the leaf's path. For a plain key (of a dict, a list or
-    an attribute), the text is the `keystr` of the key. Other keys may have the same `keystr` as a
-    sibling, or as several keys joined. Their texts also contain the length of the `keystr`, and the
-    number of earlier siblings with the same `keystr`. Masking out other leaves changes no address.
+    an attribute), the text is the `keystr` of the key. The `keystr` of any other key may equal that
+    of a sibling, or that of several keys joined. So the text of any other key also contains the
+    length of its `keystr`, and the number of earlier siblings with the same `keystr`. Masking out
+    other leaves changes no address.
     """
 
     def walk(node: PyTree, prefix: str) -> list[str]:
@@ -261,7 +262,7 @@ def norm_rounding(leaves: Sequence[jax.Array]) -> float:
 
 
 def _block_size(size: int) -> int:
-    """Return how many of `size` terms to add at a time: at most 128, preferably a divisor."""
+    """Return how many of `size` terms to add at a time: at most 128, if possible a divisor."""
     if size <= _BLOCK:
         return max(size, 1)
     return next((b for b in range(_BLOCK, _BLOCK // 4, -1) if size % b == 0), _BLOCK)

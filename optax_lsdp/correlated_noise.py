@@ -1,9 +1,10 @@
 """Add Gaussian noise that is correlated between steps to a clipped sum.
 
-The noise of step t is row t of C⁻¹Z, where row t of Z is the noise that `add_gaussian_noise` would
-draw in step t. If C is banded, a recursion over the last noises computes the row. If C⁻¹ is banded,
-the row is a weighted sum of a few rows of Z. A row of Z depends only on key, step and path, so past
-rows are drawn again.
+The noise of step t is row t of C⁻¹Z, where C is the matrix of a `Correlation`, and row t of Z is
+the noise that `add_gaussian_noise` would draw in step t. If C is banded, a recursion computes row t
+of C⁻¹Z from the noise of the last steps. If C⁻¹ is banded, row t of C⁻¹Z is a weighted sum of a few
+rows of Z. A row of Z depends only on the key, the step and the paths of the leaves, so past rows of
+Z are drawn again.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def add_correlated_noise(
 
     There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
     or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
-    returns NaN. To take more steps, start again with a new key and a new state, which
-    counts as a second mechanism. For the arguments of `update`, see `add_gaussian_noise`.
+    returns NaN. To take more steps, start again with a new key and a new state. This counts as
+    a second mechanism. For the arguments of `update`, see `add_gaussian_noise`.
 
     Args:
         stddev: the standard deviation of the noise before it is correlated: the noise multiplier
@@ -216,7 +217,7 @@ def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
     """Return an optimizer state whose noise begins again at its present step, with a new key.
 
-    Correlated noise then is a second mechanism, which is independent of all earlier noise.
+    Correlated noise is then a second mechanism, which is independent of all earlier noise.
     """
 
     def restarted(node: PyTree) -> PyTree:
@@ -246,8 +247,8 @@ def _subtract_past(
 ) -> list[jax.Array]:
     """Return row t of C⁻¹Z for a banded C: wₜ = (zₜ − Σₖ cₖ·wₜ₋ₖ) / c₀ for each leaf.
 
-    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. 1/c₀ is increased by a factor 1 + 2e-7. So no
-    entry of the matrix that is effectively used exceeds the same entry of C, and the ε that is
+    Float32 rounds 1/c₀ and cₖ/c₀ by 6e-8 at most. The code multiplies 1/c₀ by 1 + 2e-7. So no entry
+    of the matrix that the code effectively uses exceeds the same entry of C, and the ε that is
     computed for C holds.
     """
     rows = len(coefficients) - 1

@@ -3,8 +3,8 @@
 Let row t of X be the clipped sum of step t. Correlated noise releases X + C⁻¹Z, where C is a
 lower-triangular matrix and Z is independent Gaussian noise. This is C⁻¹(CX + Z), so it reveals as
 much as CX + Z. If no column of C has a norm above 1, one use of an example moves CX by at most the
-clip norm, as with independent noise. But over all steps, the noises add up to less, because C⁻¹
-subtracts from each step's noise a part of the earlier noise. C is Toeplitz: its first column
+clip norm, as with independent noise. But the sum of the noise over many steps is smaller, because
+C⁻¹ subtracts a part of the earlier noise from each step's noise. C is Toeplitz: its first column
 determines all others. Either C is banded, or C⁻¹ is. `add_correlated_noise` draws the noise, and
 `accounting.CorrelatedGaussian` computes ε. This module needs no JAX.
 """
@@ -26,7 +26,7 @@ __all__ += ["optimize_banded", "square_root"]
 
 _ROUNDING = 1e-9  # relative amount that covers rounding in norms and sensitivities
 _NARROW = 1e-6  # relative amount that covers float32 rounding of the coefficients of a banded C
-_MOST_STEPS, _LARGEST_MATRIX = 10**6, 5000  # rows of C; rows of a dense matrix: 200 MB
+_MOST_STEPS, _LARGEST_MATRIX = 10**6, 5000  # most rows of C, and of a dense matrix (200 MB)
 _LARGEST_ENTRY = 1e6  # of C⁻¹; with larger entries, noise would soon overflow
 
 
@@ -78,8 +78,8 @@ class Correlation:
         steps: T, the number of rows. There is no noise for later steps.
         coefficients: the first column of C or, with `is_inverse`, of C⁻¹, without final zeros: at
             most T numbers, the first of which is positive.
-        is_inverse: whether C⁻¹ is banded instead of C, which then has T bands. Past draws are drawn
-            again, not stored. The coefficients are rounded to float32, and C is computed from them.
+        is_inverse: whether C⁻¹ is banded instead of C. If so, C has T bands, past draws are drawn
+            again instead of stored, and C is computed from coefficients rounded to float32.
 
     >>> Correlation(steps=4, coefficients=(0.8, 0.6)).column()
     array([0.8, 0.6, 0. , 0. ])
@@ -152,7 +152,7 @@ class Correlation:
         the rows of |CᵀC| (arXiv 2306.08153, Algorithm 3).
 
         Args:
-            min_separation: the fewest steps from one use to the next; with a fixed order, an epoch.
+            min_separation: the fewest steps between two uses; with a fixed order, an epoch.
             steps: how many steps are taken. None means all steps.
 
         >>> round(independent(100).sensitivity(min_separation=25), 6)  # 4 uses
@@ -167,7 +167,7 @@ class Correlation:
         checks.check_whole("steps", taken, least=0)
         checks.check_at_most("steps", taken, self.steps, "the steps of the correlation")
         column, min_separation = self.column()[:taken], min(min_separation, max(taken, 1))
-        if min(self.bands, taken) <= min_separation:  # use early columns: their norms are larger
+        if min(self.bands, taken) <= min_separation:  # early columns have larger norms
             squared = _repeated(np.cumsum(column**2), min_separation)
         elif column.min() >= 0 and (np.diff(column) <= 0).all():
             squared = np.cumsum(_repeated(column, min_separation) ** 2)
@@ -213,10 +213,10 @@ def banded_inverse(
 ) -> Correlation:
     """Return a matrix C whose inverse has `bands` bands: the first coefficients of (1 − x)^γ.
 
-    With γ = ½, this is BISR (arXiv 2505.12128). With two bands, noise is Zₜ − γZₜ₋₁, up to a
-    factor: DP-λCGD (arXiv 2601.22334) without its scaling of single columns. With any γ, it is
-    γ-BIFR (arXiv 2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ.
-    This C suits several epochs in one fixed order. `accounting` knows no amplification for it.
+    γ = ½ gives BISR (arXiv 2505.12128). Two bands give noise Zₜ − γZₜ₋₁, up to a factor: this is
+    DP-λCGD (arXiv 2601.22334) without its scaling of single columns. Any γ gives γ-BIFR (arXiv
+    2605.18379). With momentum μ, the coefficients are those of (1 − x)^γ (1 − μx)^γ. This C suits
+    several epochs in one fixed order. `accounting` knows no amplification for this C.
 
     `power` is γ in [0, 1]. By default, γ minimizes the mean squared error for examples that are
     used every `min_separation` steps, or once if `min_separation` is None.
@@ -261,9 +261,9 @@ def optimize_banded(
 ) -> Correlation:
     """Return the banded Toeplitz matrix C with the smallest squared error, found by L-BFGS.
 
-    `error` is the "mean" of the squared errors after all steps or, for a constant learning rate,
-    their "max". Other than Toeplitz matrices can have smaller errors. More bands cancel more noise,
-    but ε grows with b if batches are sampled (BandMF, arXiv 2306.08153, 2405.15913).
+    `error` is the "mean" of the squared errors over all steps or, for a constant learning rate,
+    their "max". A matrix that is not Toeplitz can have smaller errors. More bands cancel more
+    noise, but raise ε if batches are sampled (BandMF, arXiv 2306.08153, 2405.15913).
 
     >>> best = optimize_banded(100, bands=8)
     >>> bool(best.squared_errors().mean() < square_root(100, 8).squared_errors().mean())
@@ -298,8 +298,8 @@ def optimize_banded(
 def least_error(steps: int, workload: Workload = _PREFIX_SUM) -> float:
     """Return a lower bound on the mean, and thus on the largest, squared error of any matrix C.
 
-    Let A be the matrix that maps gradients to parameters, and B = AC⁻¹. The mean squared error is
-    ‖B‖²/T. The singular values of A = BC sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T in Frobenius norms.
+    Let A be the matrix that maps gradients to parameters, and B = AC⁻¹. With Frobenius norms, the
+    mean squared error is ‖B‖²/T. The singular values of A = BC sum to at most ‖B‖·‖C‖ ≤ ‖B‖·√T.
 
     >>> best = optimize_banded(100, bands=100).squared_errors().mean()
     >>> float(round(best / least_error(100), 2))
@@ -378,7 +378,7 @@ def _repeated(values: np.ndarray, separation: int) -> np.ndarray:
 
 
 def _squared_bound(column: np.ndarray, separation: int) -> float:
-    """Return an upper bound on the squared sensitivity from |CᵀC|, for any column of C."""
+    """Return an upper bound on the squared sensitivity from |CᵀC|, for any first column of C."""
     outer = np.outer(column, column)
     sums = np.stack([outer, np.abs(outer)])  # the latter bounds the rounding of sums that cancel
     for row in range(1, len(column)):  # sum along diagonals: CᵀC and |C|ᵀ|C|, in reverse order

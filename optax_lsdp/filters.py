@@ -169,14 +169,14 @@ def scale_by_debiased_adam(
     Adam divides m̂, the average of updates, by √v̂, where v̂ is the average of squared updates. Noise
     adds its variance to v̂ and often dominates v̂. Then all entries are divided by the same number,
     and Adam is SGD with momentum. This transform subtracts n̂, the average of the noise's variance,
-    which is public. Here e = n̂·√(2g), and g = (1 − b2)(1 + b2ᵗ) / ((1 + b2)(1 − b2ᵗ)): if updates
-    are only noise that is independent between steps, then e is the standard error of v̂ in step t.
-    So `floor` prevents a long step where v̂ − n̂ is small only by chance.
+    which is public. Let e = n̂·√(2g), with g = (1 − b2)(1 + b2ᵗ) / ((1 + b2)(1 − b2ᵗ)) in step t. If
+    updates are only noise, independent between steps, e is the standard error of v̂. So `floor`
+    prevents a long step where v̂ − n̂ is small only by chance.
 
-    Inside `privatize`, the variance is known: it follows from noise multiplier, clip norm, batch
-    size, smoothing and `low_pass` filters, for each leaf and step, also with schedules and with one
-    `AdaptiveClip`. `dp_adam(..., debias=True)` is the whole chain. In a chain of your own, pass
-    `noise_stddev`. Without noise, the result is that of `optax.scale_by_adam`.
+    Inside `privatize`, noise multiplier, clip norm, batch size, smoothing and `low_pass` filters
+    determine the variance for each leaf and step. Schedules and one `AdaptiveClip` are allowed.
+    `dp_adam(..., debias=True)` is the whole chain. In a chain of your own, pass `noise_stddev`.
+    Without noise, the result is that of `optax.scale_by_adam`.
 
     Args:
         b1: the decay of the average m of updates.
@@ -344,7 +344,7 @@ def denoised(
 def _next_delays(
     delays: tuple[optax.Updates, ...], updates: optax.Updates, recursion: TimeFilter
 ) -> tuple[optax.Updates, ...]:
-    """Return A d + B x of `TimeFilter`. Besides column 0, A only has ones above its diagonal."""
+    """Return the next delays, A d + B x. Outside column 0, A only has ones above its diagonal."""
 
     def row(index: int) -> optax.Updates:
         first, own = float(recursion.matrix[index, 0]), float(recursion.entry[index])
@@ -394,7 +394,7 @@ def _known(noise_variance: jax.Array | None, state: ScaleByDebiasedAdamState) ->
 
 
 def _kinds(state: optax.OptState) -> set[type]:
-    """Return the types of this module's states that occur in an optimizer's state."""
+    """Return which of this module's state types occur in an optimizer's state."""
     own = (LowPassState, ScaleByDebiasedAdamState)
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, own))
     return {type(node) for node in nodes}

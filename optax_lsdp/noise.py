@@ -8,6 +8,7 @@ its key. Noise that is correlated between steps is in `correlated_noise`. Exact 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_lsdp._checks import check_positive, frozen_number
+from optax_lsdp._checks import check_positive, frozen_number, refusal
 from optax_lsdp._clipped import WithSlack, unmarked_leaves
 from optax_lsdp._keys import (
     check_key,
@@ -189,7 +190,8 @@ def add_scaled(
     Return NaN if `is_good` is False or the scale is not positive.
     """
     check_stddev(scale)
-    check_positive("mean_over", total.mean_over)
+    if not (isinstance(total.mean_over, int | float) and 0 < total.mean_over < math.inf):
+        raise refusal("mean_over", "a positive number", total.mean_over)
 
     def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:
         stddev = jnp.asarray(scale, noise.dtype)

@@ -76,19 +76,20 @@ def privatize(
             `laplacian_smooth(...)` transform instead, or a list of transforms such as
             `["auto", low_pass(...)]`. Smoothing does not change ε.
         correlation: how noise is correlated between steps; see `add_correlated_noise`. It rules out
-            a schedule of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and "auto".
+            schedules of noise or clip norm, `AdaptiveClip`, `slack`, `watch_steps` and
+            smoothing="auto".
         key: one typed key such as `fresh_key()`; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the summed gradients; see `add_gaussian_noise`. They
-            also apply to smoothing, but a transform in `smoothing` has `shard_specs` of its own.
+            also apply to smoothing, but a transform in `smoothing` needs its own `shard_specs`.
         replicated_axes: for stacked gradients inside `shard_map`; see `clip_per_example`.
         slack: K, the number of slack coordinates, the same as in `clipped_grad`. The optimizer then
             estimates the distribution of gradient norms at no cost in ε; see `norm_estimates`.
         watch_steps: how many steps to record for `training_curve(state)`; see `watch`. Recording
             costs no privacy, but memory for a copy of the parameters. The default records nothing.
             `watch_steps` cannot be combined with several groups of `AdaptiveClip`.
-        sampling_rate: q, or 1 for full batches. With it, the recorded curve has a smaller standard
-            error, and smoothing="auto" knows how much random batches add to the noise. Without it,
-            the curve and "auto" assume batches from a much larger dataset.
+        sampling_rate: q, or 1 for full batches. If you pass q, the recorded curve has a smaller
+            standard error, and smoothing="auto" knows how much random batches add to the noise. If
+            not, the curve and smoothing="auto" assume batches from a much larger dataset.
 
     With `optax.inject_hyperparams`, pass `static_args=("clip_norm", "expected_batch_size", "key")`,
     which keeps the key out of the hyperparameters that people log. Add `slack`, `watch_steps` and
@@ -261,9 +262,9 @@ def dp_lsadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Return DP-LSAdam: `privatize(optax.adam(learning_rate), smoothing=σ, ...)`.
 
-    For the arguments, see `privatize`; σ is 1 by default. With `debias`, the noise that smoothing
-    leaves is subtracted from Adam's second moments; see `scale_by_debiased_adam`. This makes steps
-    longer, so try smaller learning rates too.
+    For the arguments, see `privatize`; σ is 1 by default. With `debias`, the variance of the noise
+    after smoothing is subtracted from Adam's second moments; see `scale_by_debiased_adam`. This
+    makes steps longer, so try smaller learning rates too.
 
     >>> private = dict(clip_norm=1.0, noise_multiplier=1.0, key=jax.random.key(0))
     >>> tx = dp_lsadam(0.1, expected_batch_size=256, **private)
@@ -370,7 +371,7 @@ def _with_known_noise(
 def _with_clear_errors(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer with a clear error if it needs more than gradients, like L-BFGS."""
+    """Make an optimizer raise a clear error if it needs more than gradients, as L-BFGS does."""
     inner = optax.with_extra_args_support(optimizer)
 
     def update(

@@ -1,11 +1,13 @@
 """Samplers, which choose the examples of each step's batch.
 
 A batch depends only on the key and the step, so any host can draw the batch of any step, in NumPy
-or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset.
+or inside `jax.jit`, with the same bits. The cost grows with the batch, not with the dataset, except
+for a `ShuffledSampler`.
 
-A Poisson sampler draws the size of the batch by inverting its cumulative distribution, with 64
-random bits. It then draws this many different indices out of n, each as ⌊n·u⌋ with 64 random bits
-for u in [0, 1). The relative error of an example's sampling rate is at most n·2⁻⁶⁴.
+A Poisson sampler draws the size K of the batch by inverting the cumulative distribution of K, with
+64 random bits. It then draws K different indices below n, the size of the dataset. Each index is
+⌊n·u⌋, with 64 random bits for u in [0, 1). The relative error of an example's sampling rate is at
+most n·2⁻⁶⁴.
 """
 
 import math
@@ -142,18 +144,19 @@ class CyclicPoissonSampler:
     """Assign each example at random to one of `cycle` parts; step t draws from part t mod cycle.
 
     No example is used twice within `cycle` steps, as `accounting.CorrelatedGaussian` requires (the
-    sampling of BandMF, arXiv 2306.08153). The part of an example depends only on the key and its
-    index. Drawing a batch takes `cycle` times as long as with `PoissonSampler`, which explains the
-    other arguments.
+    sampling of BandMF, arXiv 2306.08153). The part of an example depends only on the key and the
+    example's index. Drawing a batch takes `cycle` times as long as with `PoissonSampler`. For
+    arguments that are not listed here, see `PoissonSampler`.
 
     Args:
         sampling_rate: q, the expected share of the dataset in a batch. A step draws each example of
             its part with probability q·cycle, which must be at most 1.
         cycle: the number of parts, at least the number of bands of the correlation.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
-            probability 1e-15 or less. The sampler truncates with at most twice the probability that
-            a batch exceeds this size, because it first draws examples of all parts, and may
-            truncate this draw too. Only a `PrivacyPlan` includes the truncation in ε.
+            probability 1e-15 or less. The sampler first draws examples of all parts, and may
+            truncate this draw too. So the probability of a truncation is at most twice the
+            probability that a batch exceeds this size. Only a `PrivacyPlan` includes truncations in
+            the guarantee.
         group_size: how many examples may be added to the dataset. The size of the first draw allows
             for them.
 
@@ -171,7 +174,7 @@ class CyclicPoissonSampler:
     group_size: int = 1
     size: int = field(init=False, repr=False)  # the length of a batch's arrays
     _candidates: PoissonSampler = field(init=False, repr=False)  # draws from all parts
-    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; drawn at step 10¹⁸
+    _bits: "RandomBits" = field(init=False, repr=False)  # assign parts; no run has a step 10¹⁸
 
     def __post_init__(self) -> None:
         check_whole("cycle", self.cycle)

@@ -3,7 +3,8 @@
 Most of a test's time is compiling. LLVM therefore optimizes nothing here (XLA's own passes all
 run), and programs that one process has compiled are kept in a folder, where the other workers of
 the session and the processes that tests start find them. JAX looks them up by the whole program
-and its options. The folder is removed at the end, unless `JAX_COMPILATION_CACHE_DIR` names one.
+and its options. The folder is removed at the end, unless `JAX_COMPILATION_CACHE_DIR` names one, as
+`make test` does: its next run compiles only what has changed.
 
 With FULL=1, LLVM optimizes as it does for users, and each law is tried on fifty times the examples;
 FUZZ=1 is the same for tests/fuzz.

@@ -59,7 +59,7 @@ SETTING = "--dataset-size 60000 --batch-size 256 --steps 14100"
         ),
         (
             f"calibrate {SETTING} --epsilon 1 --bands 1000",
-            "--batch-size must be at most 60, the size of each of the 1000 parts of the data",
+            "at most 60, because --bands splits the data into 1000 parts of this size, got",
         ),
         ("audit --seed -1", "--seed: must be a whole number, 0 or more, got -1;"),
         (

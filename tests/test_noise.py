@@ -355,10 +355,11 @@ def test_the_mean_has_the_bits_of_a_scaled_noisy_sum(dtype, banded):
             assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
 
 
-def test_a_sum_is_not_divided_by_zero():
+@pytest.mark.parametrize("size", [0, -1.0, np.inf, np.nan, "many", jnp.ones(3)])
+def test_a_sum_is_divided_by_positive_numbers_only(size):
     tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
-    with pytest.raises(ValueError, match="`mean_over` must be positive"):
-        tx.update(jnp.zeros(3), tx.init(None), mean_over=0.0)
+    with pytest.raises((TypeError, ValueError), match="`mean_over` must be a positive number"):
+        tx.update(jnp.zeros(3), tx.init(None), mean_over=size)
 
 
 @pytest.mark.parametrize(

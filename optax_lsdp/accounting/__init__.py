@@ -1,4 +1,4 @@
-"""The privacy accountant: noise, sampling and steps to (ε, δ), and back. It needs no JAX."""
+"""The privacy accountant: compute (ε, δ) from noise, sampling and steps, and back, without JAX."""
 
 from optax_lsdp.accounting._calibrate import (
     calibrate_batch_size,

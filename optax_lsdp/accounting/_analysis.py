@@ -86,7 +86,10 @@ def is_gaussian(phase: "SampledGaussian") -> bool:
 
 
 def has_group_analysis(phase: "SampledGaussian") -> bool:
-    """Return whether `analyse` covers groups. If not, `PrivacyProfile` uses the generic bound."""
+    """Return whether `analyse` covers groups of the phase.
+
+    If not, `PrivacyProfile` uses the generic bound for groups; see `Mechanism.group`.
+    """
     if not phase.has_group_analysis:
         return False
     if phase.sampling == "poisson" and phase.max_batch_size is None:
@@ -95,7 +98,7 @@ def has_group_analysis(phase: "SampledGaussian") -> bool:
 
 
 def unamplified_mu(phase: "SampledGaussian") -> float:
-    """Return the μ of a Gaussian mechanism that dominates a phase, even if batches are known.
+    """Return the μ of a Gaussian mechanism that dominates a phase whose batches are public.
 
     The bound assumes that every step uses every example. With shuffled batches, it assumes that
     every epoch uses every example once. A part of an epoch counts as a whole epoch.
@@ -106,7 +109,7 @@ def unamplified_mu(phase: "SampledGaussian") -> float:
 
 
 def steps_per_epoch(phase: "SampledGaussian") -> int:
-    """Return ⌊1/q⌋ for the sampling rate q. For the float nearest to 1/235, return 235."""
+    """Return ⌊1/q⌋ for the sampling rate q, in spite of rounding: 235 if q is the float 1/235."""
     return math.floor(1 / phase.sampling_rate * (1 + 1e-12))
 
 
@@ -161,16 +164,20 @@ def _poisson_pairs(
 def _truncated_poisson(phase: "SampledGaussian", most: int) -> PhaseAnalysis:
     """Return the analysis of Poisson batches at rate q that are truncated to `most` = B examples.
 
-    Neighbouring datasets differ in one example x. Let N be the number of other examples that were
-    drawn; N does not depend on x. If N < B, the step is an ordinary Poisson step. If N ≥ B, the
-    batch has B examples. With probability q·B/(N + 1), x is one of them and takes the place of
-    another example. Otherwise the batch is a uniform subset of the other examples. So x replaces at
-    most one example, as in a batch of fixed size. The analysis assumes that the attacker learns
-    whether N < B, which can only reveal more. If the dataset has n examples, x is one of them or is
-    added to them, so there are n − 1 or n other examples.
+    Neighbouring datasets differ in one example x. Let N be the number of other examples that a step
+    draws before it truncates. N does not depend on x.
 
-    Lower bounds use datasets whose other examples contribute zero. In such datasets, truncation
-    only makes it less likely that x is in the batch.
+    1. If N < B, the step is an ordinary Poisson step.
+    2. If N ≥ B, the batch has B examples. With probability q·B/(N + 1), x is in the batch and takes
+       the place of another example. Otherwise, the batch is a uniform subset of the other examples.
+       So x replaces at most one example, as in a batch of fixed size.
+
+    The analysis assumes that the attacker learns whether N < B, which can only reveal more. The
+    dataset has n = `dataset_size` examples, so n − 1 examples are not x. With "add_remove", x may
+    also be added to the n examples, so the analysis covers n other examples too.
+
+    Lower bounds use datasets in which all examples but x contribute zero. There, truncation only
+    makes it less likely that x is in the batch.
 
     The probabilities of N < B and N ≥ B are known up to a rounding error. The analysis gives the
     probability of this error to a pair that dominates both cases: `fixed_size_pair` at rate q, with
@@ -235,8 +242,8 @@ class PrivacyProfile:
 
         Args:
             upper: the analyses for upper bounds on δ.
-            lower: the analyses for lower bounds on δ. They may be those of phases with more noise
-                and lower rates, because `simplify` rounds phases.
+            lower: the analyses for lower bounds on δ. Their phases may have more noise and lower
+                rates than the actual phases, because `simplify` rounds phases.
             group_size: see `PrivacyProfile`.
             mu_unamplified: see `PrivacyProfile`.
         """
@@ -284,8 +291,8 @@ class PrivacyProfile:
     def trade_off(self, rates: np.ndarray) -> np.ndarray:
         """Return a lower bound on the false-negative rate at each false-positive rate α.
 
-        Every valid (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). Return the
-        largest of all these bounds.
+        For Gaussian phases, use the closed form. For all others, compute δ at several ε. Each pair
+        (ε, δ) gives two lower bounds: 1 − δ − e^ε α and e^(−ε)(1 − δ − α). Return the largest one.
         """
         if not self.upper and self.group_size == 1:
             return ndtr(-ndtri(rates) - self.mu) * (1 - 1e-12)
@@ -309,7 +316,10 @@ class PrivacyProfile:
         return dataclasses.replace(self, group_size=1)
 
     def _log_group_delta(self, epsilon: float) -> float:
-        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, the generic bound for groups of k examples."""
+        """Return log Σ e^(iε/k)·δ(ε/k) over i < k, the generic bound for groups of k examples.
+
+        Here k is `group_size`, and δ(ε/k) is the δ of one example.
+        """
         each, k = epsilon / self.group_size, self.group_size
         log_single = math.log(max(self._single.delta(each), 1e-300))
         if k * each < 1e-12:
@@ -319,8 +329,8 @@ class PrivacyProfile:
     def _group_epsilon(self, delta: float, most: float) -> float:
         """Return an ε with `_log_group_delta(ε)` ≤ log δ, or `most` if the search finds no such ε.
 
-        The search starts at k times the ε of one example. At a smaller ε, δ(ε/k) alone, which is
-        the first term of the generic bound, would exceed δ.
+        The search starts at k = `group_size` times the ε of one example. At a smaller ε, the first
+        term of the generic bound, δ(ε/k), would already exceed δ.
         """
         low = high = self.group_size * self._single.epsilon(delta)
         previous, log_delta = math.inf, math.log(delta)
@@ -343,6 +353,6 @@ def _cases(parts: list[tuple[tuple[T, ...], int]]) -> list[list[tuple[T, int]]]:
 
 
 def _split_gaussian(mu: float) -> tuple[Pair, int]:
-    """Return a pair and a count. That many pairs compose to a Gaussian mechanism with μ = `mu`."""
+    """Return a pair, and how many copies of it compose to a Gaussian mechanism with μ = `mu`."""
     count = math.ceil(max(1.0, min(mu / _LARGEST_MU, 1e100)) ** 2)
     return dominating.removal_pair(1.0, mu / math.sqrt(count)), count

@@ -1,9 +1,9 @@
 """Certified bounds on ε and δ: in closed form for a Gaussian mechanism, on a lattice otherwise.
 
 The parameter μ of a Gaussian mechanism is its sensitivity, divided by the standard deviation of its
-noise. T mechanisms with equal μ compose to one Gaussian mechanism with √T·μ. `_lattice` composes
-all other steps, with settings from `_quadrature`. An upper bound is never below the true value, and
-a lower bound is never above it.
+noise. T mechanisms with equal μ compose to one Gaussian mechanism with √T·μ. For all other
+compositions, `_lattice` rounds privacy losses to a lattice, with settings from `_quadrature`. An
+upper bound is never below the true value, and a lower bound is never above the true value.
 """
 
 import itertools
@@ -40,7 +40,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 def _delta_and_rounding(epsilon: float, mu: float) -> tuple[float, float]:
-    """Return δ(ε) of a Gaussian mechanism without cancellation, and a bound on its rounding."""
+    """Return δ(ε) of a Gaussian mechanism without cancellation, and a bound on the rounding."""
     inside = float(log_ndtr(mu / 2 - epsilon / mu))
     outside = epsilon + float(log_ndtr(-mu / 2 - epsilon / mu))
     first = math.exp(inside)
@@ -62,7 +62,8 @@ def gaussian_epsilon(delta: float, mu: float) -> float:
 def gaussian_lower_epsilon(delta: float, mu: float) -> float:
     """Return the smallest ε ≥ 0 at which a Gaussian mechanism has δ(ε) ≤ δ, rounded down.
 
-    The search lowers `gaussian_epsilon` until δ(ε) exceeds δ by more than the rounding error.
+    The search starts at `gaussian_epsilon`. It lowers ε until δ(ε) exceeds δ by more than the
+    rounding error.
     """
     upper = gaussian_epsilon(delta, mu)
     if upper == math.inf:
@@ -121,7 +122,7 @@ def upper_epsilon(steps: Steps, delta: float, limit: float = math.inf) -> float:
         epsilon, more = epsilon * (1 + more) + 1e-9 * more, 10 * more
     if epsilon >= limit:
         return math.inf
-    if 0 < epsilon < math.inf and found < 0.999 * delta:  # `upper_epsilons` had bad settings
+    if 0 < epsilon < math.inf and found < 0.999 * delta:  # bad settings: a smaller ε may do
         epsilon = _refined(steps, delta, epsilon)
     return epsilon
 
@@ -140,7 +141,10 @@ def _refined(steps: Steps, delta: float, high: float) -> float:
 
 
 def _union_bound(steps: Steps) -> float:
-    """Return Σ T·δ(0) over steps that are each taken T times. It bounds δ(ε) for ε ≥ 0."""
+    """Return Σ T·δ(0) over the different steps. This sum bounds δ(ε) of all steps for ε ≥ 0.
+
+    T says how often a step is taken, and δ(0) belongs to this step alone.
+    """
     zero = np.zeros(1)
     return sum(count * float(np.add(*divergence(step, zero))[0]) for step, count in steps)
 
@@ -205,7 +209,8 @@ def lower_epsilon(pairs: Sequence[tuple[Pair, int]], delta: float, upper: float)
 
     The caller passes an upper bound on this ε as `upper`. An optimistic lattice never has a larger
     δ(ε) than its pair, so a composition of lattices never has a larger δ(ε) than the composition of
-    their pairs. The mesh is refined until a finer mesh gains nothing.
+    their pairs. The search refines the mesh a few times. It stops early if ε hardly rises, if ε is
+    close to `upper`, or if the lattice would get too large.
     """
     steps = [(((1.0, pair),), count) for pair, count in pairs]
     find = partial(_solve, delta=delta, rows=1, is_upper=False)
@@ -239,7 +244,7 @@ def _single(steps: Steps) -> Step | None:
 
 
 def _matrix(steps: Steps) -> tuple[list[Step], np.ndarray]:
-    """Return the different steps, and a matrix with one row that says how often each is taken."""
+    """Return the different steps, and a matrix of one row: how often each step is taken."""
     return [step for step, _ in steps], np.array([[count for _, count in steps]], float)
 
 
@@ -264,13 +269,14 @@ def _solve(
     """Return, for each row, the ε at which a decreasing bound on δ(ε) equals δ.
 
     `delta_bound` takes one ε per row. The search goes up from `start`, then down in growing
-    strides, and then narrows a bracket of ε. If `delta_bound` is an upper bound on δ(ε), return the
-    bracket's upper end. If it is a lower bound, return the bracket's lower end.
+    strides, and then narrows a bracket of ε.
 
-    Return ∞ if the search passes `limit`. Return 0 if an upper bound is at most δ at ε = 0. Also
-    return 0 if the search finds no ε at which a lower bound exceeds δ. The search ignores the value
-    of a lower bound at ε = 0: lower bounds drop to 0 far below the ε for which their settings were
-    chosen.
+    If `delta_bound` is an upper bound on δ(ε), return the bracket's upper end. Return ∞ if the
+    search passes `limit`, and 0 if the bound at ε = 0 is at most δ.
+
+    If `delta_bound` is a lower bound on δ(ε), return the bracket's lower end. Return 0 if the
+    search finds no ε at which the bound exceeds δ. A bound below δ at ε = 0 does not stop this
+    search: lower bounds drop to 0 far below the ε for which their settings were chosen.
     """
 
     def excess(epsilon: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Calibration: the smallest noise, or the most steps or largest batches, within a budget (ε, δ)."""
+"""Find the smallest noise, the most steps or the largest batches within a budget (ε, δ)."""
 
 import math
 from collections.abc import Callable
@@ -23,10 +23,10 @@ from optax_lsdp.accounting._composition import Mechanism, profile
 from optax_lsdp.accounting._mechanisms import DEFAULT_RELATION, SampledGaussian
 
 _CLOSE = 2e-5  # relative distance between an answer and the smallest sufficient scale
-_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of a search in log z from a good guess
-_LONG_STRIDES = (1.0,) * 60  # of a search in log s from a guess that may be far off
+_STRIDES = (0.02, 0.05, 0.1, 0.2, 0.4, *(0.8,) * 60)  # of a search for log z, from a good guess
+_LONG_STRIDES = (1.0,) * 60  # of a search for log s, from a guess that may be far off
 _LEAST_NOISE, _MOST_NOISE = 1e-3, 1e9
-_MANY_STEPS = 10**5  # `calibrate_steps` tries these first: ε of MOST_STEPS takes longer
+_MANY_STEPS = 10**5  # `calibrate_steps` tries this first: the ε of MOST_STEPS takes longer
 
 
 class _Options(TypedDict, total=False):
@@ -79,8 +79,8 @@ def calibrate_noise_multiplier(
     if is_gaussian(unit) and unit.mu is not None:  # the closed form
         return unit.mu / mu * (1 + 1e-12)
 
-    # At this guess of log z, the variance of the privacy loss is about μ², as for the Gaussian
-    # mechanism that spends (ε, δ).
+    # `mu` is the μ of the Gaussian mechanism that spends (ε, δ). At this guess of log z, the
+    # variance of the privacy loss is about μ², as for this mechanism.
     sensitivity = unit.group_size * RELATIONS[unit.neighbouring].sensitivity
     ratio = min(max(mu / (unit.sampling_rate * math.sqrt(unit.steps)), 1e-150), 1e150)
     guess = math.log(sensitivity) - math.log(math.log1p(ratio**2)) / 2
@@ -231,8 +231,8 @@ def steps_of_epochs(
 ) -> int:
     """Return the number of steps in `epochs` passes over the data, rounded up.
 
-    A pass over n examples in batches of fixed or expected size b has n/b steps, or ⌊n/b⌋ if the
-    batches are shuffled.
+    A pass over n examples in batches of fixed or expected size b has n/b steps. With "shuffled" and
+    "fixed_order", it has ⌊n/b⌋ steps.
 
     >>> steps_of_epochs(60, dataset_size=60_000, batch_size=256)
     14063
@@ -260,8 +260,8 @@ def check_batch_size(batch_size: int, dataset_size: int) -> None:
 def largest(spent: Callable[[int], float], epsilon: float, most: int) -> int:
     """Return the largest whole number n up to `most` with spent(n) ≤ ε, or 0 if spent(1) > ε.
 
-    The caller ensures that `spent` does not decrease. It usually grows like a power of n, so the
-    search interpolates log spent(n) linearly in log n.
+    The caller ensures that `spent` does not decrease. Usually, spent(n) grows like a power of n, so
+    the search interpolates log spent(n) linearly in log n.
     """
     low, high = 0, 1
     at_low, at_high = 0.0, spent(1)

@@ -1,7 +1,7 @@
 """The privacy of one or several phases on the same data.
 
-A `SampledGaussian` is a phase: a number of equal steps. `Mechanism` holds the methods that a phase,
-a `Composition` of phases and a `Ledger` share.
+A phase is a number of equal steps, such as a `SampledGaussian`. `Mechanism` holds the methods that
+a phase, a `Composition` of phases and a `Ledger` share.
 """
 
 import math
@@ -49,11 +49,13 @@ class Mechanism:
     def group(self, size: int) -> "Mechanism":
         """Return the same steps with a guarantee for any `size` examples that change together.
 
-        For full batches, shuffled batches and one fixed order, ε is as tight as for one example.
-        For Poisson batches without `max_batch_size`, with "add_remove" or "zero_out", ε is tight
-        unless the members of a group in one batch are likely to move the sum by more than 20
-        standard deviations of the noise. All other cases use the *generic bound*, which may be far
-        above the true ε.
+        How tight ε is depends on the batches:
+
+        - For full batches, shuffled batches and one fixed order, ε is as tight as for one example.
+        - For Poisson batches without `max_batch_size`, with "add_remove" or "zero_out", ε is tight.
+          The exception is a group whose members in one batch are likely to move the sum by more
+          than 20 standard deviations of the noise.
+        - All other cases use the *generic bound*, which may be far above the true ε.
         """
         check_whole("size", size)
         return Composition(tuple(phase.group(size) for phase in self.phases))

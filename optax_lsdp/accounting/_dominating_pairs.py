@@ -19,7 +19,7 @@ from scipy.special import betainc, betaincc, ndtr
 
 _EPS = 2.0**-52
 _LARGEST_REACH = 20.0  # most standard deviations by which a group may move the sum
-_UNLIKELY = 1e-40  # a pair need not model batches with so small a probability
+_UNLIKELY = 1e-40  # a pair need not model batches with a lower probability
 _LARGEST_LOSS = 700.0  # e^700 is still a double
 _FAR = 40.0  # standard deviations beyond which a Gaussian has no mass in double precision
 
@@ -31,7 +31,7 @@ class Pair(NamedTuple):
     base: np.ndarray  # the weights bᵢ of Q
     change: np.ndarray  # the differences dᵢ, which avoid cancellation if P is close to Q
     point: Callable[[np.ndarray], np.ndarray]  # maps a loss to its x, or to ±∞ if no x has it
-    folded: bool = False  # if so, (P, Q) dominates at ε ≥ 0 only, and (Q, P) at ε < 0
+    folded: bool = False  # if true, (P, Q) dominates at ε ≥ 0 only, and (Q, P) at ε < 0
     missing: float = 0.0  # mass that P lacks; it counts as an infinite loss
 
     @property
@@ -57,7 +57,7 @@ class Pair(NamedTuple):
 Step = tuple[tuple[float, Pair], ...]
 """Pairs with their probabilities, which together dominate one training step.
 
-One pair is drawn, and the attacker learns which.
+One pair is drawn, and the attacker learns which one.
 """
 
 
@@ -103,12 +103,15 @@ def addition_pair(rate: float, shift: float) -> Pair:
 def replacement_pair(rate: float, shift: float) -> Pair:
     """Return P = (1 − q)N(0) + qN(μ) and Q = (1 − q)N(0) + qN(−μ), for replacing one example.
 
-    q is `rate`, and μ is `shift`. Let the two values of the example contribute vectors u and v, of
-    norm at most μ. For α = e^ε ≥ 1, the hockey-stick divergence of the step's outputs equals the
-    divergence of qN(u) from the mixture (α − 1)(1 − q)N(0) + αqN(v). This divergence increases with
-    the distances of u from 0 and from v (Choquette-Choo et al. 2023, Privacy Amplification for
-    Matrix Mechanisms). These distances are at most μ and 2μ. The worst case is u = −v with norm μ,
-    where both distances are largest. For α < 1, the same holds with u and v exchanged.
+    q is `rate`, and μ is `shift`. This pair is the worst case:
+
+    1. Let the two values of the example contribute vectors u and v, of norm at most μ. For
+       α = e^ε ≥ 1, the hockey-stick divergence of the step's outputs equals the divergence of qN(u)
+       from the mixture (α − 1)(1 − q)N(0) + αqN(v).
+    2. This divergence increases with the distances of u from 0 and from v (Choquette-Choo et al.
+       2023, Privacy Amplification for Matrix Mechanisms). The distances are at most μ and 2μ.
+    3. If u = −v has norm μ, both distances are largest.
+    4. For α < 1, the same holds with u and v exchanged.
     """
     log_odds = math.log((1 - rate) / rate) + shift**2 / 2 if rate < 1 else -math.inf
 
@@ -140,9 +143,9 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
     """Return m, and an upper bound on the probability that a batch has more than m group members.
 
     A group has `size` examples, and a pair models batches with at most m members of the group. m is
-    the smallest number for which more than m members have a probability below `_UNLIKELY`. But m is
-    limited: unless m = 1, m members move the sum by at most `_LARGEST_REACH` standard deviations of
-    the noise.
+    the smallest number such that a batch has more than m members with a probability below
+    `_UNLIKELY`. But if m is above 1, m members must not move the sum by more than `_LARGEST_REACH`
+    standard deviations of the noise. This limit may make m smaller.
     """
 
     def exceeds(m: int) -> float:
@@ -156,10 +159,10 @@ def group_members(rate: float, shift: float, size: int) -> tuple[int, float]:
 def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return P = Σ Binomial(j; k, q)·N(jμ) and Q = N(0), for removing k = `size` examples.
 
-    Batches with more members of the group than `group_members` allows count as an infinite loss,
-    and weights are rounded up. An optimistic pair, for lower bounds on ε, counts such batches as no
-    loss and rounds weights down. See Ganesh 2024, Tight Group-Level DP Guarantees for DP-SGD with
-    Sampling via Mixture of Gaussians Mechanisms.
+    Some batches have more members of the group than `group_members` allows. They count as an
+    infinite loss. The weights for j ≥ 1 are rounded up. An optimistic pair, for lower bounds on ε,
+    counts these batches as no loss and rounds these weights down. See Ganesh 2024, Tight
+    Group-Level DP Guarantees for DP-SGD with Sampling via Mixture of Gaussians Mechanisms.
     """
     return _group_pair(rate, shift, size, 1 - 1e-9 if optimistic else 1 + 1e-9, optimistic)
 
@@ -167,15 +170,15 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q are rounded down, and Q lacks batches with more members of the group than
-    `group_members` allows. Both changes raise the divergence of P from Q. An optimistic pair gives
-    the mass of such batches to N(0).
+    The weights of Q for j ≥ 1 are rounded down, and Q lacks batches with more members of the group
+    than `group_members` allows. Both changes raise the divergence of P from Q. An optimistic pair
+    gives the mass of these batches to N(0).
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 
 
 def _group_pair(rate: float, shift: float, size: int, rounding: float, optimistic: bool) -> Pair:
-    """Return the pair for removing a group, with its weights multiplied by `rounding`."""
+    """Return the pair for removing a group, with the weights for j ≥ 1 multiplied by `rounding`."""
     last, missing = group_members(rate, shift, size)
     members = np.arange(last + 1)
     logs = np.full(last + 1, size * math.log1p(-rate) if rate < 1 else -math.inf)

@@ -1,10 +1,13 @@
 """Proved bounds on δ(ε) of many steps, from privacy losses that are rounded to a lattice.
 
-`pessimistic_lattice` and `optimistic_lattice` round one step's privacy loss to whole multiples of
-the mesh h. `convolve` adds the losses of all steps by FFT. First it tilts the masses p at losses ℓ
-to p·e^(θℓ − K(θ)), where K(θ) makes their sum 1. Without the tilt, rounding errors of the FFT would
-swamp the tail that determines δ. With θ near the Chernoff optimum, this tail becomes the bulk of
-the distribution. Upper bounds on δ add a bound on every error, and lower bounds subtract it.
+1. `pessimistic_lattice` and `optimistic_lattice` round one step's privacy loss to whole multiples
+   of the mesh h.
+2. `convolve` tilts each distribution of losses: it replaces the mass p of a loss ℓ by
+   p·e^(θℓ − K(θ)), where K(θ) makes the sum of the new masses 1. Without the tilt, rounding errors
+   of the FFT would swamp the tail that determines δ. With θ near the Chernoff optimum, this tail
+   becomes the bulk of the distribution.
+3. `convolve` adds the losses of all steps by FFT.
+4. Upper bounds on δ add a bound on every error, and lower bounds subtract this bound.
 """
 
 import math
@@ -20,7 +23,7 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step
 from optax_lsdp.accounting._quadrature import LatticeSettings, cut_points
 
 _EPS = 2.0**-52
-_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch: 0 is the start of a cell
+_TANGENTS = (0.0, 0.03, 0.2, 0.5, 0.8, 0.97, 1.0)  # where tangents touch: 0 and 1 are a cell's ends
 _NEGLIGIBLE = 42.0  # Fourier coefficients below e^(−42) are bounded, not summed
 
 
@@ -50,17 +53,18 @@ def pessimistic_lattice(step: Step, mesh: float, per_octave: int, tail: float) -
 def _connect_dots(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return a lattice with each cell's mass at the cell's ends, so that divergences only grow.
 
-    A cell [ℓ, ℓ′] is an interval of losses. Let P and Q also stand for the masses of the cell. Its
-    upper end gets u = (P − e^ℓ Q)/(1 − e^(ℓ − ℓ′)), and its lower end gets P − u. Together, the two
-    ends have the masses P and Q, but P/Q spreads about its mean under Q. A divergence is convex in
-    P/Q, so it grows at every ε, before and after composition (Doroshenko et al. 2022, Connect the
-    Dots).
+    A cell [ℓ, ℓ′] is an interval of losses. Let p and q be the masses of the cell under P and Q.
 
-    Mass below the lattice moves to the lowest end, and mass above the lattice to infinity. Bounds
-    on rounding errors are added to P and u. The losses at the ends of cells are known up to an
-    error s. If e^(−s)Q replaces Q, no loss in a cell is below the cell's lower end, and none
-    exceeds the cell's upper end by more than 2s. The lattice's slack is 3s: 2s for these losses,
-    and s for the factor e^(−s).
+    1. Of the mass p, the upper end gets u = (p − e^ℓ q)/(1 − e^(ℓ − ℓ′)), and the lower end gets
+       p − u. Then the two ends together have the masses p and q, as the cell had.
+    2. This move spreads the ratio P/Q about its mean under Q. A divergence is convex in P/Q, so it
+       grows at every ε, before and after composition (Doroshenko et al. 2022, Connect the Dots).
+    3. Mass below the lattice moves to the lowest end, and mass above the lattice to infinity.
+    4. Bounds on rounding errors are added to p and u.
+    5. The losses at the ends of cells are known up to an error s. The proof therefore replaces q by
+       e^(−s)q. Then no loss in a cell is below the cell's lower end, and no loss exceeds the cell's
+       upper end by more than 2s. The lattice's slack is 3s: 2s for these losses, and s for the
+       factor e^(−s).
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     index = _cell_ends(math.floor(low / mesh), math.ceil(high / mesh), per_octave)
@@ -102,12 +106,15 @@ def _fold(lattice: Lattice, mesh: float) -> Lattice:
 def optimistic_lattice(pair: Pair, mesh: float, per_octave: int, tail: float) -> Lattice:
     """Return a lattice whose hockey-stick divergence is at most the pair's, at every ε.
 
-    A divergence is convex in α = e^ε. If all losses are on the lattice, it is also linear between
-    lattice points. In each cell, the chord of the pair's divergence is above the divergence by at
-    most the chord's distance from a tangent. Each lattice point is lowered by the larger distance
-    of its two cells, so every chord is below the divergence. The largest convex function below the
-    lowered points, with value 1 at α = 0 and 0 at the last positive point, is the divergence of a
-    distribution on the lattice. The slopes of this function give the masses.
+    1. A divergence is a convex function of α = e^ε. If all losses are on the lattice, this function
+       is linear between lattice points, where α is e^loss.
+    2. In each cell, a chord joins the pair's divergences at the cell's two ends. The chord is above
+       the divergence by at most the chord's distance from any tangent.
+    3. At each lattice point, the divergence is lowered by the larger distance of the two adjacent
+       cells. Every chord of the lowered values is below the divergence.
+    4. Take the largest convex function below the lowered values that is 1 at α = 0, and 0 at the
+       last lattice point with a positive lowered value. This function is the divergence of a
+       distribution on the lattice. The slopes of the function give the masses.
     """
     low, high = pair.loss(np.array(cut_points(pair, tail)))
     reach = math.floor(min(low, 0.0) / mesh), math.ceil(max(high, 0.0) / mesh)
@@ -150,7 +157,7 @@ def _surplus(pair: Pair, losses: np.ndarray, left: np.ndarray) -> tuple[np.ndarr
 
 
 def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
-    """Return whole numbers from `first` to `last`: all of them near zero, fewer further out."""
+    """Return whole numbers from `first` to `last`: every one near zero, and fewer further out."""
     ladder = [np.arange(2 * per_octave)]
     start = 2 * per_octave
     while start <= max(-first, last):
@@ -162,10 +169,10 @@ def _cell_ends(first: int, last: int, per_octave: int) -> np.ndarray:
 
 
 def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Φ(b) − Φ(a) for consecutive rows a and b, and a bound on the error of each.
+    """Return Φ(b) − Φ(a) for consecutive rows a and b, and a bound on each difference's error.
 
     Differences are taken in the nearer tail, where Φ is small. Compared with mpmath, the relative
-    error of `ndtr` at x is at most 1.05·2⁻⁵²·(4 + x²). A difference has two such errors.
+    error of `ndtr` at x is at most 1.05·2⁻⁵²·(4 + x²). A difference has the errors of two values.
     """
     left, right = ends[:-1], ends[1:]
     far = np.where(left > 0, -left, right)
@@ -177,11 +184,14 @@ def _cell_masses(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class TiltedSum(NamedTuple):
     """The distribution of the sum of all privacy losses as Fourier coefficients, and error bounds.
 
-    The masses are tilted; see the module. φⱼ is the j-th Fourier coefficient of the tilted masses
-    of one step, which is taken T times. Π and Σ run over the different steps. In the comments, h, θ
-    and t are the mesh, the tilt and the extra tilt of the settings, i is the imaginary unit,
-    r = e^(−θh + 2πij/N), and r′ = r·e^(−h). Arrays have one row for each row of `counts` in
-    `convolve`. The columns of `gaps` and `ends` are the frequencies j.
+    Arrays have one row for each row of `counts` in `convolve`. The columns of `gaps` and `ends` are
+    the frequencies j. The comments use these symbols:
+
+    - h, θ and t are the mesh, the tilt and the extra tilt of the settings.
+    - φⱼ is the j-th Fourier coefficient of the tilted masses of one step, which is taken T times.
+      For the tilt, see the module's docstring.
+    - Π and Σ run over the different steps.
+    - r = e^(−θh + 2πij/N) and r′ = r·e^(−h), where i is the imaginary unit.
     """
 
     settings: LatticeSettings
@@ -216,16 +226,21 @@ class TiltedSum(NamedTuple):
     def _sums(self, epsilon: np.ndarray) -> tuple[np.ndarray, np.ndarray, float, np.ndarray]:
         """Return δ(ε)/weight, the weight, e^(−θNh), and the logarithm of a factor for rounding.
 
-        δ(ε) = Σ P(s)(1 − e^(ε − s)) over s > ε. The FFT knows losses only modulo Nh, so each is
-        read as a loss s in the window (ε, ε + Nh]. If s₀ is the smallest loss in the window, the
-        weight is e^(log_scale − θs₀). The remaining factors e^(−θs) and e^(−(θ + 1)s) are geometric
-        series with the Fourier sums 1/(1 − r) and 1/(1 − r′) (Parseval's theorem).
+        δ(ε) is the sum of P(s)(1 − e^(ε − s)) over all losses s > ε. The FFT knows losses only
+        modulo Nh, so it reads each loss as a loss s in the window (ε, ε + Nh]. Let s₀ be the
+        smallest loss in the window. The weight is e^(log_scale − θs₀). δ(ε)/weight is a sum of the
+        tilted masses, times the factors e^(−θ(s − s₀)) and e^(−(θ + 1)(s − s₀)). These factors are
+        geometric sequences, so Parseval's theorem turns the sums over s into sums over j with
+        1/(1 − r) and 1/(1 − r′).
 
-        Losses above the window are read too low. Their true contribution to δ is at most
-        weight·e^(−θNh), which upper bounds add. The sum counts them with at most the weight times
-        their tilted mass, and lower bounds subtract a Chernoff bound on this product. Losses below
-        the window are read too high. The sum counts them with at most
-        Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
+        The FFT reads losses outside of the window wrongly:
+
+        - Losses above the window are read too low. Their true contribution to δ is at most
+          weight·e^(−θNh), which upper bounds add. Their contribution to the sum is at most the
+          weight times their tilted mass. Lower bounds subtract a Chernoff bound on this product.
+        - Losses below the window are read too high, by m ≥ 1 times Nh. They should contribute
+          nothing. Their contribution to the sum is at most
+          Σₘ Σₛ P(s)·e^(−θmNh) ≤ e^(−θNh)/(1 − e^(−θNh)), which lower bounds subtract.
         """
         mesh, tilt = self.settings.mesh, self.settings.tilt
         epsilon = np.minimum(epsilon, 1e15 * mesh)  # beyond this limit, δ only decreases
@@ -249,14 +264,17 @@ def convolve(
 ) -> TiltedSum:
     """Convolve the tilted losses of all steps, and bound the errors.
 
-    Each row of `counts` says how often each step is taken, and gives one sum.
+    Each row of `counts` says how often each step is taken, and gives one sum. u = 2⁻⁵² is the
+    machine precision, and N the length of the FFT. The following errors are bounded:
 
-    An input of the FFT reaches an output through log₂N additions and multiplications by numbers of
-    modulus 1. With the machine precision u = 2⁻⁵² and inputs that sum to 1, the error of an output
-    φ is at most η = 8u·log₂N. The error of φ^T is at most T·η·(|φ| + η)^(T − 1), plus a relative
-    error of u·(T|log φ| + 16) from computing the power. A tilted mass is exact up to a factor
-    e^(u·c), where c is the size of its exponents; T such factors multiply. The negligible Fourier
-    coefficients, which are dropped, change the mean of all coefficients by at most e^(−42).
+    - FFT: an input reaches an output through log₂N additions and multiplications by numbers of
+      modulus 1. The inputs sum to 1, so the error of an output φ is at most η = 8u·log₂N.
+    - Powers: the error of φ^T is at most T·η·(|φ| + η)^(T − 1), plus a relative error of
+      u·(T|log φ| + 16) from computing the power.
+    - Tilt: a tilted mass is exact up to a factor e^(u·c), where c is the size of the exponents. A
+      step that is taken T times has T of these factors.
+    - Dropped coefficients: dropping all negligible Fourier coefficients changes the mean of the
+      coefficients by at most e^(−42).
     """
     mesh, tilt = settings.mesh, settings.tilt
     size = next_fast_len(max(16, math.ceil(settings.window / mesh)), real=True)
@@ -276,7 +294,7 @@ def convolve(
     spectrum = np.array([one[kept] for one in spectra])
     log_spectrum = np.log(np.where(spectrum == 0, 1e-300, spectrum))
     bounds = np.abs(spectrum) + eta
-    sides = np.where((kept == 0) | (2 * kept == size), 1.0, 2.0) / size  # 2 adds the conjugate
+    sides = np.where((kept == 0) | (2 * kept == size), 1.0, 2.0) / size  # 2 counts j and −j
     angles = 2j * math.pi / size * kept
     end = 1 / -np.expm1(-(tilt + 1) * mesh + angles)
     gap = np.exp(-tilt * mesh + angles) * math.expm1(-mesh) / np.expm1(-tilt * mesh + angles) * end

@@ -21,7 +21,7 @@ from optax_lsdp.correlation import Correlation
 _VERSION = 1
 _LONGEST = 10**8  # most steps for which `epsilons` returns an array
 _PARTS = 4  # for groups with the generic bound, ε is computed after each quarter of the steps
-_RATIO = 5e-4  # relative distance of the numbers of steps at which `epsilons` computes ε
+_RATIO = 5e-4  # relative distance between numbers of steps at which `epsilons` computes ε
 
 _KINDS: tuple[type[Phase], ...] = (SampledGaussian, CorrelatedGaussian)
 
@@ -56,9 +56,9 @@ class Ledger(Mechanism):
 
         With `continues`, shuffled batches continue the epochs of the last phase, and correlated
         noise continues the noise of the last phase. Otherwise, shuffled batches start a new epoch,
-        and correlated noise starts a new mechanism. For correlated noise that the ledger already
-        has, you must pass True or False, because a wrong guess could understate ε. For the same
-        reason, it can only continue the last phase.
+        and correlated noise starts a new mechanism. If the ledger already has a phase with the same
+        correlated noise, you must pass True or False, because a wrong guess could understate ε.
+        Correlated noise can continue the last phase only.
         """
         if type(phase) not in _KINDS:
             raise TypeError(
@@ -79,23 +79,23 @@ class Ledger(Mechanism):
             taken, most = self._steps[-1] + phase.steps, phase.correlation.steps
             if taken > most:
                 demand = f"at most {most} in all, the steps of the correlation"
-                remedy = "start again with new noise, and append its steps without `continues`"
+                remedy = "start again with new noise, and append its steps with continues=False"
                 raise refusal("steps", demand, taken, remedy)
         self._steps[-1] += phase.steps
         self._last = phase
 
     def _check_continues(self, phase: CorrelatedGaussian, continues: bool | None) -> None:
-        """Raise if it is unknown which noise of the ledger correlated noise continues."""
+        """Raise if it is unclear whether `phase` continues noise that the ledger already has."""
         kind = replace(phase, steps=1)
         if kind not in self._kinds:
             return
         if continues is None:
             demand = "True or False for correlated noise that the ledger already has"
-            remedy = "pass True if the steps continue its noise, and False if their noise is new"
+            remedy = "pass True if the steps continue this noise, and False if they have new noise"
             raise refusal("continues", demand, continues, remedy)
         if continues and kind != self._kinds[-1]:
-            demand = "False, unless the last phase is the one that continues"
-            remedy = "record other mechanisms in a second ledger, and add up both"
+            demand = "False, unless the steps continue the last phase of the ledger"
+            remedy = "record other mechanisms in a second ledger, and add up both ledgers"
             raise refusal("continues", demand, continues, remedy)
 
     @property
@@ -112,8 +112,8 @@ class Ledger(Mechanism):
     def epsilons(self, delta: float) -> np.ndarray:
         """Return an upper bound on ε after each step: the ε of this or a slightly later step.
 
-        For groups that have only the generic bound, it is the ε at the end of the same quarter of
-        the steps, which may be much later.
+        For groups that have only the generic bound (see `group`), the bound is the ε at the end of
+        the same quarter of the steps, which may be much later.
         """
         check_delta("delta", delta)
         if self.steps > _LONGEST:

@@ -144,7 +144,7 @@ class _Dominating(SampledGaussian):
 
 @dataclass(frozen=True)
 class _Cycles(_Dominating):
-    """The dominating phase of cyclic Poisson batches, one step for each cycle.
+    """A phase that dominates correlated noise on cyclic Poisson batches, with one step per cycle.
 
     Members of a group may be in different parts of the data, so the tight analysis of groups does
     not hold. The generic bound holds, as for any mechanism.
@@ -157,15 +157,15 @@ class _Cycles(_Dominating):
 class CorrelatedGaussian(Mechanism):
     """Steps of `add_correlated_noise`, with cyclic Poisson batches or one order for all epochs.
 
-    With `sampling_rate`, batches come from a `CyclicPoissonSampler`. Two uses of an example are a
-    multiple of `cycle` steps apart. If the matrix of the correlation has at most `cycle` bands, its
-    columns for these steps have no row in which both are nonzero. So T steps reveal at most as much
-    as ⌈T/cycle⌉ steps of a Poisson-sampled Gaussian at the rate q·cycle (Choquette-Choo et al.
-    2023, (Amplified) Banded Matrix Factorization, arXiv 2306.08153, Theorem 4). This requires that
-    each example is assigned to a part of the data beforehand. For "add_remove", the assignment must
-    not depend on other examples, as in `CyclicPoissonSampler`. An equal split of the data supports
-    "zero_out" and "replace_one" only. A matrix with a banded inverse has T bands, so it gains
-    nothing from this analysis.
+    With `sampling_rate`, batches come from a `CyclicPoissonSampler`. It assigns each example to one
+    of `cycle` parts of the data beforehand, and step t draws from part t mod `cycle`. So two uses
+    of an example are a multiple of `cycle` steps apart. The matrix of the correlation must have at
+    most `cycle` bands. Then no row of the matrix is nonzero in the columns of two uses, and T steps
+    reveal at most as much as ⌈T/cycle⌉ steps of a Poisson-sampled Gaussian at the rate q·cycle
+    (Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization, arXiv 2306.08153, Theorem
+    4). For "add_remove", the part of an example must not depend on other examples, as in
+    `CyclicPoissonSampler`. An equal split of the data supports "zero_out" and "replace_one" only. A
+    matrix with a banded inverse has T bands, so it gains nothing from this analysis.
 
     With `min_separation`, two uses of an example are at least `min_separation` steps apart. If a
     `ShuffledSampler(…, reshuffle=False)` draws batches of b out of n examples, `min_separation` is
@@ -174,7 +174,7 @@ class CorrelatedGaussian(Mechanism):
     order need not be secret.
 
     The noise multiplier is the same in all steps. A run that continues with new noise is a second
-    mechanism: add the two mechanisms, or append the second one to a `Ledger` without `continues`.
+    mechanism: add both mechanisms, or append the second one to a `Ledger` with `continues=False`.
 
     Attributes:
         noise_multiplier: z, the standard deviation of the noise before it is correlated, divided by
@@ -187,7 +187,7 @@ class CorrelatedGaussian(Mechanism):
         neighbouring: the neighbouring relation; see `SampledGaussian`. The default is "add_remove"
             with `sampling_rate`. With `min_separation`, it must be "zero_out" or "replace_one".
         group_size: how many examples one person contributes; see `group`. With `sampling_rate`,
-            ε of a group has only the generic bound.
+            ε of a group is the generic bound.
 
     >>> from optax_lsdp.correlation import optimize_banded
     >>> run = CorrelatedGaussian(1.0, optimize_banded(100, bands=64), sampling_rate=0.01)

@@ -1,4 +1,4 @@
-"""Theorem 1 of the DP-LSSGD paper (Wang et al. 2019): its noise, its conditions, and the true ε.
+"""Theorem 1 of the DP-LSSGD paper (Wang et al. 2019): conditions, noise, and the noise's true ε.
 
 There are n examples, T steps and batches of b examples. G bounds the norm of one example's
 gradient. For any μ in (0, 1), the theorem demands noise of variance ν² = 20TαG²/(μn²ε) on the mean
@@ -29,14 +29,15 @@ class PaperNoise(NamedTuple):
         noise_stddev: ν, the standard deviation of the noise on each entry of the *mean* gradient.
         noise_multiplier: z = νb/G, the same noise on the sum, in units of G.
         alpha: α, the order of the Rényi divergence.
-        mu: μ in (0, 1). Rényi divergence takes the share μ of ε, and its conversion to (ε, δ) takes
-            the rest.
+        mu: μ in (0, 1), the share of ε that bounds the Rényi divergence. The conversion from Rényi
+            divergence to (ε, δ) takes the rest of ε.
         largest_alpha: log(n/(b(1 + S))). The first condition is α ≤ largest_alpha.
         spread: S = 5b²Tα/(μn²ε). The second condition is S ≥ 1.5.
         holds: whether both conditions hold.
-        poisson_epsilon: the true ε of this noise with "poisson" and "add_remove".
-        fixed_size_epsilon: an upper bound on the true ε with "without_replacement" and
-            "replace_one".
+        poisson_epsilon: the true ε of this noise with sampling="poisson" and
+            neighbouring="add_remove".
+        fixed_size_epsilon: an upper bound on the true ε of this noise with
+            sampling="without_replacement" and neighbouring="replace_one".
     """
 
     noise_stddev: float
@@ -63,8 +64,8 @@ def paper_noise(
 ) -> PaperNoise:
     """Return the noise of the paper's Theorem 1. Raise a ValueError if its conditions fail.
 
-    `lipschitz` is G, a bound on the norm of each example's gradient, such as the clip norm. By
-    default, `mu` is the μ that needs the least noise among all μ that satisfy the conditions. With
+    `lipschitz` is G, a bound on the norm of each example's gradient, such as the clip norm. If `mu`
+    is None, try a grid of μ, and use the μ that satisfies the conditions with the least noise. With
     `number_alone`, return the noise even if the conditions fail. The theorem then guarantees
     nothing, but the result still contains the true ε.
 
@@ -114,7 +115,7 @@ _Terms = tuple[np.ndarray, dict[str, np.ndarray]]
 def _terms(
     epsilon: float, mu: np.ndarray, delta: float, size: int, batch: int, steps: int
 ) -> _Terms:
-    """Return the noise ν for gradients of norm 1 at each μ, and the terms of both conditions."""
+    """Return, at each μ, the noise ν for G = 1 and the terms of both conditions."""
     with np.errstate(over="ignore", divide="ignore"):  # ∞ fails the first condition
         alpha = -math.log(delta) / ((1 - mu) * epsilon) + 1
         share = steps * alpha / (mu * size**2 * epsilon)

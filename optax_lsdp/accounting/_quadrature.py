@@ -16,8 +16,8 @@ from optax_lsdp.accounting._dominating_pairs import Pair, Step
 
 _PANEL, _PANEL_WEIGHTS = np.polynomial.legendre.leggauss(12)
 _LOOSENESS = 1e-4  # the mesh may raise ε by this share
-_CUT = 1e-5  # share of δ that the cut tails of all steps together may have
-_STEEPEST = 1e6  # largest θ·ε; beyond it, all losses are maximal and δ drops to zero
+_CUT = 1e-5  # largest share of δ in all tails together that quadratures cut off
+_STEEPEST = 1e6  # largest tilt θ times ε; beyond it, all losses are maximal and δ drops to zero
 _MOST_KINDS = 16  # most different steps that get a quadrature
 _FURTHEST = 1e15  # largest position on the lattice; it fits into int64
 _MOST_RESIDUES = 1_500_000  # lattice points in the window; more would take seconds
@@ -41,7 +41,7 @@ class LatticeSettings(NamedTuple):
 
     tilt: float  # θ, by which `_lattice` tilts the distributions of losses
     mesh: float  # h, the spacing of the lattice
-    window: float  # the FFT knows sums of losses modulo this width, or slightly more
+    window: float  # the FFT knows sums of losses modulo this width or a slightly larger one
     extra_tilt: float  # a tilt that is added to θ to bound the mass above the window
     per_octave: int  # the number of cells between a loss and twice that loss
     quadratures: Quadratures  # quadratures of the steps, and how often each step is taken
@@ -131,9 +131,10 @@ def _quadratures(steps: Steps, log_delta: float) -> tuple[Quadratures, float]:
 
 
 def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
-    """Return the masses at losses ℓ times e^(θℓ − t), t, and the mass of loss 0 times e^(−t).
+    """Return the tilted masses e^(θℓ − t)·p, the number t, and the tilted mass of the loss 0.
 
-    θ is `tilt`, and t is the largest θℓ, or 0 if all are negative.
+    p is the mass of a loss ℓ, and θ is `tilt`. To avoid overflow, t is the largest θℓ, or 0 if all
+    θℓ are negative.
     """
     losses, masses = nodes
     top = max(0.0, tilt * float(losses.max()))
@@ -142,7 +143,7 @@ def _tilt(nodes: Quadrature, tilt: float) -> tuple[np.ndarray, float, float]:
 
 
 def _cumulants(quadratures: Quadratures, tilt: float) -> tuple[float, float, float]:
-    """Return log E_P[e^(θS)] and the tilted mean and variance of S, the sum of all losses."""
+    """Return log E_P[e^(θS)], and the tilted mean and variance of the sum S of all losses."""
     sums = []
     for nodes, count in quadratures:
         losses, masses = nodes
@@ -190,9 +191,9 @@ def _settings(
 ) -> LatticeSettings:
     """Return settings for the tilt θ, with a mesh h that raises ε by at most `_LOOSENESS`·ε.
 
-    If such a mesh would need too many lattice points, h is larger. Rounding to the lattice adds a
-    variance V to the loss ℓ of each of T steps, the smaller of h²/6 and h|ℓ|. This raises ε by
-    about T·V·(θ + 1)/2.
+    If this mesh would need too many lattice points, h is larger. In each of T steps, rounding to
+    the lattice adds a variance V to the loss ℓ. V is the smaller of h²/6 and h|ℓ|. Rounding raises
+    ε by about T·V·(θ + 1)/2.
     """
     spread = math.sqrt(_cumulants(quadratures, tilt)[2])
     scale = min(epsilon or math.inf, max(_chernoff(quadratures, tilt)[1], spread))
@@ -234,11 +235,15 @@ def _window(
 ) -> tuple[float, float]:
     """Return the extra tilt, and the width w of the window of losses from ε to ε + w.
 
-    The width is the smallest one with two properties. First, e^(−θw) is at most δ·e^(−25). Second,
-    if the distribution of the sum of losses is tilted by θ, a Chernoff bound on its mass above the
-    window is at most e^(−20). This bound needs an extra tilt. Several are tried, and the result is
-    the one that allows the smallest width. The quadratures lack a mass of `tail` at each end. The
-    bound assumes that this mass has the largest loss.
+    The width is the smallest one with two properties:
+
+    1. e^(−θw) is at most δ·e^(−25).
+    2. Tilt the distribution of the sum of losses by θ. A Chernoff bound on the tilted mass above
+       the window is at most e^(−20).
+
+    The Chernoff bound needs an extra tilt. Try several, and return the one that allows the smallest
+    width. The quadratures lack a mass of `tail` at each end. The bound assumes that this mass has
+    the largest loss.
     """
 
     def log_moment(at: float) -> float:

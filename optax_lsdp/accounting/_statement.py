@@ -124,7 +124,10 @@ def _facts(mechanism: Mechanism, words: _Words) -> _Facts:
 def _describe_correlated(
     phase: CorrelatedGaussian, words: _Words, noise: str, runs: int
 ) -> tuple[str, str]:
-    """Return how batches are drawn and which noise is added, in words."""
+    """Return how a phase with correlated noise draws batches and adds noise, in words.
+
+    The mechanism has `runs` phases like this one, each with new noise and new batches.
+    """
     scheme, cycle = SCHEMES[phase.sampling], phase.cycle
     rate = min(1.0, (phase.sampling_rate or 0.0) * (cycle or 0))
     is_independent = phase.neighbouring == "add_remove"
@@ -141,7 +144,9 @@ def _describe_correlated(
 
 
 def show_epsilon(epsilon: float, digits: int = 4, *, is_lower_bound: bool = False) -> str:
-    """Return the first `digits` digits of ε, rounded up. With `is_lower_bound`, round down.
+    """Return ε as text with `digits` significant digits.
+
+    Round up or, with `is_lower_bound`, down.
 
     >>> show_epsilon(2.38512), show_epsilon(0.00777461), show_epsilon(0.0)
     ('2.386', '0.007775', '0')

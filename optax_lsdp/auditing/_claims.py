@@ -117,7 +117,7 @@ def audit_quantized_sums(key: jax.Array) -> ClaimsReport:
 
 
 def _check_full_batches() -> str:
-    """Check ε of plans with full batches: Gaussian mechanisms with μ = √steps/noise multiplier."""
+    """Check ε of full batches: all steps are one Gaussian mechanism with μ = √steps/z."""
     for plan in (_full_plan(noise_multiplier=1.0), _full_plan(epsilon=2.0)):
         if wrong := _too_small_for(plan, math.sqrt(plan.steps) / plan.noise_multiplier):
             return wrong
@@ -125,7 +125,7 @@ def _check_full_batches() -> str:
 
 
 def _too_small_for(plan: PrivacyPlan, mu: float) -> str:
-    """Return "" if a plan's ε is large enough for a Gaussian mechanism with this μ."""
+    """Return "" if a plan's ε is large enough for a sensitivity of `mu` standard deviations."""
     epsilon = plan.epsilon  # the mechanism has δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ)
     log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
     delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(log_second)
@@ -147,7 +147,7 @@ def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
     with_one = (1 - rate) * without + rate * np.diff(norm.cdf(edges, loc=1, scale=noise))
     loss = np.log1p(rate * np.expm1((2 * middle - 1) / (2 * noise**2)))
     width = 2 ** math.ceil(math.log2(4 * steps / _LOSS_WIDTH))
-    rounded = np.floor(loss / _LOSS_WIDTH).astype(int) - 1  # −1 covers the error of `middle`
+    rounded = np.floor(loss / _LOSS_WIDTH).astype(int) - 1  # −1: the lower edge has a smaller loss
     masses = np.bincount(rounded % width, with_one, width)
     composed = np.fft.irfft(np.fft.rfft(masses) ** steps, width).clip(0)
     losses = _LOSS_WIDTH * (np.arange(width) - np.where(np.arange(width) > width // 2, width, 0))
@@ -175,7 +175,7 @@ def audit_correlated_plan(key: jax.Array) -> ClaimsReport:
 def correlated_plans() -> tuple[PrivacyPlan, PrivacyPlan]:
     """Return a plan with a banded matrix C, and a plan with a banded C⁻¹ and a fixed order."""
     inverse = banded_inverse(_STEPS + 1, 3, min_separation=_SIZE // _BATCH)
-    options = {"steps": _STEPS + 1, "noise_multiplier": 2.0}  # not a whole number of cycles
+    options = {"steps": _STEPS + 1, "noise_multiplier": 2.0}  # the last cycle is not complete
     cyclic = poisson_plan(correlation=4, **options)
     return cyclic, poisson_plan(correlation=inverse, neighbouring="zero_out", **options)
 
@@ -366,7 +366,7 @@ def _check_changed_clip_norms() -> str:
 
 @jax.tree_util.register_pytree_with_keys_class
 class _Numbered(dict[int, PyTree]):
-    """A container in which the paths of `x[1][11]` and `x[11][1]` both join to "111"."""
+    """A container in which the paths of `x[1][11]` and `x[11][1]` have the same text, "111"."""
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[int, PyTree]], tuple[int, ...]]:
         """Return all items, and their keys."""

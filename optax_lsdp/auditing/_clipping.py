@@ -37,7 +37,7 @@ _Collective = Callable[[jax.Array], jax.Array]
 CLIP_NORM = 0.5
 _SLACK = 16  # slack coordinates
 _MICROBATCH = 5  # does not divide the 12 examples, so two microbatches overlap
-UNCERTAIN = ("cancelling",)  # models whose norms are far overestimated by Gram matrices
+UNCERTAIN = ("cancelling",)  # models whose norms Gram matrices overestimate greatly
 EXACT = tuple(name for name in hard.ALL_MODELS if name not in UNCERTAIN)
 ONE_GROUP = ("dense", "scanned", "small", "tied")
 _PRECISION = 1e-4  # relative error of gradients in float32
@@ -50,8 +50,8 @@ _SUM_ROUNDING = 1e-4  # error of the difference of two sums, relative to the cli
 # gradient:
 _LEAST = 0.99  # in float32
 _LEAST_OF_ROUNDED = 0.95  # if operands are rounded to bfloat16
-_LEAST_OF_UNCERTAIN = 0.05  # for models in UNCERTAIN, which usually add a sixth
-_HUGE = 1e18  # squares of gradients above this many clip norms overflow: examples may add nothing
+_LEAST_OF_UNCERTAIN = 0.05  # for models in UNCERTAIN, whose examples usually add a sixth
+_HUGE = 1e18  # clip norms; squares of longer gradients overflow, so examples may add nothing
 
 
 class Group(NamedTuple):
@@ -131,7 +131,7 @@ def audit_microbatches(key: jax.Array, models: Sequence[str] = ONE_GROUP) -> Cla
 def clipped_sum(
     gradient: Gradient, params: optax.Params, clip_norm: ClipNorm, slack: int | None = None
 ) -> Release:
-    """Return `release(batch, mask)`, which passes a clipped sum through `clip_per_example`."""
+    """Return `release(batch, mask)`, which passes the sum of `gradient` to `clip_per_example`."""
     clip = clip_per_example(clip_norm, slack=slack)
 
     @jax.jit
@@ -190,7 +190,7 @@ def audit_split_parameters(key: jax.Array) -> ClaimsReport:
 
 
 def audit_collectives(key: jax.Array) -> ClaimsReport:
-    """Check that losses that read other shards, and equal noise on all shards, are refused."""
+    """Check that the library refuses losses that read other shards, and noise that shards share."""
     batch, params = jax.random.normal(key, (DEVICES, 3)), jnp.ones(3)
     noise = add_gaussian_noise(1.0, key=key)
 

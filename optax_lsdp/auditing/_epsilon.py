@@ -195,8 +195,8 @@ def audit_one_run(
             must not own two canaries. If the unit of privacy is a user, a canary is one user.
         delta: δ. The bound weakens as δ times `canaries` grows.
         claimed: the ε to refute.
-        guesses: the number of guesses. Half of them guess "in", for the largest scores, and half
-            guess "out", for the smallest. The default is a fifth of `canaries`.
+        guesses: the number of guesses. Half are "in", for the canaries with the largest scores, and
+            half are "out", for those with the smallest. The default is a fifth of `canaries`.
         failure: an upper bound on the probability that the lower bound on ε is wrong.
         key: the key that chooses the random half.
 
@@ -244,7 +244,8 @@ def rates(true_positives: int, false_positives: int, trials: int, failure: float
 def epsilon_of_rates(found: Rates, delta: float) -> float:
     """Return the smallest ε ≥ 0 at which an attack can have these true- and false-positive rates.
 
-    With (ε, δ)-privacy, every attack obeys TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ.
+    Let TPR be the true-positive rate and FPR the false-positive rate. With (ε, δ)-privacy, every
+    attack obeys TPR ≤ e^ε FPR + δ and 1 − FPR ≤ e^ε (1 − TPR) + δ.
 
     >>> round(epsilon_of_rates(Rates(0.5, 0.1), 0.0), 3)  # log 5
     1.609
@@ -262,10 +263,11 @@ def epsilon_of_rates(found: Rates, delta: float) -> float:
 def epsilon_of_gaussian(found: Rates, delta: float) -> float:
     """Return a lower bound on ε from the rates of an attack, assuming Gaussian noise.
 
-    If the sensitivity is μ standard deviations of the noise, every threshold obeys
-    Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side is a lower bound on μ, and ε grows with μ. This bound
-    needs few trials, because it is tight even if both rates are near ½. `epsilon_of_rates` is tight
-    only at thresholds with few false positives, so it needs many trials.
+    Let TPR and FPR be the rates of true and false positives, and Φ the standard Gaussian
+    distribution function. If the sensitivity is μ standard deviations of the noise, every threshold
+    obeys Φ⁻¹(TPR) − Φ⁻¹(FPR) ≤ μ. The left side is a lower bound on μ, and ε grows with μ. This
+    bound needs few trials, because it is tight even if both rates are near ½. `epsilon_of_rates` is
+    tight only at thresholds with few false positives, so it needs many trials.
     """
     mu = float(ndtri(found.true_positive) - ndtri(found.false_positive))
     if not 0 < mu < math.inf:
@@ -274,10 +276,11 @@ def epsilon_of_gaussian(found: Rates, delta: float) -> float:
 
 
 def one_run_p_value(epsilon: float, delta: float, canaries: int, guesses: int, right: int) -> float:
-    """Return an upper bound on P(`right` or more right guesses) in an (ε, δ)-private run.
+    """Return an upper bound on the probability of `right` or more right guesses.
 
-    Each canary is in the run with probability ½, independently of the others. See Theorem 5.2 of
-    Steinke, Nasr, Jagielski 2023, Privacy Auditing with One (1) Training Run.
+    The bound holds if the run is (ε, δ)-private, and if each canary is in the run with probability
+    ½, independently of the others. See Theorem 5.2 of Steinke, Nasr, Jagielski 2023, Privacy
+    Auditing with One (1) Training Run.
     """
     if not right:
         return 1.0

@@ -20,8 +20,8 @@ _WIDTH, _VOCABULARY, _LAYERS = 16, 24, 3
 _CANCELLING = 100.0  # the size of the rows that nearly cancel
 # The loss of each example is multiplied by a scale. ODD_SCALES make gradients zero, huge or not
 # finite. With scale NaN, the inputs are NaN too. With scale 10²⁰, the squared gradient overflows in
-# float32, so the example may contribute nothing. No example may change what other examples
-# contribute. A batch with odd examples could hide such a change, so other batches use PLAIN_SCALES.
+# float32, so the example may contribute nothing. An audit must also notice an example that changes
+# what other examples contribute. Odd examples could hide this, so other batches use PLAIN_SCALES.
 ODD_SCALES = (0.0, np.nan, np.inf, 1e-3, 0.03, -2.0, 1.0, 30.0, 1e3, 1e6, 1e20, 5.0)
 PLAIN_SCALES = (1e-3, 0.01, 0.03, -0.1, 0.3, 1.0, -2.0, 5.0, 30.0, 100.0, 1e3, 1e4)
 

@@ -115,7 +115,7 @@ def _audit_plan_noise(key: jax.Array) -> StatisticsReport:
 
 
 def _audit_correlated_noise(key: jax.Array) -> StatisticsReport:
-    """Test whether a plan's correlated noise is C⁻¹Z, with its matrix C and independent noise Z."""
+    """Test whether the matrix C of a plan turns its correlated noise into independent noise."""
     cyclic, ordered = claims.correlated_plans()
     whitened: list[dict[str, np.ndarray]] = [{} for _ in range(cyclic.steps)]
     for plan, one_key in zip((cyclic, ordered), jax.random.split(key), strict=True):
@@ -173,7 +173,7 @@ def _audit_step_with_canary(key: jax.Array) -> EpsilonReport:
         optimizer = privatize_sgd(clip_norm=_CLIP_NORM, noise_multiplier=_NOISE_MULTIPLIER, key=key)
         total = clipped_grad(jnp.vdot, clip_norm=_CLIP_NORM)(params, canary, is_in[None])
         updates, _ = optimizer.update(total, optimizer.init(params), params)
-        return -jnp.sum(updates)  # along the canary's constant gradient, which smoothing keeps
+        return -jnp.sum(updates)  # the part along the canary's gradient, which smoothing keeps
 
     claimed = SampledGaussian(_NOISE_MULTIPLIER, 1.0, 1, sampling="full").epsilon(_DELTA)
     return audit_epsilon(

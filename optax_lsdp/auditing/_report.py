@@ -59,7 +59,7 @@ class ClaimsReport:
     """The result of checks that need no statistics: each claim holds or does not."""
 
     claims: Mapping[str, str]  # what is wrong with each claim, or "" if the claim holds
-    measured: Mapping[str, str] = field(default_factory=dict)  # rows above the claims
+    measured: Mapping[str, str] = field(default_factory=dict)  # shown above the claims
 
     @property
     def passed(self) -> bool:

@@ -24,7 +24,7 @@ Release = Callable[[PyTree, jax.Array], PyTree]
 # The search multiplies one example by each of these factors.
 _FACTORS = (1.0, -1.0, 0.0, 1e-40, 1e-30, 1e-3, 1e3, 1e10, 1e30, math.nan, math.inf, -math.inf)
 _ENTRIES = (math.nan, math.inf, 1e30)  # values that replace one entry of an example
-_SCALES = (1.0, 1e-3, 1e3)  # factors of all other examples of the batch
+_SCALES = (1.0, 1e-3, 1e3)  # factors for all other examples of the batch
 _FEW = 64  # most examples in a small batch; float32 adds up 64 examples almost exactly
 _CROWD = 1024  # equal examples in a batch: small effects of one example on the others add up
 _ROUNDING = 2.0**-22  # relative error accepted per example: four roundings of float32, each 2⁻²⁴
@@ -36,16 +36,16 @@ class SensitivityReport:
 
     Attributes:
         declared: the sensitivity that the caller claims.
-        largest: the ℓ₂ distance between the releases of two neighbours, for the pair at which this
-            distance minus the accepted rounding error is largest.
-        how: how the audit made these two neighbours.
+        largest: the ℓ₂ distance between the releases of the worst pair of neighbours. For this
+            pair, the distance minus the accepted rounding error is largest.
+        how: how the audit made the worst pair.
         masked: the largest ℓ₂ distance between the releases of two batches that differ only in an
             example outside the mask.
         pairs: the number of pairs of neighbours that the audit compared.
         tolerance: the rounding error accepted in `masked`, relative to `declared`. It is the
             argument `tolerance` of `audit_sensitivity`.
-        granted: the rounding error accepted in `largest`, relative to `declared`. It equals
-            `tolerance`, or exceeds it if these two neighbours have many examples.
+        granted: the rounding error accepted in `largest`, relative to `declared`. It is larger than
+            `tolerance` if the worst pair has many examples, and equals `tolerance` otherwise.
     """
 
     declared: float
@@ -60,7 +60,8 @@ class SensitivityReport:
     def passed(self) -> bool:
         """Whether examples have an effect of at most `declared`, and masked-out examples have none.
 
-        Effects may exceed these limits by the rounding errors `granted` and `tolerance`.
+        Effects may exceed these limits by the rounding errors `granted` and `tolerance`. If no
+        example has an effect, the audit does not pass.
         """
         most = self.declared * (1 + self.granted)
         return 0 < self.largest <= most and self.masked <= self.tolerance * self.declared
@@ -116,8 +117,8 @@ def audit_sensitivity(
 
     Args:
         release: `release(batch, mask)` returns the value to which noise will be added, such as a
-            clipped sum. It may also take a whole step with a fixed key, because the noise of two
-            such steps cancels. The audit compiles the function.
+            clipped sum. It may also return the result of a whole step. The step needs a fixed key,
+            so that the noise of two steps is equal and cancels. The audit compiles `release`.
         batch: realistic examples, with a leading batch axis.
         declared: the sensitivity: the largest ℓ₂ distance that one example may cause.
         neighbouring: "add_remove" if one of two neighbours has one example more, or "replace_one"
@@ -205,7 +206,7 @@ def _settings(
     """Yield a description, a batch, its mask, a row, and an example that will replace this row."""
     available = len(jax.tree.leaves(batch)[0])
     for number in range(count):
-        # The mask keeps all examples or a few, examples have two scales, or all are equal.
+        # The mask keeps all examples, or a few; examples have two scales; or all are equal.
         kind = ("all", "few", "two scales", "crowd")[number % 4]
         size = max(available, _CROWD) if kind == "crowd" else available
         order = rng.integers(available, size=None if kind == "crowd" else size)

@@ -19,11 +19,11 @@ from optax_lsdp._types import PyTree
 from optax_lsdp.auditing._report import StatisticsReport
 from optax_lsdp.sampling import Batch
 
-_MOST_PAIRS = 2000  # pairs of leaves to test; of more pairs, a random choice is tested
-_DEVICE_COUNTS = (2, 3, 4, 8)  # the numbers of devices that may have drawn equal parts of an axis
-_MOST_VALUES = 50_000  # numbers to search for repetitions, or to compare with a Gaussian
+_MOST_PAIRS = 2000  # the most pairs of leaves to test; if there are more, choose at random
+_DEVICE_COUNTS = (2, 3, 4, 8)  # an axis may be split over this many devices, with different noise
+_MOST_VALUES = 50_000  # the most numbers to search for repetitions or compare with a Gaussian
 _COLLISION = 4e-7  # 3 × the probability that two float32 Gaussians have the same magnitude
-_LEAST_VARIANCE = 10  # of a count; below it, the gamma approximation in `_spread_p_value` is poor
+_LEAST_VARIANCE = 10  # of a count, so that the gamma approximation in `_spread_p_value` is good
 _CHUNK = 2**16  # examples in one matrix product
 _MOST_EXAMPLES = 2**12  # examples of which all pairs are tested
 
@@ -52,8 +52,9 @@ def audit_noise(
     `[*range(32), *range(32, 4097, 32)]`.
 
     Args:
-        release: `release(step)` returns the noisy value of a step whose batch has no examples, so
-            only noise, before smoothing. To audit resuming, take later steps from a resumed run.
+        release: `release(step)` returns the noisy value of a step before smoothing. The batch of
+            the step must have no examples, so that the value is only noise. To audit resuming, take
+            later steps from a resumed run.
         scale: the claimed standard deviation of each entry.
         steps: how many steps to audit, starting with step 0; or a list of step numbers.
         failure: an upper bound on the probability that the audit rejects correct noise.
@@ -181,7 +182,7 @@ def audit_sampler(
 
 
 def _step_numbers(steps: int | Sequence[int]) -> list[int]:
-    """Return the step numbers. Raise unless there are two or more, all different."""
+    """Return the steps to audit. Raise if there are fewer than two, or if two are equal."""
     if not isinstance(steps, Sequence):
         check_whole("steps", steps, 2)
         return list(range(steps))
@@ -211,7 +212,7 @@ def _smallest(p_values: Sequence[float] | np.ndarray, count: int | None = None) 
 def _scale_p_value(parts: list[tuple[np.ndarray, int]]) -> float:
     """Test whether every slice of some arrays has a standard deviation of 1.
 
-    Each part is an array and an axis. All entries with the same index along the axis are a slice.
+    Each part is an array and an axis. All entries with the same index along the axis form a slice.
     """
     shares = []
     for array, axis in parts:
@@ -255,7 +256,7 @@ def _pairs_p_value(pairs: _Pairs) -> float:
 
 
 def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield pairs of leaves, cut to equal length. Equal keys would draw equal first numbers."""
+    """Yield pairs of leaves, cut to equal length. Leaves with one key begin with equal numbers."""
     pairs = list(combinations(leaves, 2))
     chosen = np.random.default_rng(0).permutation(len(pairs))[:_MOST_PAIRS]
     for one, other in (pairs[i] for i in chosen):
@@ -264,9 +265,10 @@ def _pairs_of_leaves(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
-    """Yield each leaf and its copy moved by one entry, and the first two parts of each split.
+    """Yield pairs of vectors from the same leaf, whose noise must be independent.
 
-    A split cuts an axis into equal parts, one for each of several devices.
+    One pair is the leaf and a copy moved by one entry. Other pairs split an axis into equal parts,
+    one for each of several devices. Such a pair is the first two parts.
     """
     for leaf in leaves:
         flat = leaf.reshape(len(leaf), -1)
@@ -280,7 +282,7 @@ def _pairs_of_parts(leaves: list[np.ndarray]) -> _Pairs:
 
 
 def _repetitions_p_value(values: np.ndarray, collision: float) -> float:
-    """Count repeated values. Two independent values are equal with probability `collision`."""
+    """Test the number of repetitions. Independent values are equal with probability `collision`."""
     repeated = values.size - len(np.unique(values))
     return float(poisson.sf(repeated - 1, collision * values.size**2 / 2))
 
@@ -300,7 +302,10 @@ def _count_p_value(count: int, trials: int, rate: float) -> float:
 
 
 def _spread_p_value(counts: np.ndarray, trials: int, rate: float) -> float:
-    """Test the variance of binomial counts: their sum of squares is nearly gamma-distributed."""
+    """Test the variance of binomial counts.
+
+    The sum of the squared deviations from the mean is nearly gamma-distributed.
+    """
     variance = trials * rate * (1 - rate)
     excess = (1 - 6 * rate * (1 - rate)) / variance
     spread = float(np.sum((counts - trials * rate) ** 2)) / variance

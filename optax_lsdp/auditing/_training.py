@@ -1,8 +1,8 @@
 """Audit `fit`: the effect of an example or a user on a model, and the noise of resumed runs.
 
 The keys of a run's steps are derived from a nonce, a random label. If a run is resumed with
-different data, it must draw a new nonce. The audit fixes the clock, the process number and all
-seeds. If nonces were made from these values, two nonces would be equal.
+different data, it must draw a new nonce. The audits of resumed runs fix the clock, the process
+number and all seeds. If nonces depended only on these values, two nonces would be equal.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.
 
 
 def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
-    """Check the noise of a run that is resumed once with the same and twice with other data."""
+    """Check the noise of a run resumed once with the same data and twice with other data."""
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
         start = Path(parent) / "first"
@@ -165,7 +165,8 @@ def _what_is_remembered(
     """Return "" if the noise after a restart is independent. Otherwise describe the error.
 
     The plan's matrix C must turn the noise after a restart into independent unit noise. The inner
-    products of its steps with each other, and with the noise before the restart, must be near 0.
+    product of two steps of this noise must be near 0. The same holds for a step of this noise and
+    a step before the restart.
     """
     coefficients = cast(Correlation, plan.correlation).coefficients[: len(restarted)]
     scale = plan.noise_multiplier * _CLIP_NORM / plan.expected_batch_size
@@ -199,7 +200,7 @@ def _noise_until_interrupted(
     width: int = 8,
     steps: int = _INTERRUPTED,
 ) -> list[np.ndarray]:
-    """Run `fit` with zero gradients, interrupt it after `steps` steps, and return their noise."""
+    """Run `fit` with zero gradients, interrupt it after `steps` steps, and return the noise."""
     from optax_lsdp.training import fit  # needs Orbax, which is optional
 
     noises: list[np.ndarray] = []

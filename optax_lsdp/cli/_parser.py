@@ -84,7 +84,7 @@ def _add_number(
     command: argparse._ActionsContainer, name: str, check: Check, help: str, **settings: Any
 ) -> None:
     """Add an option whose value is a number that passes `check`."""
-    is_whole = getattr(check, "func", check) is check_whole  # a partial has a `func`
+    is_whole = getattr(check, "func", check) is check_whole  # or a partial of it
 
     def convert(text: str) -> float:
         try:

@@ -9,7 +9,7 @@ from optax_lsdp.auditing import audit_library
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report of every audit. If an audit rejects, exit with status 1."""
+    """Print the report of every audit. If an audit rejects the installation, exit with status 1."""
 
     def show_start(name: str) -> None:
         if sys.stderr.isatty():

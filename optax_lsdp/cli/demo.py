@@ -35,7 +35,7 @@ State: TypeAlias = tuple[optax.Params, optax.OptState]
 
 
 class Result(NamedTuple):
-    """Accuracies on one problem at one σ, with the step size that is best on validation data."""
+    """Accuracies on one problem at one σ. The step size is the best on validation data."""
 
     problem: str
     smoothing: Strength
@@ -81,7 +81,7 @@ PROBLEMS = {"spectra, 256 channels": spectra, "digits, 8 × 8 pixels": digits}
 def trainer(
     examples: Examples, noise_multiplier: float, steps: int
 ) -> Callable[[jax.Array, Strength, float], jax.Array]:
-    """Return f(keys, σ, step size): for each key, the accuracies on validation and test data."""
+    """Return `run(keys, σ, step size)`: accuracies on validation and test data, for each key."""
     cuts = [TRAIN, TRAIN + VALIDATION]
     training, *held_out = zip(*(np.split(part, cuts) for part in examples), strict=True)
     inputs, labels = examples
@@ -200,7 +200,7 @@ def _show(smoothing: Strength) -> str:
 
 
 def verdict(results: list[Result]) -> str:
-    """Return how much smoothing gains, with the standard error of the paired differences."""
+    """Return sentences on how much smoothing gains: a mean over seeds and its standard error."""
     lines = []
     for name in PROBLEMS:
         plain, *smoothed = [result for result in results if result.problem == name]
@@ -245,7 +245,7 @@ def draw(results: list[Result], title: str, path: Path) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the privacy statement and the results. Write the figure, and the `--record`."""
+    """Print the privacy statement and the results. Write the figure and, if asked, the record."""
     epsilon, delta, steps, seeds = args.epsilon, args.delta, args.steps, args.seeds
     noise_multiplier = calibrate_noise_multiplier(
         epsilon=epsilon, delta=delta, sampling_rate=1, steps=steps, sampling="full"

@@ -22,7 +22,7 @@ from optax_lsdp.correlation import independent, optimize_banded
 Run = SampledGaussian | CorrelatedGaussian
 Alternative = tuple[SampledGaussian, float]  # the run under another scheme or relation, and its ε
 
-_LARGEST = 1e5  # the largest ε at which noises are compared; the calibration has a least z
+_LARGEST = 1e5  # above this ε, do not compare noises: z could be too small for the calibration
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def read_run(args: argparse.Namespace) -> tuple[Run, float]:
-    """Return the run that the options describe, with noise multiplier 1 for now, and its δ."""
+    """Return the run that the options describe, and δ. Callers replace the noise multiplier, 1."""
     size, batch = args.dataset_size, args.batch_size
     if batch > size:
         args.parser.error(f"--batch-size {batch} must be at most --dataset-size {size}")
@@ -66,10 +66,10 @@ def _check_bands(args: argparse.Namespace) -> None:
     """Refuse options that do not fit correlated noise."""
     if args.sampling != "poisson" or args.max_batch_size:
         wrong = "--max-batch-size" if args.max_batch_size else f"--sampling {args.sampling}"
-        args.parser.error(f"{wrong} does not go with --bands, whose batches are cyclic Poisson")
+        args.parser.error(f"{wrong} does not go with --bands, which needs cyclic Poisson batches")
     most = args.dataset_size // args.bands
     if args.batch_size > most:
-        part = f"{most}, the size of each of the {args.bands} parts of the data that --bands makes"
+        part = f"{most}, because --bands splits the data into {args.bands} parts of this size"
         args.parser.error(f"--batch-size must be at most {part}, got {args.batch_size}")
 
 
@@ -86,7 +86,7 @@ def answer(args: argparse.Namespace, mechanism: Run, delta: float) -> None:
 
 
 def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, object], str]:
-    """Return the guarantee of correlated noise, and compare it with independent noise."""
+    """Return what correlated noise guarantees, with a comparison, as a record and in words."""
     lower, upper = mechanism.epsilon_bounds(delta)
     z, ratio = _against_independent(mechanism, upper, delta)
     words = statement(mechanism, delta)
@@ -116,10 +116,11 @@ def _correlated(mechanism: CorrelatedGaussian, delta: float) -> tuple[dict[str, 
 def _against_independent(
     mechanism: CorrelatedGaussian, epsilon: float, delta: float
 ) -> tuple[float | None, float | None]:
-    """Return z of independent noise with the same ε, and how much less noise correlation leaves.
+    """Return the z at which independent noise has the same ε, and a ratio of two noises.
 
-    The second number is a ratio of noises in the parameters. Both are None if ε is 0, if ε is so
-    large that it promises nothing, or if no z has this ε.
+    The ratio is the noise that correlated noise leaves in the parameters, divided by the noise that
+    independent noise leaves. Both numbers are None if ε is 0, if ε is so large that it promises
+    nothing, or if no z has this ε.
     """
     steps = mechanism.steps
     if not 0 < epsilon <= _LARGEST:

@@ -1,4 +1,4 @@
-"""Check clip norms, group leaves under them, and clip per-example gradients to them.
+"""Check clip norms, assign each leaf to its group, and clip per-example gradients.
 
 A clip norm is a number, an `AdaptiveClip`, a schedule, or a prefix tree with one number or one
 `AdaptiveClip` per group of leaves. Clipping multiplies the part of an example's gradient in a group
@@ -35,7 +35,7 @@ CLIP_STYLES: tuple[ClipStyle, ...] = get_args(ClipStyle)
 STABILITY = 0.01  # γ of automatic clipping; the value of Bu et al.
 MOST_SLACK = 1024  # coordinates; more would only add noise to the counts
 _LEAST, _MOST = 1e-30, 1e30  # the range of clip norms
-_LEAST_WEIGHT = 1e-6  # with less, noise of z = 1 would drown the count of a million examples
+_LEAST_WEIGHT = 1e-6  # below it, noise with multiplier 1 drowns a count of a million examples
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,30 @@ class AdaptiveClip:
 
     **Method "slack"** costs no privacy. Let t = ‖g‖/C for a gradient g. The slack of `clipped_grad`
     estimates the mean s = E[min(1, t²)] over examples, which is 1 if all gradients are clipped, and
-    near 0 if all are far shorter than C. The noise in s has standard deviation (z/b)·K/(K − 1),
-    with noise multiplier z, expected batch size b and K slack coordinates. The rule first searches
-    for the scale of the gradients, which is the C with s = `target`:
+    near 0 if all are far shorter than C. One step estimates s with the variance (z/b)²·(K/(K − 1))²
+    from noise, plus 1/b from random batch sizes, for noise multiplier z, expected batch size b and
+    K coordinates. The rule averages s over steps until the average's standard error e ≤ target/4.
 
-        C ← C · (clip(s, l, 1)/target)^(rate/2), l = min(max(1/(2K), e), target/2),
+    1. The rule searches for the scale of the gradients, which is the C with s = `target`. If s is
+       above (1 + target)/2, C is multiplied by 3^rate. If s is below target/2, C is multiplied by
+       (clip(min(s′, target/2), l, 1)/target)^(rate/2), where clip limits a number to [l, 1], and
+       l = min(max(1/(2K), e), target/2). Here s′ = s + (1 − s)/K, because K coordinates round s
+       down by (1 − s)/K at most. So C does not fall far below the scale. For fixed gradients and a
+       rate of at most 1, the search converges from any C, as a fixed-point iteration for an
+       M-estimate of scale. Updates are zero until the first average of s, and while the last
+       average is below target/2, because they would be mostly noise.
+    2. The search ends once target/2 ≤ s and s + 2e ≤ (1 + target)/2; here, e ≤ (1 − target)/8
+       counts as 0. C is then multiplied by (clip(s, l, 1)/target)^(rate/2)/3. So C falls to about a
+       third of the scale: noise harms more than clipping, and gradients shrink as a model learns.
+    3. From then on, each average of s multiplies C by (clip(s, l, 1)/target)^(rate/100). So
+       vanishing or exploding gradients hardly move C.
 
-    where clip limits s to [l, 1], and e is the standard error of s, from noise and the random size
-    of batches: e² = (z/b)²·(K/(K − 1))² + 1/b for one step. s is known once e ≤ target/4. Until
-    then, C stays, and s is averaged over more steps. If s exceeds (1 + target)/2, C is multiplied
-    by 3^rate instead. If s is below target/2, C is too large: the search then replaces s by
-    min(s + (1 − s)/K, target/2), because K coordinates round s down by (1 − s)/K at most. So C
-    falls, but not far below the scale. For fixed gradients and a rate of at most 1, the search
-    converges from any C: it is a fixed-point iteration for an M-estimate of scale. Updates are zero
-    until s is first known, and while the last known s is below target/2, because they would be
-    mostly noise. The search ends once target/2 ≤ s and s + 2e ≤ (1 + target)/2, where 2e is left
-    out if e ≤ (1 − target)/8. C then falls to a third of the scale, because noise harms more than
-    clipping, and gradients get shorter as a model learns. After that, the rate falls to a fiftieth,
-    so vanishing or exploding gradients hardly move C.
-
-    **Method "quantile"** is the method of Andrew et al. Each example adds one coordinate to the sum
-    of its group: w/2 if t ≤ 1, and −w/2 if t > 1. The divided sum and this coordinate together have
-    the sensitivity √(1 + w²/4), and all noise grows by this factor, so ε stays the same. In the
-    paper's notation, the count has noise σ_b = z·√(1 + w²/4)/w, and the sum has noise multiplier
-    (z⁻² − (2σ_b)⁻²)^(−½). The rule is C ← C · exp(rate · (share of clipped gradients − target)).
+    **Method "quantile"** is the method of Andrew et al. It adds one coordinate to the sum of each
+    group. To this coordinate, an example contributes w/2 if t ≤ 1, and −w/2 if t > 1, where w is
+    `indicator_weight`. The divided sum and the coordinate have the joint sensitivity √(1 + w²/4).
+    All noise grows by this factor, so ε stays the same. In the paper's notation, the count has
+    noise σ_b = z·√(1 + w²/4)/w, and the sum has noise multiplier (z⁻² − (2σ_b)⁻²)^(−½). The rule is
+    C ← C · exp(rate · (share of clipped gradients − target)).
 
     **Method "fixed"** never moves C, but estimates norms as method "slack" does.
 
@@ -154,11 +154,11 @@ class AdaptiveClip:
 
 @dataclass(frozen=True)
 class CheckedClipNorm:
-    """A checked copy of a clip norm: a caller could change a dict between clipping and noise."""
+    """A checked clip norm, copied because a caller could change a dict of clip norms later."""
 
     value: ClipNorm  # a number or `AdaptiveClip`, a prefix tree of them, or a schedule
     is_schedule: bool
-    addresses: tuple[str, ...]  # one text per group, unique within the prefix tree
+    addresses: tuple[str, ...]  # one name per group, unique within the prefix tree
     slack: int = 0  # K, the number of coordinates that are added to the sum of each group
     adaptive: AdaptiveClip | None = None  # of the first group; None if C does not adapt
 
@@ -190,7 +190,7 @@ class CheckedClipNorm:
         return jax.tree.unflatten(jax.tree.structure(self.value), values)
 
     def groups(self, tree: PyTree, now: ClipNorm = None) -> list[ClipGroup]:
-        """Return the group of each leaf, with clip norms from `now`, or from `value` by default."""
+        """Return each leaf's group, with clip norms from `now` or, without `now`, from `value`."""
         prefix, groups = self.value if now is None else now, list[ClipGroup]()
         addresses = iter(self.addresses)
 
@@ -199,7 +199,7 @@ class CheckedClipNorm:
             leaves = jax.tree.leaves(subtree, is_leaf=is_marked)
             if not leaves and len(self.addresses) > 1:
                 raise TypeError(
-                    f"`clip_norm` must be None at the empty group {group.path}, got {norm}."
+                    f"`clip_norm` must be None at the empty subtree {group.path}, got {norm}."
                 )
             groups.extend([group] * len(leaves))
 
@@ -227,7 +227,7 @@ def checked_clip_norm(clip_norm: ClipNorm, slack: int | None = None) -> CheckedC
     if slack is not None:
         checks.check_whole("slack", slack)
         checks.check_at_most("slack", slack, MOST_SLACK)
-    # A callable Equinox module is a tree, and no schedule.
+    # A callable Equinox module is a tree, not a schedule.
     is_schedule = callable(clip_norm) and jax.tree_util.all_leaves([clip_norm])
     with jax.ensure_compile_time_eval():  # the first value is a number even inside jit
         first: PyTree = clip_norm(jnp.zeros([], jnp.int32)) if is_schedule else None
@@ -344,9 +344,9 @@ def clip_and_sum(
 ) -> tuple[ExampleNorms, optax.Updates]:
     """Return the norms of each group, and Σᵢ cᵢgᵢ for per-example gradients gᵢ.
 
-    The leaves of `rows` have shape (n, …). `groups` has the group of each leaf. `split` has the
-    axes of a `shard_map` that split each leaf. An example contributes exactly zero if it is masked,
-    or if its norm in any group is not finite. The sum is float32 or wider.
+    The leaves of `rows` have shape (n, …). `groups` has the group of each leaf. `split` has, for
+    each leaf, the axes of a `shard_map` that split the leaf. An example contributes exactly zero if
+    it is masked, or if its norm in any group is not finite. The sum is float32 or wider.
     """
     leaves, structure = jax.tree.flatten(rows)
     # One barrier around all leaves would make each leaf vary over axes that split another leaf.
@@ -375,7 +375,7 @@ def clip_and_sum(
 def _joint_norms(members: Mapping[frozenset[str], Sequence[jax.Array]]) -> tuple[jax.Array, float]:
     """Return each example's ‖g‖₂ over all leaves and shards, and a bound on its relative error.
 
-    `members` maps mesh axes to the leaves that they split. The leaves have shape (n, …).
+    `members` maps each set of mesh axes to the leaves that these axes split, of shape (n, …).
     """
     parts, rounding = [], 0.0
     for axes, leaves in members.items():

@@ -115,7 +115,7 @@ def in_microbatches(
         overlap = count * size - total
         return jnp.concatenate([x[:-1].reshape(-1, *x.shape[2:]), x[-1, overlap:]])
 
-    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # zeros, varying over the axes of x
+    def zeros_like(x: jax.ShapeDtypeStruct) -> jax.Array:  # zeros that vary over the mesh axes of x
         return vary(jnp.zeros(x.shape, x.dtype), varying_axes(x))
 
     shapes = jax.eval_shape(lambda: microbatch(jnp.zeros([], jnp.int32))[2])

@@ -119,7 +119,7 @@ def clipped_grad(
         replicated_axes: inside `shard_map` or `pmap`, the mesh axes over which all parameters are
             replicated. The library cannot check that they are. You must name such an axis if JAX
             does not track it (check_vma=False, `pmap`), if parameters and batch both vary over it,
-            or if neither of them does.
+            or if neither varies over it.
         slack: K, the number of slack coordinates, up to 1,024, or None for no slack. From the
             slack, the optimizer estimates the distribution of gradient norms at no cost in ε. Each
             example adds K coordinates to the sum: the first ⌊K(1 − r²/C²)⌋ are C/√K, and the others

@@ -2,10 +2,10 @@
 
 Let r be an upper bound on the norm of an example's clipped gradient, and C the clip norm. If r < C,
 there is a gap below the clip norm. K slack coordinates fill this gap, as in SlaClip (ICML 2026).
-The first m = ⌊K(1 − r²/C²)⌋ of them are C/√K, and the others are 0. The clipped gradient and its
-slack together have the squared norm r² + m·C²/K ≤ C². So one mechanism adds noise to both, with
-the same noise and the same ε as without slack. Coordinate j = 1, …, K of the sum, divided by C/√K,
-is the number of examples with r ≤ C·√(1 − j/K).
+The first m = ⌊K(1 − r²/C²)⌋ coordinates are C/√K, and the others are 0. The clipped gradient and
+its slack together have a squared norm of at most r² + m·C²/K ≤ C². So one mechanism adds noise to
+both, with the same noise and the same ε as without slack. Coordinate j = 1, …, K of the sum,
+divided by C/√K, is the number of examples with r ≤ C·√(1 − j/K).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from optax_lsdp.clipping._clip_norm import (
 )
 
 _ROUNDED_DOWN = 1 - 2.0**-20  # factor on the value of a coordinate; see `count_slack`
-_UNCLIPPED = 1 - 2.0**-16  # a clipped gradient is longer than this times C, even after rounding
-_RECENT = 10  # steps over which `NormEstimates.clipped` is a mean
+_UNCLIPPED = 1 - 2.0**-16  # the bound r of a clipped gradient is above this times C
+_RECENT = 10  # `NormEstimates.clipped` is a mean over about this many steps
 _FAST_RISE, _SHARE, _SLOW = 3.0, 1 / 3, 0.02  # factors in the rule of `AdaptiveClip`
 
 
@@ -41,15 +41,19 @@ def count_slack(
     """Return how many examples set each slack coordinate: arrays of shape (K,), by group path.
 
     The counts are multiples of ½ in float32, so adding up counts of disjoint batches is exact. An
-    example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets
-    none if r is ∞, and all of them if r is 0 or below about 2⁻¹²·C. With method "quantile", K is 1:
-    a clipped example adds −½, and any other example with a finite bound adds ½.
+    example sets the coordinates j ≤ K(1 − r²/C²) of a group; r is its bound in `norms`. It sets no
+    coordinate if r is ∞, and all coordinates if r is 0 or below about 2⁻¹²·C. With method
+    "quantile", K is 1: a clipped example adds −½, and any other example with a finite bound adds ½.
 
-    Proof that gradient and slack together are at most C long. Let u = 2⁻²⁴, and let h be the
-    clipped gradient and x = ‖h‖²/C². The bound r is more than (1 + 4u)‖h‖, so the computed r²/C² is
-    at least x, or less than 10⁻³⁷ below x if squares underflow. Rounding raises K(1 − r²/C²) by at
-    most the factor 1 + 3u. So an example sets at most K(1 − x)(1 + 3u) coordinates, each below
-    (1 − 16u)·(1 + 2u)·C/√K (see `slack_value`), and their squares sum to less than (1 − x)C².
+    Proof that gradient and slack together are at most C long: let u = 2⁻²⁴, let h be the clipped
+    gradient, and let x = ‖h‖²/C².
+
+    1. The bound r is more than (1 + 4u)‖h‖. So the computed r²/C² is at least x, or less than 10⁻³⁷
+       below x if squares underflow.
+    2. Rounding raises K(1 − r²/C²) by at most the factor 1 + 3u. So an example sets at most
+       K(1 − x)(1 + 3u) coordinates.
+    3. Each coordinate is below (1 − 16u)·(1 + 2u)·C/√K; see `slack_value`. So the sum of the
+       squares of all coordinates is less than (1 − x)C².
     """
 
     def count(bounds: jax.Array, clip_norm: ArrayLike) -> jax.Array:
@@ -78,7 +82,7 @@ def append_slack(
 
 
 def slack_value(clip_norm: ArrayLike, norm: CheckedClipNorm) -> jax.Array:
-    """Return the value of one count, rounded down: C/√K, or C·`indicator_weight` for "quantile"."""
+    """Return what a count of 1 adds, rounded down: C/√K, or C·`indicator_weight` for "quantile"."""
     factor = 1 / math.sqrt(norm.slack)
     if norm.adaptive is not None and _is_quantile(norm):
         factor = norm.adaptive.indicator_weight
@@ -95,7 +99,7 @@ class ClipRule(NamedTuple):
     excess: jax.Array  # the sum of s over the last `waited` steps; see `AdaptiveClip`
     waited: jax.Array  # how many steps were taken since the rule last set the clip norm
     settled: jax.Array  # whether the search for the clip norm is over
-    useful: jax.Array  # whether the search lets updates pass; else they are zero
+    useful: jax.Array  # whether updates are passed on; otherwise they are zero
     factor: jax.Array  # the number that multiplied the last noisy sum
 
 
@@ -105,8 +109,9 @@ class EstimateNormsState(NamedTuple):
     Attributes:
         step: how many steps were taken.
         clip_norm: the clip norm of the next step, a number or one number per group.
-        estimates: a row for each group, (groups, K + 3): the mean shares over all steps, the mean
-            share of clipped examples in the last steps, and the variances of the noise in the two.
+        estimates: a row of K + 3 numbers for each group: K mean shares over all steps, the mean
+            share of clipped examples in the last steps, the variance of the noise in each mean
+            share, and the variance of the noise in the mean share of clipped examples.
         rules: the state of each group's rule; empty without an `AdaptiveClip`.
     """
 
@@ -129,8 +134,8 @@ class NormEstimates(NamedTuple):
             gradient is at most radius · C long: the mean over all steps. A share is a number of
             examples, divided by the expected batch size. Noise can move a share below 0 or above 1.
             Norms are rounded up; see `explain_clipping`. Only finite gradients count.
-        standard_errors: the standard deviation of the noise in each of the `shares`. It does not
-            include the random choice of the batches.
+        standard_errors: the standard deviation of the noise in each of the `shares`, without the
+            effect of the random choice of batches.
         clipped: an estimate of the share of examples whose gradient is longer than `radii[0]` · C:
             the mean over the first ten steps, then an exponential mean over about ten steps. If a
             batch is smaller than expected, the missing examples count as clipped.
@@ -161,9 +166,9 @@ def estimate_norms(
     `clip_per_example(clip_norm, slack=K)`. `privatize(..., slack=K)` makes this chain. Read the
     estimates with `norm_estimates(state)`. They cost no privacy, because they come from noisy sums.
 
-    The noise of an estimated count has standard deviation stddev·√K/C. So with noise multiplier z
-    and one clip norm, a share has the standard error z·√K/(b·√T) after T steps. If the clip norm is
-    an `AdaptiveClip`, this transform also moves the clip norm, and scales the sum by it.
+    The noise of an estimated count has standard deviation stddev·√K/C. So with noise multiplier z,
+    expected batch size b and one clip norm, a share has the standard error z·√K/(b·√T) after T
+    steps. With an `AdaptiveClip`, this transform also moves C, and scales the sum by it.
 
     Args:
         clip_norm: C, as in `clip_per_example`.
@@ -199,11 +204,11 @@ def estimate_norms(
     def init(params: optax.Params) -> EstimateNormsState:
         del params
         step, zero = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
-        # Each array of a state costs time in each call of a compiled step, so there are few.
+        # Each array of a state costs time in each call of a compiled step: keep few arrays.
         estimates = jnp.zeros((len(norm.addresses), norm.slack + 3), jnp.float32)
         rule = ClipRule(zero, step, step > 0, step > 0, zero)
         rules = (rule,) * len(estimates) if norm.adaptive else ()
-        # Copies, because a caller can donate each array only once.
+        # Fields share arrays, but a caller can donate each array only once: return copies.
         return jax.tree.map(jnp.copy, EstimateNormsState(step, fixed_norms(step), estimates, rules))
 
     def update(
@@ -246,8 +251,8 @@ def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
     if not (isinstance(updates, WithSlack) and updates.is_noisy):
         got = "slack without noise" if isinstance(updates, WithSlack) else "a sum without slack"
         raise ValueError(
-            f"`updates` must come from `clip_per_example` with slack and `add_gaussian_noise`, got "
-            f"{got}; put `estimate_norms` right after `add_gaussian_noise`."
+            f"`updates` must come from `clip_per_example` with slack and then `add_gaussian_noise`,"
+            f" got {got}; put `estimate_norms` right after `add_gaussian_noise`."
         )
     sizes = {len(slack) for slack in jax.tree.leaves(updates.slack)}
     if sizes != {norm.slack} or updates.adapts != (norm.adaptive is not None):
@@ -258,10 +263,10 @@ def _check_slack(updates: WithSlack, norm: CheckedClipNorm) -> None:
 
 
 def _averaged(row: jax.Array, shares: jax.Array, error: jax.Array, step: jax.Array) -> jax.Array:
-    """Return a row of `EstimateNormsState.estimates` after one more step with these shares.
+    """Return a row of `EstimateNormsState.estimates`, updated by the `shares` of one more step.
 
-    `error` is the standard deviation of each share. The code is one expression without slices,
-    which XLA compiles to one kernel.
+    `error` is the standard deviation of each share. XLA compiles this code to one kernel, because
+    it is one expression without slices.
     """
     size, place = len(shares), jnp.arange(len(row))
     is_recent, is_variance = (place == size) | (place == size + 2), place > size
@@ -287,7 +292,7 @@ def _moved(
         new = clip_norm * jnp.exp(setting.rate * (1 - shares[0] - setting.target))
         new = jnp.clip(new, setting.least, setting.most)
         return new, rule._replace(factor=jnp.minimum(clip_norm, new))
-    # ⌊K(1 − t²)⌋/(K − 1) has the same mean as 1 − t² if t² is uniform in [0, 1].
+    # Divide by K − 1: ⌊K(1 − t²)⌋/(K − 1) has the mean of 1 − t² if t² is uniform in [0, 1].
     size, target = setting.slack, setting.target
     excess = rule.excess + 1 - jnp.sum(shares) / (size - 1)
     count = (rule.waited + 1).astype(jnp.float32)
@@ -313,7 +318,7 @@ def _moved(
         waited=jnp.where(is_due, 0, rule.waited + 1),
         settled=rule.settled | (is_due & is_right),
         useful=useful,
-        # A falling clip norm means mostly noise, so the new, smaller clip norm scales the sum.
+        # If the clip norm falls, the sum is mostly noise, so the smaller clip norm scales it.
         factor=jnp.where(useful, jnp.minimum(clip_norm, new), 0.0),
     )
 

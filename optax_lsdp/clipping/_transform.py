@@ -140,9 +140,9 @@ def _check_replicated(
     if unnamed:
         raise ValueError(
             "`replicated_axes` must name the mesh axes over which stacked gradients may vary, got "
-            f"none for {', '.join(sorted(unnamed))}; name an axis if all parameters are replicated "
-            "over it, and if it splits the parameters, use `clipped_grad`, which computes the norm "
-            "of all parts together."
+            f"axes without {', '.join(sorted(unnamed))}; name an axis if all parameters are "
+            "replicated over it; if the axis splits the parameters, use `clipped_grad`, which "
+            "computes the norm of all parts together."
         )
 
 
@@ -162,9 +162,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; compute it with `clipped_grad`, use no wrapper "
-                "that removes the mark, such as optax.MultiSteps, and pass only ordinary "
-                "optimizers to a plan or `fit`, which make them private."
+                f"of shape {got} at {name!r}; compute it with `clipped_grad`, do not use a wrapper "
+                "that removes the mark, such as optax.MultiSteps, and pass an ordinary optimizer "
+                "to a plan or `fit`, because both make the optimizer private."
             )
         if got != size + shape:
             raise ValueError(

@@ -73,8 +73,8 @@ def quantized_grad(
 ) -> Callable[..., optax.Updates]:
     """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
-    For gradients gᵢ, f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. To add
-    or remove one example changes s by at most `quantized_sensitivity`, which f checks in integer
+    For gradients gᵢ, f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. One
+    example more or less changes s by at most `quantized_sensitivity`, which f checks in integer
     arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
 
     Args:
@@ -150,7 +150,10 @@ def quantized_grad(
 def _quantize(
     rows: list[jax.Array], counted: jax.Array, clip_norm: float, resolution: int, most: int
 ) -> list[jax.Array]:
-    """Return gradients in quanta, int32. They are 0 if masked, not finite or longer than `most`."""
+    """Return gradients in quanta, int32.
+
+    A gradient becomes 0 if it is masked, not finite, or longer than `most` quanta.
+    """
     rows = trees.compute_once(rows)  # so that norms and rounding use the same values
     norms = row_norms(rows)
     factors = resolution / jnp.maximum(norms, jnp.asarray(clip_norm, norms.dtype))

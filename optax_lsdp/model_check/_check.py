@@ -1,8 +1,9 @@
 """Check whether a model can be trained privately.
 
-`check_model` traces the loss, to find layers of batch normalisation and data that the loss closes
-over. It computes the gradient of every example, to find values that are not finite and parameters
-without a gradient. In losses of whole batches, `_mixing` searches for layers that mix examples.
+`check_model` traces the loss. In the trace, it finds layers of batch normalisation, and examples
+that the loss closes over. It computes the gradient of every example, to find values that are not
+finite, and parameters without a gradient. In a loss of whole batches, `_mixing` searches for layers
+that mix examples.
 """
 
 import warnings
@@ -112,7 +113,7 @@ def check_model(
         if problem := _problem_of_value(value, [(), (count,)] if batched else [()]):
             return ModelReport((f"The loss must {problem}.",))
         if not batched:
-            # Ignore warnings of batch normalisation, which is among the problems below.
+            # `batch_norms` below finds batch normalisation, so ignore the warning about it.
             with warnings.catch_warnings(action="ignore"):
                 jax.eval_shape(clipped_grad(loss, clip_norm=1.0), params, few)
         found = scan(params, batch, size)

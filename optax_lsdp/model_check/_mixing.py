@@ -1,11 +1,12 @@
 """Find the layer that mixes examples, in a loss that takes a whole batch.
 
-Split the examples into two halves, x and y, and let x′ and y′ be changed halves. Let f be a loss or
-a gradient. Suppose that f is a sum of terms that each depend on one example. Then the derivative
-∂²f/∂x∂y is zero, and so is the *mixed difference* f(x, y) − f(x′, y) − f(x, y′) + f(x′, y′). If the
-derivative or the difference is not zero, the loss mixes examples. The module then evaluates the
-program on the four batches of the difference, the *corners*, and reports the first equation whose
-output has a mixed difference that is not zero.
+1. Split the examples into two halves, x and y. Change each half, to obtain x′ and y′.
+2. Let f be the loss or its gradient. Without mixing, f is a sum of terms that each depend on one
+   example. Then the derivative ∂²f/∂x∂y is zero, and the *mixed difference* f(x, y) − f(x′, y) −
+   f(x, y′) + f(x′, y′) is zero. If either is not zero, the loss mixes examples.
+3. To find the layer, evaluate every equation of the program on the four batches of the mixed
+   difference, the *corners*. Report the first equation whose output has a mixed difference that is
+   not zero.
 """
 
 from collections.abc import Generator, Iterator, Sequence
@@ -53,8 +54,8 @@ def mixing(loss_fn: LossFn, params: optax.Params, batch: PyTree, size: int) -> I
 def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[PyTree]:
     """Return four batches: unchanged, first half changed, second half changed, both changed.
 
-    `half` is True for the first half. A changed example is another example of the batch, with its
-    floats scaled up.
+    `half` is True for the first half. To change an example, replace it by another example of the
+    batch, and scale up all floats.
     """
     order = (np.arange(len(half)) + rng.integers(1, len(half))) % len(half)
 
@@ -76,7 +77,7 @@ def _corners(batch: PyTree, half: np.ndarray, rng: np.random.Generator) -> list[
 
 
 def _outcome(loss_fn: LossFn, params: optax.Params, batch: PyTree) -> tuple[jax.Array, PyTree]:
-    """Return the value of the loss, a scalar or one per example, and the gradient of its sum."""
+    """Return the loss, which is a scalar or one number per example, and the gradient of its sum."""
     grads = jax.grad(lambda p: jnp.sum(loss_fn(p, batch)))(params)
     return loss_fn(params, batch), grads
 
@@ -86,8 +87,8 @@ def _curvature(
 ) -> tuple[PyTree, PyTree]:
     """Return the first and the mixed second derivative of losses and gradient.
 
-    `along` has the two directions: one array per floating-point leaf of the batch. The first
-    derivative is along the first direction, the second derivative along both.
+    `along` holds two directions. Each direction has one array for each floating-point leaf of the
+    batch. The first derivative is along the first direction. The second derivative is along both.
     """
 
     def tangent(direction: list[Rows]) -> PyTree:
@@ -116,10 +117,10 @@ def _direction(batch: PyTree, rows: np.ndarray) -> list[Rows]:
 def _is_curved(curvature: LossFn, batch: PyTree, half: np.ndarray) -> bool:
     """Return whether derivatives along the two halves of the batch show mixing.
 
-    Without mixing, the second derivative along both halves is exactly zero. So is the derivative of
-    the second half's losses along the first half, if there is a loss per example. Such derivatives
-    show mixing that is too small for `_is_mixed`, but only in floating-point examples, and only if
-    all functions in the loss allow forward differentiation.
+    Without mixing, the second derivative along both halves is exactly zero. If there is a loss per
+    example, the derivative of the second half's losses along the first half is also exactly zero.
+    These derivatives show even mixing that is too small for `_is_mixed`. But they need examples of
+    floating-point numbers, and a loss whose functions all allow forward differentiation.
     """
     try:
         along = [_direction(batch, rows) for rows in (half, ~half)]
@@ -148,8 +149,8 @@ def _shows_mixing(
     """Return whether the values at the four corners show mixing.
 
     The corners are the batches of `_corners`, with values a, b, c and d. The values show mixing if
-    a − b − c + d is not zero. With `rows`, values that have one or more rows for each example also
-    show mixing if a row of the second half changes when only the first half changes.
+    a − b − c + d is not zero. Values may have one or more rows for each example. If `rows` is true,
+    these values also show mixing if a change of only the first half changes a row of the second.
     """
     a, b, c, d = (np.asarray(value, np.float64) for value in values)
     if _differs(a + d, b + c):
@@ -181,7 +182,7 @@ def _first_mixing(
 def _evaluate_corners(
     closed: jaxprs.ClosedJaxpr, inputs: list[list[jax.Array]]
 ) -> Generator[tuple[jaxprs.Equation, list[list[jax.Array]]], None, list[list[jax.Array]]]:
-    """Evaluate a program on each list of inputs. Yield each equation with its lists of outputs."""
+    """Evaluate a program on each list of inputs. Yield each equation, and its outputs per list."""
     jaxpr = closed.jaxpr
     known = [
         dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *values), strict=True))

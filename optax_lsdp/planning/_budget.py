@@ -1,4 +1,4 @@
-"""The privacy budget of a plan: the steps that it covers, and the noise that they need."""
+"""Compute which steps the privacy budget of a plan covers, and how much noise the steps need."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -130,8 +130,8 @@ def extended(ledger: Ledger, phases: Iterable[Phase], continues: bool | None) ->
 def steps_left(plan: "PrivacyPlan", ledger: Ledger, continues: bool | None) -> int:
     """Return how many more steps may be appended to the ledger, whatever they spend.
 
-    A ledger may have `RECORDED_AT_MOST` times the planned steps. If `continues`, the steps continue
-    the correlated noise of the ledger's last phase, which ends with the steps of the correlation.
+    A ledger may have `RECORDED_AT_MOST` times the planned steps. With `continues`, the steps use
+    the correlated noise of the ledger's last phase. It ends after `correlation.steps` steps.
     """
     left = RECORDED_AT_MOST * plan.steps - ledger.steps
     last = ledger.phases[-1] if ledger.phases else None
@@ -146,10 +146,11 @@ def affordable(
     """Return how many planned steps from `step` on the budget covers, at most `most`.
 
     `plan.epsilons` is quick but slightly above `Ledger.epsilon`, so it may allow too few steps.
-    With correlated noise, the first step of a cycle spends as much as the whole cycle, so a whole
-    cycle may be missing. After the steps that `plan.epsilons` allows, `Ledger.epsilon` therefore
-    decides about one more cycle or, with independent noise, about one more step. Plans with a
-    `group_size` above 1 skip this search, because `Ledger.epsilon` may take long.
+    With correlated noise, the first step of a cycle spends as much as the whole cycle, so
+    `plan.epsilons` may allow a whole cycle too few. After the steps that `plan.epsilons` allows,
+    `Ledger.epsilon` therefore decides about one more cycle or, with independent noise, about one
+    more step. Plans with a `group_size` above 1 skip this search, because `Ledger.epsilon` may take
+    long.
     """
 
     def fits(count: int) -> bool:
@@ -167,7 +168,7 @@ def affordable(
 
 
 def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
-    """Yield the first `count` steps of phases."""
+    """Yield the phases, but leave out all steps after the first `count` steps."""
     for phase in phases:
         if count > 0:
             yield replace(phase, steps=min(phase.steps, count))
@@ -177,9 +178,9 @@ def first_steps(phases: Iterable[Phase], count: int) -> Iterator[Phase]:
 def is_next(plan: "PrivacyPlan", ledger: Ledger, step: int, continues: bool | None) -> bool:
     """Return whether `step` is the next planned step of a run that has repeated no step.
 
-    The ledger of such a run has each planned step before `step` exactly once. If `continues` is
-    False and the ledger has steps, some schemes start a new order of the examples or new correlated
-    noise at `step`. The answer is then False too. For `continues`, see `PrivacyPlan.allows`.
+    The ledger of such a run has each planned step before `step` exactly once. Also return False if
+    `step` starts a new order of the examples or new correlated noise. This happens with some
+    sampling schemes if `continues` is False and the ledger has steps; see `PrivacyPlan.allows`.
     """
     is_planned = follows_plan(ledger, plan.mechanism) and ledger.steps == step
     is_new = continues is False and SCHEMES[plan.sampling].keeps_order and ledger.steps > 0
@@ -208,7 +209,7 @@ def check_ledger(ledger: Ledger) -> None:
 
 
 def follows_plan(ledger: Ledger, planned: Composition) -> bool:
-    """Return whether the ledger's steps are the first planned steps, each taken once."""
+    """Return whether the ledger has the first planned steps, in order and each once."""
     check_ledger(ledger)
     if not ledger.phases:
         return True

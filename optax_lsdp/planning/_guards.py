@@ -62,7 +62,7 @@ def limit_steps(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that takes at most `steps` steps, and refuses sums without a mask.
 
-    It also refuses to be watched if `sampling` makes batches that depend on each other.
+    It also refuses a part made by `watch` if `sampling` makes batches that depend on each other.
     """
 
     def init(params: optax.Params) -> optax.OptState:

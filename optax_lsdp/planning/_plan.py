@@ -74,8 +74,8 @@ class PrivacyPlan:
             unit="user", of user ids that one person has.
         unit: the unit of privacy. With "user", `dataset_size` and batch sizes count users, and a
             user may have any number of examples; see `training.UserData`.
-        max_batch_size: the size to which larger Poisson batches are truncated. The default is
-            `room`, which batches exceed so rarely that a hundredth of δ covers the truncation.
+        max_batch_size: the size to which larger Poisson batches are truncated. None means `room`,
+            which batches exceed so rarely that a hundredth of δ covers the truncation.
 
     >>> plan = PrivacyPlan(
     ...     dataset_size=60_000, expected_batch_size=256, epochs=15, epsilon=3.0, delta=1e-5
@@ -391,7 +391,7 @@ class PrivacyPlan:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the plan that `to_json` wrote. Raise if its steps spend more than its ε."""
+        """Return the plan that `to_json` wrote. Raise if the plan's steps exceed the plan's ε."""
         return cls(**settings.read_settings(text, set(_setting_names())))
 
 

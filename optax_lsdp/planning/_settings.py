@@ -27,14 +27,16 @@ _VERSION = 1  # of the JSON format
 _OMITTED = {
     "unit": "example",
     "correlation": None,
-}  # values that JSON omits, so that older texts keep their meaning
+}  # settings that JSON omits if they have these values, because older texts lack these settings
 _ADAPTIVE = {field.name for field in fields(AdaptiveClip)}
 _CORRELATION = {field.name for field in fields(Correlation)}
 
 
 @dataclass(frozen=True)
 class Piecewise:
-    """A schedule of constant pieces: the positive number `values[i]` from step `starts[i]` on.
+    """A schedule of constant pieces: `values[i]` from step `starts[i]` until the next start.
+
+    Values are positive.
 
     >>> halved = Piecewise(starts=(0, 100), values=(1.0, 0.5))
     >>> float(halved(99)), float(halved(100))
@@ -111,7 +113,10 @@ def number_of_steps(
 
 
 def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: object) -> None:
-    """Raise unless all values are in range, and schedules are `Piecewise`, which JSON can save."""
+    """Raise unless the settings are valid. Refuse schedules other than `Piecewise`.
+
+    JSON can save no other schedules.
+    """
     remedy = "convert other schedules with Piecewise.sample(schedule, steps)"
     for name, value in (("clip_norm", clip_norm), ("smoothing", smoothing)):
         if callable(value) and not isinstance(value, Piecewise):
@@ -131,7 +136,7 @@ def check_schedules(clip_norm: ClipNorm, smoothing: object, noise_schedule: obje
 
 
 def check_scheme(sampling: Sampling, correlation: object) -> None:
-    """Raise if noise is correlated and the sampling scheme has no analysis of such noise."""
+    """Raise unless `sampling` is a scheme, and one for correlated noise if there is any."""
     checks.check_choice("sampling", sampling, SCHEMES)
     if correlation is not None and not SCHEMES[sampling].correlated:
         demand = f"{' or '.join(map(repr, CORRELATED))} with a correlation"
@@ -229,12 +234,12 @@ def warn_of_long_search(plan: "PrivacyPlan") -> None:
 
 
 def _steps_to_estimate(plan: "PrivacyPlan", norm: AdaptiveClip, groups: int) -> float:
-    """Return after about how many steps a clip norm has its first estimate.
+    """Return about how many steps a clip norm takes until its first estimate.
 
     For G groups of parameters, noise multiplier z, expected batch size b and K slack coordinates,
-    the estimate of one step has the variance G·(z/b)²·(K/(K − 1))² + 1/b. Estimates are averaged
-    until the standard error is a quarter of the target, with the z of the last step; see
-    `AdaptiveClip`.
+    the estimate of one step has the variance G·(z/b)²·(K/(K − 1))² + 1/b. `AdaptiveClip` averages
+    estimates until the standard error is a quarter of the target. If z follows a schedule, this
+    function uses the z of the last of these steps.
     """
     batch, factors = plan.expected_batch_size, plan.noise_schedule or Piecewise((0,), (1.0,))
     unit = math.sqrt(groups) * plan.noise_multiplier / batch * norm.slack / (norm.slack - 1)

@@ -1,51 +1,54 @@
 """Choose σ and the layout of each leaf from past releases, which costs no privacy.
 
-**What is given.** A release is y = g + n: a mean of clipped gradients g, and noise n whose entries
-have variance s². We ask which candidate (σ, layout) to use in the next step. A candidate is the
-matrix A = (I − σL)⁻¹ of its layout. One of the candidates is A = I, no smoothing.
+**The question.** A release is y = g + n: g is a mean of clipped gradients, and the entries of the
+noise n have variance s². Which candidate (σ, layout) should smooth the next release? A candidate
+has the matrix A = (I − σL)⁻¹ for the second difference L of its layout. σ = 0 leaves A = I.
 
 **One release says too little.** In one step, noise is far larger than signal. Let D be the sum of
 all releases so far, D = S + N, with the signal S = Σ g and the noise N = Σ n. An entry of N has
 variance V = Σ s². A signal that persists makes ‖S‖² grow with the square of the number of steps,
 but V grows only in proportion.
 
-**Which candidate is best.** With one A for all releases, the smoothed releases add up to A D. To
-first order in the step, A D makes the progress ⟨S, A D⟩. Its mean is ⟨S, A S⟩, because the noise is
-centred. A longer step makes more progress but adds more noise, so compare progress at equal
-length: J(A) = ⟨S, A S⟩² / ‖A D‖². The largest J wins. S is unknown, but ⟨D, A D⟩ has the mean
-⟨S, A S⟩ + V·tr A. Without signal, its standard deviation is V·√(2 tr A²). So J is computed from
-p(A), a low estimate of ⟨S, A S⟩; the next paragraphs define κ and M:
+**Which candidate is best.** With one A for all releases, the smoothed releases add up to A D. Let
+⟨S, A D⟩ be the progress of A D: to first order, it is proportional to the fall of the loss. The
+progress has the mean ⟨S, A S⟩, because the noise is centred. A longer step makes more progress but
+adds more noise. So compare progress at equal length: the largest J(A) = ⟨S, A S⟩² / ‖A D‖² wins.
+S is unknown, but ⟨D, A D⟩ has the mean ⟨S, A S⟩ + V·tr A. Without signal, ⟨D, A D⟩ has the standard
+deviation V·√(2 tr A²). So J is computed from p(A), a low estimate of ⟨S, A S⟩. The next paragraphs
+define κ and M:
 
     p(A) = max(0, ⟨D, A D⟩ − V·tr A − M − κ·V·√(2 tr A²)), J(A) = p(A)² / ‖A D‖².
 
-**κ covers the best of many.** If all p are 0, there is no evidence. With pure noise, some p should
-be positive with probability α = 5 % at most. By the union bound over m candidates, this holds if κ
-is the (1 − α/m)-quantile of (⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)). This weighted sum of centred χ²
-variables has a skewness of at most √(8/tr A²). The Cornish–Fisher expansion corrects for it.
+**κ makes false alarms rare.** There is evidence if p(A) > 0 for at least one candidate. With pure
+noise, this should have a probability of at most α = 5 %. By the union bound over m candidates, this
+holds if κ is the (1 − α/m)-quantile of (⟨D, A D⟩ − V·tr A) / (V·√(2 tr A²)). This weighted sum of
+centred χ² variables has a skewness of at most √(8/tr A²). So κ is the quantile of a Gaussian, which
+the Cornish–Fisher expansion corrects for this skewness.
 
-**Means do not count.** The gradients of the weights of one output unit may have a common mean,
-whatever the order of its inputs, and a large σ would keep only this mean. So the mean over the
-inputs of each output unit is first subtracted from D. If the order of the inputs means nothing, the
-rest has a flat spectrum. Then, if noise dominates, J(A)/J(I) is (tr A)² / (d·tr A²) ≤ 1 for d
-entries, so nothing is smoothed.
+**Means do not count.** The gradients of one output unit's weights may have a common mean, even if
+the order of the inputs means nothing. A large σ would keep only this mean. So the mean of each
+output unit over its inputs is first subtracted from D. If the order of the inputs means nothing,
+what remains of D has a flat spectrum. Then, if noise dominates, J(A)/J(I) is
+(tr A)² / (d·tr A²) ≤ 1 for d entries, so nothing is smoothed.
 
 **M covers sampling.** Poisson batches of expected size b, sampled at rate q, add sampling noise to
-g. Sampling noise is as smooth as the examples, so it would pass for signal. Summed over all entries
-of all leaves, its variance is at most v² = C²(1 − q)/b per step, where C is the clip norm. A does
-not lengthen vectors. So M = Σ v² bounds what sampling noise adds to the mean of ⟨D, A D⟩, summed
-over all leaves. The rule subtracts the whole M for every leaf.
+g. Sampling noise is as smooth as the examples, so it would pass for signal. The variance of
+sampling noise, summed over all entries of all leaves, is at most v² = C²(1 − q)/b per step, where C
+is the clip norm. A does not lengthen vectors. So M = Σ v² bounds what sampling noise adds to the
+mean of ⟨D, A D⟩, summed over all leaves. The rule subtracts the whole M for every leaf.
 
-**Without evidence**, the last choice stays as long as its ⟨D, A D⟩ − V·tr A − M is positive. After
+**Without evidence**, the last choice stays while ⟨D, A D⟩ − V·tr A − M is positive for its A. After
 that, nothing is smoothed. Evidence fades after training has converged: only V still grows.
 
 **How long the step is.** If A wins, J(A) ≥ J(I). So A D, stretched to the length of D, makes at
-least as much progress as D. So the step is multiplied by ℓ = min(4, ‖D‖/‖A D‖) ≥ 1. But ℓ
-lengthens the steps in smooth directions, so a learning rate close to the largest stable one becomes
-too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²·s²·(tr A²)/d.
+least as much progress as D. The rule therefore multiplies the step by ℓ = min(4, ‖D‖/‖A D‖) ≥ 1.
+But ℓ lengthens the steps in smooth directions. A learning rate close to the largest stable one then
+becomes too large. Adam cancels ℓ. The optimizer sees noise of variance ℓ²·s²·(tr A²)/d.
 
-**What the rule cannot see.** ‖A D‖ counts noise equally in all directions. But the loss rises with
-V·tr(A H A) for the Hessian H, not with V·tr A². If H has the spectrum of S and noise dominates, no
-A gains; smooth inputs come close to this. H depends on the examples, so the rule must not use it.
+**What the rule cannot see.** ‖A D‖ counts noise equally in all directions. But noise raises the
+loss in proportion to V·tr(A H A) for the Hessian H, not to V·tr A². If H has the spectrum of S and
+noise dominates, no A improves on A = I. Smooth inputs come close to this case. H depends on the
+examples, so the rule must not use H.
 
 **What remains true.** The choice is post-processing of the releases before this step. So smoothing
 is linear in this step's release and keeps its noise Gaussian, and `watch` stays unbiased.
@@ -127,18 +130,17 @@ def auto_smooth(
     """Smooth releases in front of an optimizer. Choose σ and layouts from past releases.
 
     `privatize`, `PrivacyPlan` and `fit` use this transform with smoothing="auto". In a chain of
-    your own, put it around everything that follows the noisy mean, here called a release. Each leaf
-    has its own σ and layout, and the choice costs no privacy. A leaf is smoothed if the sum of its
-    past releases shows that neighbouring entries are similar. Smoothed steps keep their length,
-    so a learning rate that was tuned without smoothing usually stays tuned. `chosen_smoothing`
-    shows the choices.
+    your own, put it around all transforms that follow the noisy mean, which is called a release.
+    Each leaf has its own σ and layout, and the choice costs no privacy. A leaf is smoothed if the
+    sum of its past releases shows that neighbouring entries are similar. Smoothed steps keep their
+    length, so a learning rate that was tuned without smoothing usually stays tuned.
+    `chosen_smoothing` shows the choices.
 
-    The rule: let D be the sum of all past releases, and V the variance of the noise in its entries.
-    Of all A = (I − σL)⁻¹, σ = 0 included, choose the one with the largest
-    (⟨D, A D⟩ − V·tr A − κ·V·√(2 tr A²))² / ‖A D‖², the squared progress of A D per squared length,
-    among those with a positive difference in parentheses. Multiply the step by ‖D‖/‖A D‖, and by 4
-    at most. The margin κ keeps noise from passing for signal. This module's docstring derives the
-    rule, and adds a term for sampled batches.
+    Let D be the sum of all past releases, and V the variance of the noise in each entry of D. For
+    each A = (I − σL)⁻¹ with σ ≥ 0, the number p = ⟨D, A D⟩ − V·tr A − κ·V·√(2 tr A²) estimates the
+    progress of a step A D. The margin κ keeps noise from passing for signal. Of all A with p > 0,
+    choose the A with the largest p²/‖A D‖². Multiply the step by ‖D‖/‖A D‖, but at most by 4. This
+    module's docstring derives the rule, and adds a term to p for sampled batches.
 
     Args:
         optimizer: everything that follows the noisy mean.
@@ -146,8 +148,8 @@ def auto_smooth(
             pass `release_scale` to `update`, it multiplies both standard deviations in this step.
             For correlated noise, pass s·|c₀ + … + cₜ| in step t, with c = `noise_column()`.
         sampling_stddev: v = C·√((1 − q)/b) for Poisson batches of expected size b, sampled at rate
-            q and clipped to `sensitivity` C; a number or a schedule. It is 0 for full batches.
-            Without it, the noise of sampling may pass for signal.
+            q, where C is the `sensitivity`; a number or a schedule. Full batches have v = 0. If you
+            leave v out for sampled batches, sampling noise may pass for signal.
         layouts: the layouts to choose from; see `laplacian_smooth`.
         boundary: see `laplacian_smooth`.
         order: see `laplacian_smooth`.
@@ -174,7 +176,7 @@ def auto_smooth(
     mesh.check_shard_specs(shard_specs)
     stddev, sampling_stddev = checks.frozen_number(stddev), checks.frozen_number(sampling_stddev)
     kind = Operator(0.0, boundary, order or 1)
-    # With other layouts, entries of different units may be neighbours.
+    # Other layouts can make entries of different units neighbours, so D then holds all units.
     has_units = all(layout in ("inputs", "images") for layout in layouts)
     inner = optax.with_extra_args_support(optimizer)
 
@@ -194,7 +196,7 @@ def auto_smooth(
         state = AutoSmoothState(None, step, total, zero, zero, choice)
         if has_noise(first := inner.init(params)):
             raise ValueError("`optimizer` must be what follows the noise, got one that adds noise.")
-        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # copies can be donated
+        return jax.tree.map(jnp.copy, state)._replace(optimizer=first)  # donation needs copies
 
     def candidates(updates: optax.Updates) -> tuple[list[list[Leaf | None]], list[mesh.Shard]]:
         named, _ = unmarked_leaves("auto_smooth", updates)
@@ -205,7 +207,7 @@ def auto_smooth(
         ]
         return leaves, shards
 
-    @jax.jit  # or a call outside `jit` would compile the conditionals again
+    @jax.jit  # otherwise, each call outside `jit` would compile the branches again
     def smooth_releases(
         updates: optax.Updates, total: optax.Updates, choice: Choice
     ) -> tuple[optax.Updates, optax.Updates]:
@@ -290,9 +292,9 @@ def chosen_smoothing(state: PyTree) -> PyTree:
             "pass smoothing='auto' to `privatize` or `PrivacyPlan`."
         )
     if is_before_noise(state, _is_auto):
-        raise ValueError("`state` must have `auto_smooth` after the noise, got it in front.")
+        raise ValueError("`state` must have `auto_smooth` after the noise, got the reverse order.")
     if isinstance(found.step, jax.core.Tracer):
-        raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
+        raise ValueError("`state` must have values, got one in `jit`; call this outside `jit`.")
     if found.step.ndim:
         got = f"{found.step.size} runs; pass jax.tree.map(lambda x: x[0], state) for the first"
         raise ValueError(f"`state` must belong to one run, got {got}.")
@@ -316,9 +318,9 @@ def _split(choice: Choice) -> list[Choice]:
 
 
 def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf | None]:
-    """Replace leaves by None if their arrangement is a repetition or `method` cannot smooth them.
+    """Replace a leaf by None if `method` cannot smooth it, or if it repeats an arrangement.
 
-    Raise if there are leaves, but `method` can smooth none of them.
+    `leaves` has one leaf in each layout. Raise if `method` supports no layout that applies to it.
     """
     traced = kind._replace(smoothing=jnp.zeros([]))
     found: list[Leaf | None] = []
@@ -340,19 +342,19 @@ def _usable(leaves: list[Leaf | None], kind: Operator, method: str) -> list[Leaf
 def _branch(
     smooth: SmoothLeaf, leaf: Leaf | None, smoothing: jax.Array
 ) -> Callable[[jax.Array], jax.Array]:
-    """Return a function from a release to the smoothed release."""
+    """Return the function that smooths a release like `leaf`, or keeps it if `leaf` is None."""
     return lambda y: y if leaf is None else smooth(leaf, y, smoothing)
 
 
 def _is_due(step: jax.Array) -> jax.Array:
-    """Return whether at most three binary digits of `step` precede its final zeros."""
+    """Return whether to choose again: whether `step` is n·2ᵏ for whole numbers n < 8 and k ≥ 0."""
     return step % (1 << jnp.maximum(29 - jax.lax.clz(step), 0)) == 0
 
 
 def _sums(
     array: jax.Array, shard: mesh.Shard, leaves: Sequence[Leaf], smooth: SmoothLeaf
 ) -> tuple[jax.Array, jax.Array]:
-    """Return ⟨D, A D⟩ and ‖A D‖² of one leaf for all candidates: arrays (candidates,)."""
+    """Return ⟨D, A D⟩ and ‖A D‖² for all candidates of a leaf. `array` is D of this leaf."""
 
     def sums(smoothed: jax.Array) -> jax.Array:
         return mesh.sum_leaves([shard], lambda d, u: (d * u, u * u), [array], [smoothed])[0]

@@ -3,7 +3,7 @@
 `_METHODS` is the table of methods. To add a method, write a function of type `SmoothLeaves` or
 `SmoothArray` in `methods/`, add a line to the table, and say in `_obstacle` which leaves the method
 cannot smooth. The limits below, and the order in which "auto" tries methods, come from
-`benchmarks/smoothing.py`, whose results say how much slower a choice is than the fastest method.
+`benchmarks/smoothing.py`. Its results say how much slower the chosen method is than the fastest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from optax_lsdp.smoothing.methods.spectral import Operator
 SmoothLeaves: TypeAlias = Callable[[Sequence[Leaf], Operator, Scope], list[jax.Array]]
 # The third argument is the number of last axes along which the function smooths.
 SmoothArray: TypeAlias = Callable[[jax.Array, Operator, int], jax.Array]
-_BY_PLATFORM = "recursive, or in blocks on a TPU"  # only "auto" chooses it
+_BY_PLATFORM = "recursive, or in blocks on a TPU"  # a method that only "auto" can choose
 _LARGEST_FAST_MATRIX = 256  # entries per axis up to which matrix products beat the FFT
 _LARGEST_MATRIX = 300  # entries per axis up to which matrix products are precise enough
 

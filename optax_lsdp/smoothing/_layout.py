@@ -18,7 +18,7 @@ LAYOUTS = ("inputs", "stored", "images")
 Scope = Literal["leaf", "tree"]
 _SMALLEST_SIDE = 4  # pixels per side of the smallest image that "images" looks for
 _ENOUGH = 2**16  # entries of a leaf that suffice to choose its smoothing
-_UNITS = 128  # if output units are left out, a multiple of 128 stays, which large meshes can split
+_UNITS = 128  # `enough_units` keeps a multiple of 128 output units, which large meshes can split
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 
 
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
-    """Return the order of axes (out, in, space): the inputs of each output unit are adjacent.
+    """Return the order of the axes that makes a leaf (out, in, space): inputs become neighbours.
 
     Flax, Haiku and plain JAX store (space, in, out). Equinox and PyTorch store (out, in, space), in
     arrays named `weight` or `weight_…`.
@@ -168,7 +168,7 @@ def _unit_axis(path: str, rank: int) -> int | None:
 
 
 def enough_units(path: tuple[object, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the first output units of a leaf: enough to choose its smoothing.
+    """Return a leaf's shape with only the output units that are needed to choose its smoothing.
 
     The number of units is halved as long as the remaining units have more than `_ENOUGH` entries
     and half their number is a multiple of `_UNITS`.

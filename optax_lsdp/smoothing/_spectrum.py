@@ -24,9 +24,9 @@ from optax_lsdp._checks import check_choice, check_non_negative, check_whole, nu
 Boundary = Literal["periodic", "neumann"]
 BOUNDARIES = ("periodic", "neumann")
 _Number = TypeVar("_Number", bound=Any)  # a float, a complex number, or an array of any library
-_LONGEST_START = 10**6  # the most steps of a filter in which its response is checked
+_LONGEST_START = 10**6  # a filter's response is checked in about this many steps at most
 _FOLLOWED = 4000  # steps of a filter that `check_followed` computes in float32
-_NEGLIGIBLE = 1e-9  # the check ends where the largest pole to the power of the step is this small
+_NEGLIGIBLE = 1e-9  # the check ends in step t if the t-th powers of all poles are smaller
 
 
 def ring_decay(smoothing: _Number) -> _Number:
@@ -111,8 +111,8 @@ def grid_gamma(
 ) -> float:
     """Return γ, the mean of the eigenvalues 1/λ of smoothing on a grid.
 
-    λ = 1 + σ(Σₐ Eₐ)ⁿ, where Eₐ = 4 sin²(πk/d) for wave k along axis a of d entries. With
-    boundary="neumann", Eₐ = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
+    λ = 1 + σ(Σₐ Eₐ)ⁿ, where n is `order`, and Eₐ = 4 sin²(πk/d) for wave k along axis a of d
+    entries. With boundary="neumann", Eₐ = 4 sin²(πk/2d). For the arguments, see `grid_beta`.
 
     >>> round(grid_gamma(1.0, (28, 28)), 3)
     0.254
@@ -145,11 +145,14 @@ def _grid_means(
 ) -> tuple[float, float]:
     """Return γ and β of a grid, the means of 1/λ and 1/λ² over all its waves.
 
-    A wave has an energy 4 sin²(…) along each axis. Let s be its energy along the last axis, and E
-    the sum of its energies along the other axes. Then λ = 1 + σ(s + E)ⁿ. Let r run over the n roots
-    of 1 + σrⁿ = 0, and let u = r − E. Partial fractions give 1/λ = (1/n) Σ_r r/(u − s). As
-    1/(u − s) = (1/u)/(1 − s/u), the mean of each term over s is γ of a ring with the complex
-    smoothing −1/u, times r/u. For β, 1/λ² = 1/λ + σ ∂(1/λ)/∂σ, and σ ∂r/∂σ = −r/n.
+    Each wave has an energy along each axis: the Eₐ of `grid_gamma`. Let s be its energy along the
+    last axis, and E the sum of its energies along the other axes, so that λ = 1 + σ(s + E)ⁿ.
+
+    1. Let r be one of the n roots of 1 + σrⁿ = 0, and u = r − E. By partial fractions, 1/λ is the
+       mean over all r of r/(u − s) = (r/u) · 1/(1 − s/u).
+    2. 1/(1 − s/u) is an eigenvalue of smoothing on a ring with the complex smoothing −1/u. So its
+       mean over all s is γ of this ring.
+    3. β follows from γ, because 1/λ² = 1/λ + σ ∂(1/λ)/∂σ and σ ∂r/∂σ = −r/n.
     """
     check_non_negative("smoothing", smoothing)
     check_whole("order", order)
@@ -170,7 +173,8 @@ def _grid_means(
     gamma, beta = (f(complex_smoothing, around * last) for f in (ring_gamma, ring_beta))
     if boundary == "neumann":
         # A line of d entries with reflecting ends is one half of a ring of 2d entries. The ring has
-        # waves 0 and d once, and all other waves twice. The line has waves 0 to d − 1 once.
+        # waves 0 and d once, and all other waves twice. The line has waves 0 to d − 1 once. So half
+        # the ring lacks half of wave 0, whose eigenvalue is 1, and has half of wave d too much.
         fastest = 1 / (1 + 4 * complex_smoothing)
         gamma += (1 - fastest) / (2 * last)
         beta += (1 - fastest**2) / (2 * last)
@@ -227,12 +231,15 @@ def low_pass_gain(
 ) -> float:
     """Return the variance of independent unit noise after `low_pass`: Σₖ hₖ² / (Σₖ hₖ)².
 
-    h is the impulse response of the filter: h₀, …, h_t in step t, or all of it if `step` is None.
-    The sums have a closed form, with A and B of `TimeFilter`. The filter's delays, driven by unit
-    noise, have the stationary covariance P = APAᵀ + BBᵀ. Before step t, the delays of a filter that
-    started at zero have the covariance P − AᵗP(Aᵗ)ᵀ, and for the constant signal 1 they are
-    (I − Aᵗ)(I − A)⁻¹B. For `optax.ema(ρ)`, the variance in step t is
-    (1 − ρ)(1 + ρᵗ⁺¹) / ((1 + ρ)(1 − ρᵗ⁺¹)).
+    h is the impulse response of the filter. The sums run over h₀, …, h_t in step t, or over the
+    whole response if `step` is None. Both sums follow from the delays of the filter, which start at
+    zero. A and B are those of `TimeFilter`:
+
+    - If the input is unit noise, the covariance of the delays before step t is P − AᵗP(Aᵗ)ᵀ. P
+      solves P = APAᵀ + BBᵀ.
+    - If the input is the constant 1, the delays before step t are (I − Aᵗ)(I − A)⁻¹B.
+
+    For `optax.ema(ρ)`, the variance in step t is (1 − ρ)(1 + ρᵗ⁺¹) / ((1 + ρ)(1 − ρᵗ⁺¹)).
 
     Args:
         numerator: see `low_pass`.
@@ -310,7 +317,7 @@ def _least_response(matrix: np.ndarray, entry: np.ndarray, radius: float) -> flo
 
 
 def check_followed(numerator: Sequence[float], denominator: Sequence[float] = (1.0,)) -> None:
-    """Raise unless `low_pass` computes the variance of noise after a filter to 1 % in float32.
+    """Raise unless float32 can compute the variance of noise after a filter to within 1 %.
 
     Rounding spoils the variance if a filter of high order has a low cut-off frequency. The computed
     variance may even be negative.

@@ -89,15 +89,15 @@ def laplacian_smooth(
             named `weight` or `weight_…`, as in Equinox, are stored as (out, in, …), so "inputs"
             reads them as stored. "images" smooths the windows of Conv kernels, and Dense kernels
             with as many inputs as a square image of at least 4 × 4 pixels with one or three
-            channels. It leaves all other leaves unchanged. The default of "auto" is to choose
-            between "inputs" and "images". A function
+            channels. It leaves all other leaves unchanged. With smoothing="auto", the default is
+            to choose between "inputs" and "images" for each leaf. A function
             `(path, shape) → "inputs" | "stored" | "images" | Grid(...) | None` chooses for each
             leaf; `path` is, for example, "params/Dense_0/kernel". None leaves the leaf unchanged.
         boundary: "periodic" joins the last entry to the first. "neumann" reflects both ends: each
             end is its own neighbour.
         order: n, to smooth with (I + (−1)ⁿ σ Lⁿ)⁻¹. Higher orders keep more of slow waves and
-            less of fast waves. None means 1. To pass a number with `optax.inject_hyperparams`, set
-            static_args=("layout", "order").
+            less of fast waves. None means 1. If you pass a number and use
+            `optax.inject_hyperparams`, set static_args=("layout", "order").
         method: how to solve the system. Up to rounding, all methods give the same result.
             "recursive" takes linear time for any σ. "halo" is "recursive" for sharded arrays:
             devices exchange two numbers for each contiguous segment that they hold. On TPUs with
@@ -108,15 +108,15 @@ def laplacian_smooth(
             v5e, the compiler estimates 114 million cycles for an FFT, and 19 thousand for a copy;
             for 10⁷ entries, the FFT does not fit into memory. On one TPU chip, and inside
             `shard_map` where no device splits the leaf, "auto" smooths large leaves in blocks if σ
-            is a number up to about 50. The matrix products of this method round each factor to a
+            is a number up to about 50. Smoothing in blocks rounds each factor of a product to a
             sum of two bfloat16 numbers, so an entry has an error of at most 2⁻¹⁵ times the largest
             entry. Smoothing is post-processing, so this rounding does not change ε. For float32
             precision on a TPU, pass "recursive".
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. Here a spec must
             not have more entries than a leaf has dimensions. If one spec does not fit all leaves,
             pass a tree of specs.
-        stddev: for "auto" only; see `auto_smooth`.
-        sampling_stddev: for "auto" only; see `auto_smooth`.
+        stddev: for smoothing="auto" only; see `auto_smooth`.
+        sampling_stddev: for smoothing="auto" only; see `auto_smooth`.
 
     Raises:
         TypeError: if a leaf of `shard_specs` is not a PartitionSpec, or a leaf of `updates` is not

@@ -6,11 +6,11 @@ A run's folder holds:
 - `journal.jsonl`, `examples-<process>.jsonl`: see `_journal.py`.
 - `checkpoints/<name>/`: the arrays of a `State`, written by Orbax. Keys are stored as integers.
 - `<name>.json`: the manifest, written last. A checkpoint without a manifest is incomplete. If a
-  hash in the manifest does not match, the run uses the checkpoint before it.
+  hash in the manifest does not match, the run uses the previous checkpoint.
 - `lock-<process>`: locked while a run uses the folder.
 
-The name of a checkpoint has two numbers: how many nonces the run has had, and the step. So the
-order of names is the order of time. Only the last two checkpoints are kept.
+The name of a checkpoint has two numbers: how many nonces the run has had (see `_journal.py`), and
+the step. So later checkpoints have later names. Only the last two checkpoints are kept.
 
 Checkpoints hold the noise key, and everybody who has the key can subtract the noise. So only the
 user who owns the folder can enter it.

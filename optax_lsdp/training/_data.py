@@ -28,8 +28,8 @@ from optax_lsdp.training._step import Microbatch
 from optax_lsdp.training._users import UserBatch, UserData
 
 _ROWS_AT_ONCE = 2**16  # examples to check or hash at a time
-_HASHED_BYTES = 2**32  # of larger data, only some examples are hashed
-_HASHED_EXAMPLES = 256  # how many examples of such data are hashed
+_HASHED_BYTES = 2**32  # if data are larger, only some examples are hashed
+_HASHED_EXAMPLES = 256  # how many examples of larger data are hashed
 
 
 class Source(Protocol):
@@ -113,7 +113,7 @@ def _open_arrays(data: PyTree) -> Examples:
     (size,) = sizes
     _check_size(size)
     is_hashed = sum(leaf.nbytes for leaf in arrays) <= _HASHED_BYTES
-    if is_hashed:  # check now: an error within a step would reveal that its batch has the example
+    if is_hashed:  # check now: an error in a later step would reveal an example of its batch
         for (name, leaf), start in product(named, range(0, size, _ROWS_AT_ONCE)):
             rows = leaf[start : start + _ROWS_AT_ONCE]
             validation.check_values(name, rows, np.arange(start, start + len(rows)))
@@ -297,9 +297,10 @@ class BatchReader:
             return next(self._reads)
 
     def _read_steps(self, steps: range) -> Iterator[Read]:
-        """Yield the microbatches of `steps`, except those that hold only padding.
+        """Yield the microbatches of `steps`. Leave out those that hold only padding.
 
-        Each process reads the rows of its own devices.
+        But if a batch can have several microbatches, yield at least two. Each process reads the
+        rows of its own devices.
         """
         # If a batch can have several microbatches, the compiled step needs at least two.
         least = min(2, self.sampler.size // self._size)

@@ -20,7 +20,7 @@ from optax_lsdp.clipping import PerExample
 from optax_lsdp.training._progress import StepReport
 
 _LONGEST = 1000  # the largest number of characters in a name
-# NumPy and zipfile raise these errors if `export_params` did not write the file.
+# NumPy and zipfile raise these errors if they read a file that `export_params` did not write.
 _UNREADABLE = (ValueError, EOFError, SyntaxError, zipfile.BadZipFile, NotImplementedError)
 _READ_HEADER = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -33,9 +33,9 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:
-    clipped sums, per-example losses and norms, reports to callbacks, and keys. An array that was
-    taken out of such an object is not recognised. Names that look like paths to other folders are
-    refused too.
+    clipped sums, per-example losses and norms, reports to callbacks, and keys. But an array that
+    you take out of a private object is not recognised. Names that look like paths to other folders
+    are refused too.
 
     Args:
         path: the file. If its name does not end in ".npz", this suffix is appended.
@@ -81,7 +81,7 @@ def export_params(path: Path | str, params: optax.Params) -> None:
 
 
 def load_params(path: Path | str, like: optax.Params) -> optax.Params:
-    """Return the parameters in a file of `export_params`, with structure and dtypes of `like`.
+    """Read a file that `export_params` wrote. Return a tree with structure and dtypes of `like`.
 
     `like` is a tree of arrays, or of shapes such as `jax.eval_shape(model.init, key, x)`. Raise if
     the file has other names or shapes.

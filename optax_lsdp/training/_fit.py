@@ -95,8 +95,8 @@ def fit(
         clip_style: see `clipped_grad`. With "automatic", only the learning rate needs tuning.
         watch: whether to estimate how far the clipped loss has come down, from the releases alone;
             see `watch`. The progress bar then shows the estimate with its standard error, and the
-            result has a `curve`. This costs no privacy, but memory for a copy of the parameters.
-            It is refused with "shuffled" batches and with a correlation.
+            result has a `curve`. Watching costs no privacy, but needs memory for a copy of the
+            parameters. `fit` refuses it with "shuffled" batches and with a correlation.
         microbatch_size: how many examples or users to differentiate at a time, a multiple of the
             number of devices. A smaller number needs less memory. Microbatches of padding are
             skipped. This saves time, but the duration of a step then reveals the size of its batch.
@@ -180,7 +180,7 @@ def fit(
     with nullcontext() if mesh is None else jax.set_mesh(mesh), ExitStack() as stack:
         check_params(params)
         state = initial_state(broadcast_fresh_key() if key is None else key)
-        # Trace the loss without shardings: as in the clipping engines, XLA chooses them.
+        # Trace the loss without shardings, because XLA chooses them, as in the clipping engines.
         shapes = _step.describe(state.params, False)
         loss = check_loss(loss_fn, shapes, examples.first)
         kept, saved, initial = None, None, {}

@@ -2,9 +2,9 @@
 
 A repeated step with the same key and the same clipped sum has the same result, and costs no
 privacy. With a different sum, the two results would reveal the difference of the sums. So the
-journal stores the run's fingerprint, and a hash of the examples that each step has read. If the
-fingerprint or such a hash has changed, the run restarts with a new nonce, a random label that gives
-new noise and new batches. The repeated steps then count twice.
+journal stores the run's fingerprint and, for each step, a hash of the examples that the step has
+read. If the fingerprint or the hash of a step has changed, the run restarts with a new nonce: a
+random label that gives new noise and new batches. The repeated steps then count twice.
 
 The files hold one JSON object per line:
 
@@ -41,7 +41,7 @@ class Journal:
 
     def __init__(self, folder: Path, steps: int) -> None:
         self.folder, self._steps = folder, steps
-        # One line announces a hundredth of all steps, because each line waits for the disk.
+        # Each line waits for the disk, so one line announces a hundredth of all steps.
         self._ahead = min(max(steps // 100, 1), _MOST_AHEAD)
         self._fingerprint: dict[str, str] = {}
         self._seen: dict[str, range] = {}  # nonce → steps whose results may have been seen
@@ -80,7 +80,7 @@ class Journal:
         return any(map(len, self._seen.values()))
 
     def changed(self, fingerprint: dict[str, str]) -> list[str]:
-        """Return the names of all hashes that have changed since the last start or restart."""
+        """Return which hashes of the fingerprint have changed since the last start or restart."""
         before = self._fingerprint
         return [n for n in before | fingerprint if before.get(n) != fingerprint.get(n)]
 
@@ -116,10 +116,10 @@ class Journal:
             self._own.write({"nonce": self.nonce, "step": step, "examples": digest}, sync=sync)
 
     def seen_since(self, step: int, nonce: str) -> list[range]:
-        """Return which steps' results may have been seen since a checkpoint: a range per nonce.
+        """Return the steps after a checkpoint whose results may have been seen: a range per nonce.
 
-        `step` and `nonce` belong to the checkpoint. The first range has the steps with this nonce,
-        and each later nonce has one further range.
+        `step` and `nonce` belong to the checkpoint. The first range has the steps with this nonce.
+        Each later nonce adds one range.
         """
         first = self.seen_with(nonce)
         later = list(self._seen.values())[list(self._seen).index(nonce) + 1 :]

@@ -140,10 +140,10 @@ def warn_if_ignored(passed: dict[str, str], initial: dict[str, str]) -> None:
 
 
 class Account:
-    """The steps that a run has spent, and the step until which its budget lasts.
+    """The steps that a run has spent, and the step at which its budget or its plan ends.
 
     Each start or restart draws new batches, and so a new order of the examples. `order_start` is
-    the first step in this order. A run that resumes keeps the order, so its `first_step` may be
+    the first step with this order. A run that resumes keeps the order, so its `first_step` may be
     later than `order_start`.
 
     Attributes:
@@ -229,7 +229,7 @@ class Run:
     fingerprint: dict[str, str]  # see `compute_fingerprint`; empty without a folder
 
     def start(self, new: Checkpoint, saved: Checkpoint | None) -> Start:
-        """Start the run at `new`. If it has a last checkpoint, `saved`, resume or restart there."""
+        """Start a new run at `new`. If there is a checkpoint `saved`, resume or restart at it."""
         if self.folder is None:
             return self._start_at(self._with_keys(new, new.nonce), order_start=0)
         journal = self.folder.journal
@@ -252,7 +252,7 @@ class Run:
     def restart(self, folder: RunFolder, at: Checkpoint, changed: list[str]) -> Start:
         """Restart from the checkpoint `at` with new noise, and warn what has `changed`.
 
-        Steps after `at` whose results may have been seen are added to the ledger of `at`.
+        Add the steps after `at` whose results may have been seen to the ledger of `at`.
         """
         plan, journal = self.plan, folder.journal
         first, *later = journal.seen_since(at.step, at.nonce)

@@ -46,7 +46,7 @@ class Microbatch(NamedTuple):
 
     examples: PyTree  # arrays with a leading axis of examples, or a `UserBatch`
     mask: jax.Array  # False where there is padding
-    key: jax.Array  # from which one key per example or user is derived
+    key: jax.Array  # one key per example or user is derived from this key
     step: np.int32  # the number of the step, from 0
 
 

@@ -17,16 +17,17 @@ from optax_lsdp._types import PyTree, UserBatch
 from optax_lsdp.sampling import Batch, choose_within
 from optax_lsdp.training import _validation as validation
 
-_MOST_EXAMPLES = 10**6  # of one user in a batch
+_MOST_EXAMPLES = 10**6  # the largest number of examples of one user in a batch
 
 
 class UserData:
     """Examples that belong to users, for plans with `unit="user"`.
 
-    Each time that a user is in a batch, up to m of their examples are chosen afresh, uniformly and
-    without replacement. The gradients of these examples are averaged, and the average is clipped.
-    So adding or removing a user with all their examples moves the sum by at most the clip norm.
-    With neighbouring="replace_one", all examples of a user may change, and their number as well.
+    Each time that a user is in a batch, at most `max_examples` of their examples are chosen afresh,
+    uniformly and without replacement. The gradients of these examples are averaged, and the average
+    is clipped. So adding or removing a user with all their examples moves the sum by at most the
+    clip norm. With neighbouring="replace_one", all examples of a user may change, and their number
+    as well.
 
     `len(data)` is the number of users, the plan's `dataset_size`. Users are numbered in the order
     of their first example. If every user has one example, `fit` computes the same bits as with
@@ -37,9 +38,9 @@ class UserData:
             of each array counts the examples.
         users: an id for each example, all integers or all strings, in any order. Nobody may have
             several ids, unless the plan's `group_size` says how many.
-        max_examples: m, the largest number of examples of one user in a batch, at most 10⁶. Each
-            user of a batch takes memory for m examples, even if nobody has as many, because shapes
-            would otherwise reveal the largest number.
+        max_examples: m, the largest number of examples of one user in a batch, at most 10⁶. If
+            anyone has two examples, each user of a batch takes memory for m examples, even if
+            nobody has m. Otherwise shapes would reveal the largest number of examples.
 
     Attributes:
         arrays: the arrays, in NumPy.
@@ -79,7 +80,7 @@ class UserData:
         if not len(ids):
             raise ValueError("`arrays` must hold at least one example, got none.")
         _, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
-        numbers = np.argsort(np.argsort(first))  # of the users, by their first example
+        numbers = np.argsort(np.argsort(first))  # users are numbered by their first examples
         self.owners = numbers[inverse]
         self._counts = np.bincount(self.owners)
         # The examples of user u are `_order[_starts[u] : _starts[u] + _counts[u]]`.

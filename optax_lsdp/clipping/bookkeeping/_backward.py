@@ -1,9 +1,9 @@
-"""Run one backward pass that records the operand and the cotangent of every use, and round them.
+"""Record the operand and the cotangent of every use in one backward pass, and round both.
 
 A use is an equation that combines a parameter with data; see `_uses`. A *tap* is an array of zeros
 that is added to the output of a use. The gradient with respect to the tap is the cotangent of the
 output. One backward pass with respect to all taps therefore gives all cotangents. This pass forms
-a parameter's gradient only if automatic differentiation handles one of its uses.
+a parameter's gradient only if automatic differentiation handles a use of the parameter.
 
 All norms and sums use the rounded arrays of `round_recorded`. For each example, these arrays define
 a gradient that depends on no other example. So clipping this gradient is as private as clipping the
@@ -50,7 +50,7 @@ from optax_lsdp.clipping.bookkeeping._uses import (
 )
 
 Uses = Mapping[Path, Use]
-Taps = Mapping[Path, jax.Array]  # zeros, shaped like outputs, with an axis for each scan
+Taps = Mapping[Path, jax.Array]  # zeros in the shape of a use's outputs, stacked over scans
 Operands = dict[Path, jax.Array]  # the data operands of uses, indexed by `Use.operand`
 
 
@@ -138,7 +138,7 @@ def _run_use(use: Use, arguments: list[jax.Array], tap: jax.Array) -> Results:
     with respect to `tap` is the cotangent of the output.
     """
     data = arguments[1 - use.place]
-    if use.is_mixed:  # else JAX does not differentiate the weight, and scans store it once
+    if use.is_mixed:  # otherwise JAX holds the weight constant, and scans store it once
         arguments[use.place] = lax.stop_gradient(arguments[use.place])
     (output,) = evaluate(use.equation, arguments)
     return [output + tap], {use.operand: data}  # uses that share an operand record it once
@@ -164,12 +164,12 @@ def _run_checkpoint(
 def _run_scan(
     equation: Equation, arguments: list[jax.Array], uses: Uses, taps: Taps, path: Path
 ) -> Results:
-    """Evaluate a scan that also slices the taps, and stacks the operands, of uses in its body."""
+    """Evaluate a scan. Slice the taps, and stack the operands, of the uses in its body."""
     consts, carry, slices = scan_parts(equation, arguments)
     unchanged = carried_unchanged(equation)
 
     def step(carried: Sequence[jax.Array], sliced: PyTree) -> tuple[Sequence[jax.Array], PyTree]:
-        # JAX stores a carry once per iteration, but a constant only once.
+        # JAX stores a carry once per iteration: turn unchanged carries into constants.
         fixed = [a if same else b for a, b, same in zip(carry, carried, unchanged, strict=True)]
         outputs, operands = _run(
             body(equation), [*consts, *fixed, *sliced[0]], uses, sliced[1], path
@@ -216,7 +216,7 @@ class Rounded(NamedTuple):
 
     Attributes:
         pairs: the factors a and g of each use. Each scan around the use adds an axis after the axis
-            of examples. If a rule makes factors that are larger than its operand, such as patches,
+            of examples. If a rule makes factors that are larger than the operand, such as patches,
             `pairs` holds the operand and the cotangent instead. Each g or cotangent has been
             multiplied by the scale of the first leaf of the weight.
         gradients: `Recorded.gradients`, each multiplied by the scale of the leaf.
@@ -266,11 +266,11 @@ def round_recorded(
 
 
 def _round_once(x: jax.Array, use: Use, platform: Platform) -> jax.Array:
-    """Round an array that XLA then computes only once, so norms and sums use equal numbers.
+    """Round an array, and make XLA compute it only once, so that norms and sums use equal numbers.
 
     Axes of length 1 are removed before the rounding and restored after it. On a TPU, these axes
     would keep XLA from fusing the rounding with the product that computes x. If a use has a single
-    row, x is stored first and rounded later, by each kernel that reads it: all of them round the
+    row, XLA stores x unrounded, and each kernel that reads x rounds it. All these kernels round the
     same numbers, with equal results.
     """
     dense = x.reshape(x.shape[0], *(size for size in x.shape[1:] if size != 1))

@@ -1,9 +1,9 @@
-"""The bookkeeping engine: find uses → one backward pass → bounds on norms → factors → sums.
+"""The bookkeeping engine: uses → one backward pass → norm bounds → clip factors → clipped sums.
 
 No branch of the engine depends on the examples, so the time that the engine takes does not depend
 on them either. The clip factors come from upper bounds on the norms. An example's gradient is a sum
-of outer products. If these cancel almost entirely, the upper bound is far above the norm, and the
-engine clips the gradient more than necessary. This is rare, and as private as any clipping.
+of outer products. If these products cancel almost entirely, the upper bound is far above the norm,
+and the engine clips the gradient more than necessary. This is rare, and as private as any clipping.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from optax_lsdp.clipping.bookkeeping.strategies.bounds import NormBound, joint_b
 from optax_lsdp.clipping.bookkeeping.strategies.convolution import Convolved
 from optax_lsdp.clipping.bookkeeping.strategies.leaves import ByFactors, Formed, form_gradients
 
-_SMALL = 2**15  # gradients with at most this many entries, over all examples, are joined
+_SMALL = 2**15  # join leaves whose gradients, over all examples, have at most this many entries
 _UNFORMED: dict[Kind, type[ByFactors] | type[Convolved]] = {
     "outer product": ByFactors,
     "Gram matrices": ByFactors,
@@ -127,11 +127,11 @@ def clip_recorded(
 
 
 def leaf_gradients(leaves: Sequence[ParameterLeaf], rounded: Rounded) -> list[LeafGradient]:
-    """Return the gradients of leaves, each by the strategy that is cheapest on the platform.
+    """Return the gradients of leaves, using the cheapest strategy on the platform for each leaf.
 
     Leaves that the loss does not use are left out. On accelerators, it takes longer to start a
     small kernel than to run it. So small stored gradients, such as the gradients of biases, are
-    joined.
+    joined in one `Formed`.
     """
     gradients, platform = list[LeafGradient](), rounded.platform
     small: dict[object, dict[int, jax.Array]] = {}

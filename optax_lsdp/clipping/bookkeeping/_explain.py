@@ -42,7 +42,7 @@ _WORDS = 4  # the first four columns hold words, the others numbers
 _EFFECTIVE = "effective clip norm"
 _NEGLIGIBLE = 1e-15  # squares of shorter gradients may underflow
 _Shares = tuple[float | None, list[float | None]]  # effective clip norms: joint, and of each leaf
-_ROUNDED_TO = {23: "float32", 10: "TF32", 7: "bfloat16"}  # by the bits of the matrix unit
+_ROUNDED_TO = {23: "float32", 10: "TF32", 7: "bfloat16"}  # by `Platform.mantissa_bits`
 
 
 @dataclass(frozen=True)
@@ -188,18 +188,18 @@ def explain_clipping(
     different clip norms, `clipped_grad` materialises them. To avoid this, multiply by each
     parameter, and concatenate the results.
 
-    Look for large numbers in the last columns, and for "materialised, no rule" on large parameters.
-    For such a parameter, a primitive in the column "used by" has no rule, so automatic
+    Look for large numbers of multiplications or bytes, and for "materialised, no rule" on large
+    parameters. For such a parameter, a primitive in the column "used by" has no rule, so automatic
     differentiation forms every example's gradient.
 
     All strategies clip by an upper bound on the norm, so an example whose gradient is longer than
     the clip norm C contributes a vector slightly shorter than C. The length of this vector is the
-    *effective clip norm*. Its estimate is C·‖G‖/(M + E), where ‖G‖ is the computed norm, M is the
-    upper bound on the norm, and E bounds the rounding error of the weighted gradient. For typical
-    examples the estimate is at least 0.99·C in float32 (on CPUs and AMD GPUs) and at least 0.95·C
-    on TPUs and NVIDIA GPUs, whose matrix units round operands. The estimate may be smaller if Gram
-    matrices have a hundred rows or more, or if the terms of an example's gradient cancel.
-    `benchmarks/README.md` has measurements.
+    *effective clip norm*. The table shows the estimate C·‖G‖/(M + E). Here ‖G‖ is the computed
+    norm, M is the upper bound on the norm, and E bounds the rounding error of the weighted
+    gradient. For typical examples the estimate is at least 0.99·C in float32 (on CPUs and AMD GPUs)
+    and at least 0.95·C on TPUs and NVIDIA GPUs, whose matrix units round operands. The estimate may
+    be smaller if Gram matrices have a hundred rows or more, or if the terms of an example's
+    gradient cancel. `benchmarks/README.md` has measurements.
 
     To show the effective clip norm, this function compiles and runs one backward pass on the
     example, and rounds operands as the platform does. The result depends on the example. If the

@@ -29,17 +29,17 @@ class Platform(NamedTuple):
 
     Attributes:
         name: the name of the platform in JAX.
-        mantissa_bits: how many bits the operands of the matrix unit have after the leading one.
+        mantissa_bits: how many bits the operands of the matrix unit have after the leading bit.
         addition_error: the largest relative rounding error of a float32 addition.
         longest_sum: how many numbers one sum may add in an unknown order; longer sums are split.
         longest_product: how many products one entry of a Gram matrix may add in an unknown order.
         precision: the `lax.Precision` of a product of rounded operands.
         takes_bfloat16: whether the matrix unit takes operands in bfloat16.
         keeps: whether per-example gradients of matrices are cheap to store and read back.
-        per_byte: how many multiplications take the time in which memory moves one byte.
+        per_byte: how many multiplications take as long as moving one byte of memory.
         lanes: how many rows and columns the matrix unit processes at once.
-        fuses: whether XLA slices the operands of a product, and squares its result, without storing
-            the slices or the result.
+        fuses: whether XLA slices the operands of a product, and squares the product, without
+            storing the slices or the product.
         grouped: the cost of a multiplication in a convolution with many feature groups, divided by
             the cost of any other multiplication.
     """
@@ -58,17 +58,17 @@ class Platform(NamedTuple):
     grouped: int
 
     def bits(self, *operands: jax.Array) -> int:
-        """Return to how many bits a product rounds its operands, without the leading bit."""
+        """Return how many bits after the leading bit the operands of a product keep."""
         is_half = all(x.dtype == jnp.bfloat16 for x in operands)
         return min(7 if is_half else 23, self.mantissa_bits) if self.mantissa_bits < 23 else 23
 
     def rounded(self, x: jax.Array, *operands: jax.Array) -> jax.Array:
         """Round an operand to numbers that the matrix unit multiplies exactly.
 
-        This function uses `reduce_precision`, because XLA may remove a cast and the cast back.
-        Integers are indices, and stay as they are. If x is an operand that was multiplied by clip
-        factors, pass both `operands` of its product: x is then rounded to the precision of the
-        product.
+        This function uses `reduce_precision`, because XLA may remove a cast to fewer bits and the
+        cast back. Integers are indices, and stay as they are. If x is an operand that was
+        multiplied by clip factors, pass both operands of its product as `operands`: x is then
+        rounded to the precision of the product.
         """
         bits = self.bits(*(operands or (x,)))
         if not jnp.issubdtype(x.dtype, jnp.floating) or bits >= 23 or x.dtype == jnp.float64:

@@ -1,10 +1,10 @@
-"""Define the rules: how to compute the factors of a gradient, for each primitive with a rule.
+"""Define the rules: each rule computes the factors of a weight's gradient for one primitive.
 
-A primitive has a rule if it uses a parameter as a matrix, or as several matrices, called blocks.
-The gradient of each block is Σ_t a_t ⊗ g_t. The factor a has the rows a_t and the shape (blocks,
-rows, inputs); it depends on the other operand. The factor g has the rows g_t and the shape (blocks,
-rows, outputs); it depends on the cotangent of the output. All functions here are written for one
-example.
+A rule treats the weight as a matrix, or as several matrices, called blocks. The gradient of each
+block is Σ_t a_t ⊗ g_t, where a_t and g_t are the rows of two factors, a and g. The factor a depends
+on the other operand, and has the shape (blocks, rows, inputs). The factor g depends on the
+cotangent of the output, and has the shape (blocks, rows, outputs). All functions here are written
+for one example.
 
 To support another primitive, write a `Rule` and add it to `RULES`. Primitives without a rule work
 too: the engine then differentiates with respect to the parameter, for each example.
@@ -111,15 +111,19 @@ class Movement(NamedTuple):
     def offsets(self) -> int:
         """Return how many offsets the window has after the engine has shortened it.
 
-        If the stride divides the window, the engine moves the stride into the channels, and
-        window/stride offsets are left. With dilations or any other stride, all offsets are left.
+        If the stride divides the window, the engine moves `stride` neighbouring pixels into the
+        channels, and window/stride offsets are left. With dilations or any other stride, all
+        offsets are left.
         """
         is_plain = self.image_dilation == self.window_dilation == 1
         is_folded = is_plain and self.window % self.stride == 0
         return self.window // self.stride if is_folded else self.window
 
     def padded(self, size: int, positions: int) -> tuple[int, int, int]:
-        """Return the padding (low, high, interior) with which the window stays inside the image."""
+        """Return the padding (low, high, interior) that keeps the window inside the image.
+
+        `size` is the length of the image axis. The window takes `positions` positions along it.
+        """
         reach = (self.window - 1) * self.window_dilation + (positions - 1) * self.stride + 1
         length = (size - 1) * self.image_dilation + 1
         return self.padding, reach - self.padding - length, self.image_dilation - 1

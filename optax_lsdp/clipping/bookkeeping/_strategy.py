@@ -53,21 +53,21 @@ class ParameterLeaf:
     """A leaf of the parameters, or several leaves that the loss concatenates, with all uses.
 
     The gradient is a sum with one term for each use. The terms are grouped into parts. All terms of
-    a part cover the same entries, and different parts share no entry, so their squared norms add
-    up.
+    a part cover the same entries. Different parts share no entry, so the squared norms of the parts
+    add up.
 
     Attributes:
         indices: the index of the leaf, or the indices of the concatenated leaves.
         entries: how many entries these leaves have together.
         uses: the uses that the engine handles by rules.
         parts: `uses`, grouped into parts. None if automatic differentiation handles a use, or if
-            the uses form no such parts. The gradient of each example then has to be formed.
+            the uses form no such parts. If None, the gradient of each example has to be formed.
         primitives: the primitives of all uses.
         is_differentiated: whether automatic differentiation handles some uses of the leaf.
-        has_rule: whether the engine calls the leaf "materialised" instead of "materialised, no
-            rule" if it forms the gradients. True if every use has a rule, even if automatic
-            differentiation handles a use because that is cheaper. Also True if every use is
-            entrywise, such as adding a bias: then a rule would save nothing.
+        has_rule: whether every use has a rule, even if automatic differentiation handles a use
+            because that is cheaper. Also True if every use is entrywise, such as adding a bias,
+            because a rule would then save nothing. If False, the engine forms the gradients, and
+            calls this strategy "materialised, no rule" instead of "materialised".
     """
 
     indices: tuple[int, ...]
@@ -85,13 +85,14 @@ class ParameterLeaf:
 
     @property
     def is_cheaper_without_rule(self) -> bool:
-        """Return whether automatic differentiation should handle the leaf.
+        """Return whether automatic differentiation should handle the leaf. It should in two cases.
 
-        The engine's rules need the operands and cotangents of all iterations of a scan. Automatic
-        differentiation adds up the gradient of a small leaf during the backward pass instead. If
-        the loop is rematerialised, only this gradient stays in memory. If the gradient has to be
-        formed, automatic differentiation forms it best, except for convolutions and in scans: for
-        these, one product over all patches or iterations is faster.
+        1. All uses are in scans, and their factors take much more memory than the leaf. The rules
+           need the operands and cotangents of all iterations. Automatic differentiation adds up the
+           gradient during the backward pass instead. If the loop is rematerialised, only this
+           gradient stays in memory.
+        2. The gradient has to be formed, and no use is a convolution or in a scan. For convolutions
+           and scans, one product over all patches or iterations is faster.
         """
         is_in_long_loop = self.held > _LONG_LOOP * self.entries
         has_product = any(use.loops or use.rule.expands for use in self.uses)
@@ -112,9 +113,9 @@ def analyse_loss(
 ) -> LossAnalysis:
     """Trace the loss of one example, and find all uses of all leaves.
 
-    Leaves that the loss concatenates are treated as one leaf if the concatenation has one use and
-    the leaves have no other use, they have the same precision, the same scans slice them, and one
-    clip norm bounds them.
+    This function treats leaves that the loss concatenates as one leaf, under these conditions: the
+    concatenation has one use, which has a rule; the leaves have no other use; the leaves have the
+    same precision; the same scans slice them; and they belong to one group of clip norms.
     """
     program = trace_loss(loss_fn, params, example)
     warn_of_batch_norms(program.closed)
@@ -160,7 +161,10 @@ def _components(uses: Iterable[Use], leaves: int) -> list[tuple[set[int], list[U
 
 
 def _is_joined(indices: set[int], uses: Sequence[Use], groups: Sequence[ClipGroup]) -> bool:
-    """Return whether leaves with one clip norm and the same scans are concatenated for one use."""
+    """Return whether the leaves `indices` are concatenated for one use.
+
+    All leaves must also belong to one group of clip norms, and the same scans must slice them.
+    """
     if len(uses) != 1 or len(indices) == 1:
         return False
     weight, is_one_group = uses[0].weight, len({groups[index].path for index in indices}) == 1
@@ -196,7 +200,7 @@ def _leaf(
 
 
 def _disjoint_parts(uses: Sequence[Use]) -> tuple[tuple[Use, ...], ...] | None:
-    """Group the uses of a leaf into parts that share no entry, or return None if this fails.
+    """Group the uses of a leaf into parts that share no entry. Return None if that is impossible.
 
     All uses of a part have matrices of the same entries in the same order, up to a transpose.
     """
@@ -243,7 +247,7 @@ class Strategy(NamedTuple):
         kind: the name of the strategy; `explain_clipping` says what each name means.
         multiplications: how many multiplications the norm of one example's gradient takes.
         floats: how many floats are stored to compute this norm.
-        cost: multiplications and memory traffic together, converted to multiplications.
+        cost: all multiplications, plus memory traffic converted to multiplications.
     """
 
     kind: Kind
@@ -298,7 +302,7 @@ def _materialised(leaf: ParameterLeaf, platform: Platform) -> Strategy:
 
 
 def _by_factors(leaf: ParameterLeaf, platform: Platform) -> list[Strategy]:
-    """Return the strategy that computes norms from the factors of the gradient, as a list.
+    """Return a list with the strategy that computes norms from the factors of the gradient.
 
     The list is empty if gradients are cheap to store and no larger than their factors.
     """

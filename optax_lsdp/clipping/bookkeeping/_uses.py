@@ -38,13 +38,14 @@ from optax_lsdp.clipping.bookkeeping._rules import RULES, Matrix, Rule
 
 CALLS = ("jit", "pjit", "closed_call", "core_call")
 REMATERIALISED = ("checkpoint", "remat", "remat2")
-# Primitives that keep all entries in their places.
+# Primitives that keep all entries in their places:
 _KEEP_ENTRIES = {
     *("convert_element_type", "copy", "copy_p", "optimization_barrier", "pvary", "pcast"),
     "sharding_constraint",
 }
-_KEEP_ORDER = _KEEP_ENTRIES | {"reshape", "squeeze", "broadcast_in_dim"}  # in row-major order
-_WORK = 10_000  # how long NumPy searches for an entry that two views share
+# Primitives that keep all entries in row-major order:
+_KEEP_ORDER = _KEEP_ENTRIES | {"reshape", "squeeze", "broadcast_in_dim"}
+_WORK = 10_000  # limits how long NumPy searches for an entry that two views share
 
 Path = tuple[int, ...]  # the indices of the calls around an equation, then the equation's own index
 Item = TypeVar("Item")
@@ -66,8 +67,8 @@ class Weight(NamedTuple):
         equation: the equation that has the weight as an output; None for constants and leaves.
         inputs: the operands of the equation.
         place: which output of the equation the weight is.
-        sliced: the scans that slice the weight, the outermost first. Each of them adds a leading
-            axis to `entries`, and to the value.
+        sliced: the scans that slice the weight, the outermost first. Each scan adds a leading axis
+            to `entries`, and to the value.
         entries: a view that says which entries of a leaf the value consists of; None if unknown.
     """
 
@@ -81,7 +82,7 @@ class Weight(NamedTuple):
 
     @property
     def pieces(self) -> tuple[Weight, ...]:
-        """Return the weights that this weight concatenates, or () unless all have `entries`."""
+        """Return the weights that this weight concatenates, or () if one has no `entries`."""
         name = self.equation.primitive.name if self.equation else ""
         if name in _KEEP_ENTRIES:  # for example, a cast of concatenated weights
             return self.inputs[0].pieces
@@ -177,7 +178,7 @@ def are_disjoint(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 class Size(NamedTuple):
-    """The lengths of the axes of a use's factors a and g, for one example and all iterations."""
+    """The axis lengths of a use's factors a and g, for one example and all scan iterations."""
 
     blocks: int
     rows: int
@@ -354,7 +355,7 @@ def _add_use(
 def scan_parts(
     equation: Equation, items: Sequence[Item]
 ) -> tuple[Sequence[Item], Sequence[Item], Sequence[Item]]:
-    """Split a scan's operands, or one item per operand, into constants, carry and slices."""
+    """Split `items`, one per operand of a scan, into those of constants, carries and slices."""
     consts, carry = equation.params["num_consts"], equation.params["num_carry"]
     return items[:consts], items[consts : consts + carry], items[consts + carry :]
 
@@ -375,8 +376,8 @@ def _walk_scan(
 ) -> list[Weight | None]:
     """Record the uses of weights that a scan closes over, slices, or carries unchanged.
 
-    A carry that changes counts as data, even if an iteration puts a weight into it. A weight counts
-    as used without a rule if it becomes such a carry, or if iterations return it as a slice.
+    A carry that changes counts as data, even if an iteration puts a weight into it. If a weight
+    becomes such a carry, or if iterations return it as a slice, this is a use without a rule.
     """
     loop = Loop(len(loops), equation.params["length"])
     consts, carry, slices = scan_parts(equation, weights)

@@ -5,12 +5,11 @@ are too small to change a float. Without these entries, A⁻¹ is a band matrix.
 supports any order. It cuts the input into blocks and multiplies them by a few small matrices, which
 together hold the band.
 
-`smooth_in_blocks` smooths large leaves on TPUs, along the axis on which neighbours are stored. A
-leaf is an array of shape (space, inputs, outputs), and blocks are ranges of its inputs. A TPU takes
-longer to transpose or pad an array than to multiply it by a block's matrix. So nothing is padded,
-and the axes keep their order. Products take three passes of the matrix unit (`Precision.HIGH`), not
-six. Three passes round each operand to a sum of two bfloat16 numbers, so an entry has an error of
-at most `ERROR` times the largest entry.
+`smooth_in_blocks` smooths large leaves on TPUs. A leaf is an array of shape (space, inputs,
+outputs), and blocks are ranges of its inputs. A TPU takes longer to transpose or pad an array than
+to multiply it by a block's matrix. So nothing is padded, and the axes keep their order. Products
+take three passes of the matrix unit (`Precision.HIGH`), not six. Three passes round each operand to
+a sum of two bfloat16 numbers, so an entry has an error of at most `ERROR` times the largest entry.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _WIDTHS = (32, 64, 128, 256)
 ERROR = 2.0**-15
 _PACKED = 2**16  # leaves with at most this many entries are smoothed together; see `halo`
 _LANES, _SUBLANES = 128, 8  # a TPU stores arrays in tiles of 8 × 128
-_STEP = 2**20  # entries that one step of a loop smooths
+_STEP = 2**20  # most entries per step of a loop, for few columns; vectors take a quarter of this
 _WIDE = 2048  # with fewer columns, one product per step would be too small
 _ROWS = 256  # entries per column in one product of a step
 _PRECISION = jax.lax.Precision.HIGH
@@ -169,8 +168,9 @@ def _block_matrices(blocking: Blocking, width: int) -> jax.Array:
 def _beyond(first: jax.Array, last: jax.Array, boundary: Boundary) -> tuple[jax.Array, jax.Array]:
     """Return the entries before the `first` and after the `last` entries of each column.
 
-    All four arrays have shape (entries, columns). Columns follow one another. On a ring, the first
-    column follows the last. Otherwise, both ends are reflected.
+    All four arrays have shape (entries, columns). The last entry of a column is the neighbour of
+    the first entry of the next column. On a ring, the first column follows the last. Otherwise,
+    both ends are reflected.
     """
     before, after = jnp.roll(last, 1, axis=1), jnp.roll(first, -1, axis=1)
     if boundary == "neumann":

@@ -1,8 +1,9 @@
 """Smooth leaves as linked segments: the methods "recursive", on one device, and "halo", on many.
 
 A segment is a sequence of neighbouring entries that one device holds. A device holds one or more
-segments of a leaf. `recursive.py` filters each segment by itself. It needs only two numbers from
-outside the segment, its carries, so devices exchange two numbers per segment and gather no leaf.
+segments of a leaf. `recursive.py` filters each segment by itself. To do so, it needs only two
+numbers from outside the segment, which are called carries. So devices exchange two numbers per
+segment, and gather no leaf.
 Small leaves are packed and filtered together. With scope="tree", leaves are linked like segments
 instead of being concatenated.
 """
@@ -40,7 +41,7 @@ from optax_lsdp.smoothing.methods.recursive import (
 from optax_lsdp.smoothing.methods.spectral import Operator
 
 _SMALL = 2**16  # leaves with at most this many entries are worth copying into a pack
-_COLUMN = 8  # fewer than 8 columns, or columns of fewer than 8 entries, are transposed first
+_COLUMN = 8  # leaves with fewer columns, or with columns of fewer entries, are transposed first
 
 
 class Task(NamedTuple):
@@ -67,8 +68,8 @@ class Segments(NamedTuple):
         """Collect one number per segment from all devices, with neighbours side by side.
 
         `values` has shape (segments on this device,), in the order of storage. The result has shape
-        (rows, segments of a row on all devices). `psum` does the gathering, because JAX knows that
-        its result is equal on all devices.
+        (rows, segments of a row on all devices). This method uses `psum`, because JAX then knows
+        that the result is equal on all devices.
         """
         if self.columns is not None:
             values = values.reshape(self.columns).transpose(self.order)
@@ -92,9 +93,9 @@ class Segments(NamedTuple):
     def _offsets(self) -> tuple[tuple[int, ...], list[jax.Array | int], tuple[str, ...]]:
         """Return where this device's segments are among the segments of all devices.
 
-        The result has the shape of an array with one number for each segment of all devices, the
-        index in this array at which the segments of this device start, and the names of the mesh
-        axes that split the leaf.
+        The result is a tuple (shape, start, names). An array with one number for each segment of
+        all devices has the shape `shape`. The segments of this device start at the index `start` in
+        this array. `names` are the mesh axes that split the leaf.
         """
         pairs = list(zip((*self.outer, 1), self.names, strict=True))
         shape = (self.rows, *(size * axis_size(names) for size, names in pairs))
@@ -244,8 +245,8 @@ def _link(segments: Segments, ends: Ends, kernel: Kernel) -> tuple[Ends, Ends]:
 def _carries_here(segments: Segments, outer: Ends, carries: Ends, kernel: Kernel) -> Ends:
     """Return the carries of this device's segments.
 
-    `outer` has the carries of the rows. `carries` has the carries of each segment, on any device,
-    from the other segments of its row.
+    `outer` has the carries of each row from outside the row. `carries` has the carries of each
+    segment, on any device, from the other segments of its row.
     """
     places = segments.length * jnp.arange(segments.total + 1, dtype=jnp.int32)
     return Ends(*map(segments.keep_own, add_outer_carry(outer, carries, places, kernel)))
@@ -320,7 +321,7 @@ def _on_automatic_mesh(task: Task, fixed: float | None) -> Callable[..., list[ja
         gathered = NamedSharding(mesh, jax.P())
         shardings = [operand.sharding for operand in operands]
         if not all(isinstance(sharding, NamedSharding) for sharding in shardings):
-            shardings = [gathered] * len(operands)  # their axes are unknown
+            shardings = [gathered] * len(operands)  # the axes of some operands are unknown
         for place, operand in enumerate(operands):
             if not _divides(operand.shape, shardings[place]):
                 shardings[place] = gathered  # otherwise XLA would pad the shards

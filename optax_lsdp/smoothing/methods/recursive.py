@@ -1,18 +1,19 @@
 """Filter rows with the kernel of (I − σL)⁻¹ in linear time, for any σ, traced or known.
 
-On an infinite line the kernel is gain·ρ^|k|; for ρ, see `_spectrum.ring_decay`. All entries beyond
-an end of a row therefore act on the row through one number, the *carry* of that end: their share in
-the smoothed value just outside the row. A carry c adds c·ρᵏ to the k-th entry of the row, counted
-from that end. The same holds for blocks within a row. So a row is filtered in three steps:
+On an infinite line, the kernel is gain·ρ^|k| at distance k; for ρ, see `_spectrum.ring_decay`. So
+all entries beyond one end of a row act on the row through one number, the *carry* of this end. The
+carry is the smoothed value just outside the row, computed from only the entries beyond this end. A
+carry c adds c·ρᵏ to the k-th entry of the row, counted from this end. Blocks within a row have
+carries too. So a row is filtered in three steps:
 
 1. Cut the row into blocks. Compute the smoothed values at both ends of each block as if zeros
    surrounded the block.
 2. Accumulate the values at the ends from block to block. The results are the carries of the blocks.
 3. Multiply each block, with its two carries as additional entries, by one small matrix.
 
-The carries of a whole row come from the entries beyond it: on a ring, from the row's other end; at
-a reflecting end, from the row's mirror image; otherwise, from the next segment, which may be on
-another device.
+The carries of a whole row come from the entries outside the row. On a ring, these are the entries
+of the row itself, continued from its other end. At a reflecting end, they are the row's mirror
+image. Otherwise, they belong to other segments, which may be on other devices.
 """
 
 from __future__ import annotations
@@ -67,7 +68,10 @@ def _make_kernel(smoothing: jax.Array | float, dtype: DTypeLike) -> Kernel:
 
 
 class Ends(NamedTuple):
-    """One number for each end of a row. Both arrays have shape (rows,) or (rows, segments)."""
+    """One number for each end of each row, or of each segment of the rows.
+
+    Both arrays have shape (rows,) or (rows, segments), or (segments,) for one row.
+    """
 
     left: jax.Array
     right: jax.Array
@@ -76,17 +80,17 @@ class Ends(NamedTuple):
 class Rows(NamedTuple):
     """Rows that are ready to be filtered. If they are `upright`, they are columns of `values`.
 
-    A carry is a number at one end of a row or block: the share that all entries beyond this end
-    have in the smoothed value just outside.
+    A carry is a number at one end of a row or block: the smoothed value just outside, computed from
+    only the entries beyond this end.
     """
 
     values: jax.Array  # (rows, length), or (length, rows) if upright; zero beyond `sizes`
     carries: Ends  # (rows, blocks): the part of each block's carries that comes from its own row
     ends: Ends  # (rows,): first and last entry, smoothed as if zeros surrounded the row
-    sizes: tuple[int, ...]  # the number of entries: one for all rows, or one for each row
+    sizes: tuple[int, ...]  # entries per row: one number for all rows, or one for each row
     kernel: Kernel
     upright: bool  # whether rows are columns of `values`, which saves a transposition
-    filtered: jax.Array | None  # for a single copied row: its blocks, filtered as if between zeros
+    filtered: jax.Array | None  # the blocks of a single copied row, filtered as if between zeros
 
 
 def prepare_rows(
@@ -135,7 +139,7 @@ def prepare_rows(
 
 
 def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
-    """Return the smoothed rows, or columns if upright. `carry` has the carries at row ends."""
+    """Return the smoothed rows, or columns if upright. `carry` has the carries of whole rows."""
     values, between, _, sizes, kernel, upright, filtered = rows
     length = values.shape[0 if upright else 1]
     width = _block_width(length)
@@ -162,7 +166,7 @@ def filter_rows(rows: Rows, carry: Ends) -> jax.Array:
             )
         return line if upright else line[None]
     if any(size % width for size in sizes):
-        # An entry right after the end of such a row spreads its right carry over the last block.
+        # If a row ends within a block, an entry right after its end adds the row's right carry.
         values = _pad(values, width, axis=1)
         place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1)
         is_next = (place == ends) & (ends % width > 0)
@@ -189,9 +193,11 @@ CARRY_AT = {"periodic": carry_of_rings, "neumann": carry_of_mirrors}  # by bound
 
 
 def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
-    """Return each segment's carries from the other segments of its row, and the ends of the rows.
+    """Return each segment's carries from the other segments of its row, and the `Ends` of rows.
 
-    The segments of a row have equal sizes. The arrays in `ends` have shape (rows, segments).
+    The segments of a row have equal sizes. `ends` holds the first and last entry of each segment,
+    smoothed as if zeros surrounded the segment, in arrays of shape (rows, segments). The `Ends` of
+    rows hold the same for whole rows.
     """
     between = kernel.every(size)
     left = _accumulate(ends.right, between)
@@ -200,9 +206,10 @@ def link_equal(ends: Ends, size: int, kernel: Kernel) -> tuple[Ends, Ends]:
 
 
 def link_unequal(ends: Ends, sizes: Sequence[int], kernel: Kernel) -> tuple[Ends, Ends]:
-    """Return each segment's carries from the other segments of one row, and the ends of the row.
+    """Return each segment's carries from the other segments of one row, and the `Ends` of the row.
 
-    The segments may have different sizes. The arrays in `ends` have shape (segments,).
+    The segments may have different sizes. The arrays in `ends` have shape (segments,). See also
+    `link_equal`.
     """
     falling = kernel.powers(as_array(sizes, kernel.rate.dtype))
 

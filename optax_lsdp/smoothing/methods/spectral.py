@@ -55,7 +55,7 @@ def inverse_spectrum(
 def noise_left(operator: Operator, grid: Sequence[int]) -> jax.Array | float:
     """Return β, the variance of unit noise after smoothing on a grid; σ may be traced.
 
-    With reflecting ends, β is the mean over all entries.
+    With reflecting ends, the variance differs between entries, and β is its mean.
     """
     if isinstance(operator.smoothing, float):
         return grid_beta(operator.smoothing, grid, boundary=operator.boundary, order=operator.order)

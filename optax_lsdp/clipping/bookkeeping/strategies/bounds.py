@@ -34,14 +34,15 @@ class Factors(NamedTuple):
 
 
 class NormBound(NamedTuple):
-    """Norms of the blocks of each example's gradient G, and bounds: arrays of shape (n, blocks).
+    """The norm of each block G of an example's gradient, and bounds: arrays of shape (n, blocks).
+
+    Let c be the example's clip factor, and let c·Ĝ be the contribution of G to the weighted sum,
+    including all rounding. The norm of this contribution is at most c·(upper + rounding).
 
     Attributes:
         norm: the computed ‖G‖.
         upper: an upper bound on ‖G‖.
-        rounding: an upper bound on ‖Ĝ − G‖, where c is the clip factor and c·Ĝ is the contribution
-            of the example to the weighted sum, including all rounding. So the norm of this
-            contribution is at most c·(upper + rounding).
+        rounding: an upper bound on ‖Ĝ − G‖.
     """
 
     norm: jax.Array
@@ -55,10 +56,11 @@ def is_one_hot(rows: jax.Array) -> bool:
 
 
 def joint_bound(bounds: Sequence[NormBound], platform: Platform) -> NormBound:
-    """Return one bound of shape (n,) for blocks that share no entry: roots of sums of squares.
+    """Combine bounds for blocks that share no entry into one bound with arrays of shape (n,).
 
-    The bounds are rounded up. Squares may underflow to zero, so this function adds a bound on the
-    lost squares. Otherwise, automatic clipping to a huge clip norm would use too small bounds.
+    Each result is the root of a sum of squares. Both bounds are rounded up. Squares may underflow
+    to zero, so this function adds a bound on the lost squares. Otherwise, the bounds would be too
+    small for automatic clipping to a huge clip norm.
     """
     dtype = wide_dtype(*(bound.upper for bound in bounds))
     terms = sum(bound.upper.shape[1] for bound in bounds)
@@ -79,7 +81,7 @@ def _tiny(dtype: jnp.dtype) -> float:
 
 
 def lengths(arrays: Sequence[jax.Array], platform: Platform) -> tuple[jax.Array, jax.Array]:
-    """Return the computed lengths of all rows, and upper bounds. Row i joins x[i] of all arrays x.
+    """Return the length of each row and an upper bound. Row i joins x[i] of all arrays x.
 
     Squares in arrays of equal shape are added entry by entry, which needs no copies. Long sums are
     split into parts. The barrier keeps XLA from merging the parts into one long sum, which XLA
@@ -153,9 +155,10 @@ def kept_bound(rows: Sequence[jax.Array], platform: Platform) -> NormBound:
 def outer_bound(terms: Sequence[Factors], platform: Platform) -> NormBound:
     """Return the bound ‖a‖‖g‖ of gradients G = a ⊗ g; `terms` holds one term, (a, g).
 
-    The factors a and g have one row per block. The weighted sum multiplies one of them by the clip
-    factors and rounds the products. So ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound` and u =
-    `weighting_error`. If a is one-hot, g is weighted, and u is the error of one rounding.
+    The factors a and g have one row per block. The weighted sum multiplies a or g by the clip
+    factors and rounds the products. So ‖Ĝ − G‖ ≤ u·‖G‖, with Ĝ as in `NormBound` and
+    u = `weighting_error`. If a is one-hot, the weighted sum multiplies g, and u is the error of one
+    rounding.
     """
     ((a, g),) = terms
     norm, upper = _row_lengths(g, platform)
@@ -223,25 +226,22 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
     """Return the bound of a gradient from the Gram matrices of all pairs of its terms.
 
     The precision of the sum is `dtype`. Let u be the `unit` of the coarsest precision among the
-    terms and the sum. Let K_a and K_g be the Gram matrices of the rows of all terms, and let their
-    entries be rounded k_a and k_g times. The entry ⟨a_t, a_s⟩ of K_a has an error of at most
-    k_a·u·‖a_t‖‖a_s‖.
-    The squared norm N² is the sum of the entrywise product of K_a and K_g. By the inequality of
-    Cauchy and Schwarz, the error of N² is at most
+    terms and the sum. Let K_a and K_g be the Gram matrices of the rows a_t and g_t of all terms,
+    and ‖K_a‖ and ‖K_g‖ their Frobenius norms. Let R = Σ_t ‖a_t‖‖g_t‖.
 
-        s = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R²,
-
-    where R = Σ_t ‖a_t‖‖g_t‖, and k is how often the sum is rounded. The error of N² is also at most
-
-        s = u·(k_a + k_g + k + k_a·k_g·u)·R²,
-
-    which is smaller than the first bound if long rows a_t meet short rows g_t and the other way
-    round, as in tied weights of which one use is transposed. Products that underflow add a little.
-    With the smaller s, the norm is at most min(R, √(N² + s)).
-
-    Let w be the relative error of g after weighting by clip factors. This error changes the
-    gradient by at most w·R, and also by at most w·‖A‖·√(tr K_g), where ‖A‖ is the spectral norm of
-    the matrix with the rows a_t, and ‖A‖² is at most ‖K_a‖. The same holds with a and g swapped.
+    1. An entry of K_a is rounded k_a times. So the entry ⟨a_t, a_s⟩ has an error of at most
+       k_a·u·‖a_t‖‖a_s‖. Likewise, an entry of K_g is rounded k_g times.
+    2. The squared norm N² is the sum of all entries of the entrywise product of K_a and K_g. This
+       sum is rounded k times. By the inequality of Cauchy and Schwarz, the error of N² is at most
+       s₁ = u·(k_a·tr K_a·‖K_g‖ + k_g·tr K_g·‖K_a‖ + k·‖K_a‖‖K_g‖) + k_a·k_g·u²·R².
+    3. The error of N² is also at most s₂ = u·(k_a + k_g + k + k_a·k_g·u)·R². This bound is smaller
+       if g_t is short where a_t is long, and long where a_t is short, as in tied weights of which
+       one use is transposed.
+    4. With s = min(s₁, s₂), the norm is at most min(R, √(N² + s)). Products that underflow add a
+       little to s.
+    5. Let w be the relative error of g after weighting by clip factors. This error changes the
+       gradient by at most w·R, and also by at most w·‖A‖·√(tr K_g). Here ‖A‖ is the spectral norm
+       of the matrix with the rows a_t, and ‖A‖² ≤ ‖K_a‖. The same holds with a and g swapped.
     """
     found = {wide_dtype(gram.a, gram.g) for gram in grams} | {jnp.dtype(dtype)}
     narrow = min(found, key=lambda one: one.itemsize)
@@ -297,9 +297,9 @@ def bound_by_grams(grams: Sequence[Gram], platform: Platform, dtype: jnp.dtype) 
 def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
     """Return the diagonals of Gram matrices of shape (n, blocks, rows, rows).
 
-    A CPU reads the diagonals only. Accelerators would change the layout of the matrices to do so.
-    For them, this function replaces all other entries by zeros, which XLA does not store, and adds
-    up each row.
+    On a CPU, this function reads the diagonals only. Accelerators would have to change the layout
+    of the matrices for that. So on accelerators, this function replaces all other entries by zeros,
+    which XLA does not store, and adds up each row.
     """
     if platform is CPU:
         return jnp.diagonal(gram, axis1=-2, axis2=-1)
@@ -310,8 +310,8 @@ def _diagonal(gram: jax.Array, platform: Platform) -> jax.Array:
 def _sum_of_rows(platform: Platform, *items: jax.Array) -> tuple[list[jax.Array], int]:
     """Return the sum over the last two axes of each array, and how often a term is rounded.
 
-    Many terms are added in two steps, rows first. The barrier keeps XLA from merging the steps into
-    one long sum, which XLA would add up in an unknown order.
+    Many terms are added in two steps: first each row, then the sums of the rows. The barrier keeps
+    XLA from merging the steps into one long sum, which XLA would add up in an unknown order.
     """
     rows, columns = items[0].shape[-2:]
     if rows * columns <= platform.longest_sum:

@@ -2,11 +2,14 @@
 
 The gradient of a kernel is the sum of patch_t ⊗ g_t over all positions t of the window, where g_t
 is the cotangent at t. The part that belongs to one offset o in the window is G_o = X_oᵀg, where row
-t of X_o is the pixel that the window at position t sees at offset o. The engine forms G_o for one
-offset after the other, squares it, and forgets it. If there are few channels, the engine makes
-patches, and forms all parts in one product. If there are few positions, it adds up the Gram
-matrices X_oX_oᵀ; their sum is the Gram matrix of the patches. The weighted sum is the weight
-gradient that XLA computes from weighted cotangents.
+t of X_o is the pixel that the window at position t sees at offset o. There are three strategies:
+
+- "by offset" forms G_o for one offset after the other, squares it, and forgets it.
+- "by patches", for few channels, makes patches, and forms all G_o in one product.
+- "Gram matrices of patches", for few positions, adds up the Gram matrices X_oX_oᵀ. Their sum is the
+  Gram matrix of the patches.
+
+For the weighted sum, XLA computes the weight gradient from weighted cotangents.
 
 Arrays have the shape (batch, *space, n, channels) for n examples. XLA:TPU stores the activations of
 a convolution in this order of axes, in which a shift of an image costs nothing.
@@ -45,7 +48,7 @@ _AXES = "bxyzuvw"  # einsum letters for the axes (batch, *space)
 
 
 class Convolved(NamedTuple):
-    """The gradients of a leaf: the kernel of one convolution, which is outside of any scan."""
+    """The gradients of a leaf that is the kernel of one convolution, outside of any scan."""
 
     leaf: ParameterLeaf
     kind: Kind
@@ -68,13 +71,16 @@ def convolution_bound(
 ) -> NormBound:
     """Return the bound of the gradient of a kernel, computed by the strategy `kind`.
 
-    Let X be a matrix with one row per pixel of the image. Let P be a matrix with one row per
-    position: the patch of the position. Each of the k offsets of the window covers a pixel at most
-    once, so ‖P‖ ≤ √k·‖X‖, both in the Frobenius norm and in the spectral norm. With Frobenius
-    norms, the gradient G = Σ_t patch_t ⊗ g_t has ‖G‖ ≤ R = ‖P‖‖g‖. The rounding of the weighted
-    rows of g multiplies each entry by a factor from 1 − u to 1 + u, so it changes the gradient by
-    at most u·‖g‖ times the spectral norm of P. An entry of the formed gradient F adds up T
-    products, one per position, so ‖F − G‖ ≤ T·u′·R, where u′ bounds the error of an addition.
+    Proof for "by offset" and "by patches". Let X be a matrix with one row per pixel of the image.
+    Let P be a matrix with one row per position t: the patch at t. Norms are Frobenius norms.
+
+    1. The window has k offsets, and each offset covers a pixel at most once. So ‖P‖ ≤ √k·‖X‖. This
+       also holds for the spectral norms of P and X.
+    2. The gradient G = Σ_t patch_t ⊗ g_t has ‖G‖ ≤ R = ‖P‖‖g‖.
+    3. An entry of the formed gradient F adds up T products, one per position. So ‖F − G‖ ≤ T·u′·R,
+       where u′ bounds the error of an addition.
+    4. Weighting g by clip factors rounds each entry, which multiplies it by a factor from 1 − u to
+       1 + u. This changes the gradient by at most u·‖g‖ times the spectral norm of P.
     """
     params, moves = use.equation.params["dimension_numbers"], movements(use.equation)
     x, g = _space_first(image, params.lhs_spec), _space_first(cotangent, params.out_spec)
@@ -187,7 +193,7 @@ def _patches(use: Use, x: jax.Array, platform: Platform) -> jax.Array:
 
 
 def _abreast(platform: Platform, *operands: jax.Array) -> int:
-    """Return how many examples fit side by side into the matrix unit: a divisor of their number.
+    """Return how many examples fit side by side into the matrix unit: a divisor of n.
 
     On a mesh, return 1, because neighbouring examples may be on different devices.
     """
@@ -197,7 +203,7 @@ def _abreast(platform: Platform, *operands: jax.Array) -> int:
 
 
 def _examples_first(x: jax.Array) -> jax.Array:
-    """Store examples first in memory, so that XLA moves x once, and not for every offset."""
+    """Make examples the first axis in memory, so that XLA moves x once, not for every offset."""
     first = jnp.moveaxis(x, -2, 0)
     flat = compute_once(first.reshape(math.prod(x.shape[:-1]), x.shape[-1]))
     return jnp.moveaxis(flat.reshape(first.shape), 0, -2)

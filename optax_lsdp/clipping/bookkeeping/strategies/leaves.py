@@ -161,7 +161,7 @@ def scatter(ids: jax.Array, rows: jax.Array, inputs: int) -> jax.Array:
 def to_weight(use: Use, gradient: jax.Array) -> jax.Array:
     """Convert a gradient of shape (blocks, inputs, outputs) to the shape of the weight.
 
-    An axis for each scan that slices the weight comes first.
+    The result has a leading axis for each scan that slices the weight.
     """
     matrix, stack = use.matrix, [loop.length for loop in use.weight.sliced]
     order = (*matrix.blocks, *matrix.inputs, *matrix.outputs)
