@@ -91,7 +91,7 @@ def add_correlated_noise(
     There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
     or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
     returns NaN. To take more steps, start again with a new key and a new state. This counts as
-    a second mechanism. For the arguments of `update`, see `add_gaussian_noise`.
+    a second mechanism. For `mean_over` in `update`, see `add_gaussian_noise`.
 
     Args:
         stddev: the standard deviation of the noise before it is correlated: the noise multiplier
@@ -156,7 +156,6 @@ def add_correlated_noise(
         params: optax.Params | None = None,
         *,
         mean_over: float = 1.0,
-        is_read_once: bool = False,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
@@ -171,7 +170,7 @@ def add_correlated_noise(
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
-        total = total._replace(mean_over=mean_over, is_read_once=is_read_once)
+        total = total._replace(mean_over=mean_over)
         is_planned = state.step - state.start < correlation.steps
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)

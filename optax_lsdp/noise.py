@@ -73,8 +73,7 @@ def add_gaussian_noise(
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
     If you pass `mean_over=b` to `update`, the noisy sum is divided by b. This gives the same bits
-    as `optax.scale(1 / b)` behind the noise, and is faster on CPUs. If only one operation reads the
-    noisy sum, pass `is_read_once=True`: CPUs then draw the noise where it is read.
+    as `optax.scale(1 / b)` behind the noise, and is faster on CPUs.
     Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. So a
     resumed run draws the same noise as an uninterrupted run, on any mesh. The noise is drawn and
     added in float32 or float64. Its tails reach 9.1 standard deviations; those of
@@ -128,7 +127,6 @@ def add_gaussian_noise(
         params: optax.Params | None = None,
         *,
         mean_over: float = 1.0,
-        is_read_once: bool = False,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
@@ -136,7 +134,7 @@ def add_gaussian_noise(
             demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
-        total = total._replace(mean_over=mean_over, is_read_once=is_read_once)
+        total = total._replace(mean_over=mean_over)
         scale = stddev(state.step) if callable(stddev) else stddev
         draw = partial(draw_noise, state, total)
         noisy = add_drawn(total, draw, state, scale, state.step < _LAST_STEP)
@@ -156,7 +154,6 @@ class SumLeaves(NamedTuple):
     addresses: list[str]  # the path of each leaf
     axes: list[tuple[str, ...]]  # the mesh axes along which a leaf's shards draw different noise
     mean_over: float = 1.0  # by what the noisy sum is divided
-    is_read_once: bool = False  # whether a single operation reads the noisy sum
 
 
 def read_sum(
@@ -217,7 +214,7 @@ def add_drawn(
     Otherwise XLA would draw it again in every kernel that reads a noisy leaf, and smoothing has
     three of them. For the same reason, the division by `mean_over` is here. XLA merges nothing
     across the border of a `lax.cond`. The condition always holds, because steps are never negative.
-    Outside `jit`, nothing is merged. A sum that is read once is better merged with its reader.
+    Outside `jit`, nothing is merged.
     """
 
     def add() -> optax.Updates:
@@ -228,7 +225,7 @@ def add_drawn(
         nan = [leaf * (jnp.nan * words.astype(leaf.dtype)) for leaf in total.wide]
         return add_scaled(total, nan, scale, is_good)
 
-    if total.is_read_once or not (total.wide and isinstance(state.step, jax.core.Tracer)):
+    if not (total.wide and isinstance(state.step, jax.core.Tracer)):
         return add()
     add = jax.jit(add)  # so that the branches do not trace it again
     always = all_under_vmap(state.step >= 0)

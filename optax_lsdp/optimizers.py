@@ -162,8 +162,7 @@ def privatize(
         checks.check_whole("watch_steps", watch_steps)
         learner = watch(learner, steps=watch_steps, **noises)
     known = None if several_adapt or correlation is not None else noises["stddev"]
-    chain, smooths = optax.chain(*release), bool(stages)
-    return _with_known_noise(chain, learner, known, adapts=adapts, smooths=smooths)
+    return _with_known_noise(optax.chain(*release), learner, known, adapts=adapts)
 
 
 def dp_sgd(
@@ -338,7 +337,6 @@ def _with_known_noise(
     stddev: optax.ScalarOrSchedule | None,
     *,
     adapts: bool,
-    smooths: bool,
 ) -> optax.GradientTransformationExtraArgs:
     """Chain `release` and `learner`. If `stddev` of the noise is not None, pass it to `learner`."""
 
@@ -354,10 +352,7 @@ def _with_known_noise(
     def update(
         updates: optax.Updates, state: PyTree, params: PyTree = None, **extra_args: object
     ) -> tuple[optax.Updates, tuple[optax.OptState, optax.OptState]]:
-        # An optimizer without arrays in its state reads every noisy entry once.
-        once = not (smooths or any(map(jnp.ndim, jax.tree.leaves(state[1]))))
-        args = {"is_read_once": once, **extra_args}
-        updates, released = release.update(updates, state[0], params, **args)
+        updates, released = release.update(updates, state[0], params, **extra_args)
         if stddev is not None:
             now = stddev(steps_taken(state[0])) if callable(stddev) else stddev
             scale = last_factor(released) if adapts else 1.0

@@ -349,10 +349,8 @@ def test_the_mean_has_the_bits_of_a_scaled_noisy_sum(dtype, banded):
     scaled, state = optax.chain(tx, optax.scale(1 / 7)), tx.init(tree)
     for compiled in (lambda function: function, jax.jit):
         expected, _ = compiled(scaled.update)(tree, scaled.init(tree))
-        for is_read_once in (False, True):
-            mean = functools.partial(tx.update, mean_over=7.0, is_read_once=is_read_once)
-            found, _ = compiled(mean)(tree, state)
-            assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
+        mean, _ = compiled(functools.partial(tx.update, mean_over=7.0))(tree, state)
+        assert all(map(np.array_equal, *map(jax.tree.leaves, (mean, expected))))
 
 
 @pytest.mark.parametrize("size", [0, -1.0, np.inf, np.nan, "many", jnp.ones(3)])
@@ -360,24 +358,3 @@ def test_a_sum_is_divided_by_positive_numbers_only(size):
     tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
     with pytest.raises((TypeError, ValueError), match="`mean_over` must be a positive number"):
         tx.update(jnp.zeros(3), tx.init(None), mean_over=size)
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "settings", "is_read_once"),
-    [
-        (optax.sgd(optax.linear_schedule(0.1, 0.0, 9)), {}, True),
-        (optax.sgd(0.1, momentum=0.9), {}, False),
-        (optax.rmsprop(0.1), {}, False),
-        (optax.sgd(0.1), {"smoothing": 1.0}, False),
-        (optax.sgd(0.1), {"smoothing": "auto"}, False),
-        (optax.sgd(0.1), {"watch_steps": 3}, False),
-    ],
-)
-def test_noise_that_is_read_more_than_once_is_drawn_behind_a_condition(
-    optimizer, settings, is_read_once
-):
-    private = {"clip_norm": 1.0, "noise_multiplier": 1.0, "expected_batch_size": 4}
-    tx = lsdp.privatize(optimizer, key=jax.random.key(0), **private, **settings)
-    params, rows = jnp.zeros((30, 40)), jnp.ones((4, 30, 40))
-    program = str(jax.make_jaxpr(tx.update)(rows, tx.init(params), params))
-    assert ("platform_index" not in program) == is_read_once
