@@ -137,7 +137,7 @@ def read_json(text: str | bytes) -> Any:
     ValueError: the name 'steps' occurs twice
     """
     if not isinstance(text, str | bytes):
-        raise ValueError(f"it is not text but of type {type(text).__name__}")
+        raise ValueError(f"the value is not text but of type {type(text).__name__}")
     try:
         value = json.loads(text, object_pairs_hook=_object_of_unique_names)
     except RecursionError:

@@ -180,9 +180,10 @@ def mark(
 def unmark(
     updates: optax.Updates, groups: list[ClipGroup], coordinates: int
 ) -> tuple[optax.Updates, dict[str, jax.Array]]:
-    """Unwrap each leaf. Return the sum, and the slack of each group, if `coordinates` is not 0.
+    """Unwrap each leaf. Return the sum and the slack of each group.
 
-    Raise if a leaf has no mark, or if its mark does not match `groups` and `coordinates`.
+    If the number of slack `coordinates` is 0, there is no slack. Raise if a leaf has no mark, or if
+    its mark does not match `groups` and `coordinates`.
     """
     leaves, structure = jax.tree.flatten_with_path(updates, is_leaf=is_marked)
     counts = Counter(group.path for group in groups)
@@ -258,7 +259,7 @@ def has_noise(state: optax.OptState) -> bool:
 def is_before_noise(state: optax.OptState, is_one: Callable[[object], bool]) -> bool:
     """Return whether a transform precedes the noise in a chain.
 
-    `is_one` recognises the state of the transform.
+    `is_one(node)` is True for the transform's node of the state.
     """
     parts = jax.tree.leaves(state, is_leaf=lambda x: is_one(x) or _adds_noise(x))
     first = next((place for place, part in enumerate(parts) if is_one(part)), len(parts))

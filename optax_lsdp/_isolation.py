@@ -7,8 +7,8 @@ traces a loss, forward and backward, and refuses losses that contain any of the 
 Batch normalisation needs the statistics of a batch, so it cannot be trained on one example at a
 time. `batch_norms` finds it by name: JAX stores the call stack with each equation, and the stack
 names the classes and functions of layers. So `batch_norms` finds layers of Flax, Haiku, Equinox and
-Keras, and layers that users write, but imports none of these libraries. A layer with frozen
-statistics (`use_running_average=True`) computes no sum, so `batch_norms` does not report it.
+Keras, and layers that users write, but imports none of these libraries. It looks for equations that
+sum, because a layer with frozen statistics (`use_running_average=True`) sums nothing.
 """
 
 import os

@@ -197,7 +197,7 @@ class RandomBits:
         self.key = threefry((data[:1], data[1:]), (count[0], count[1]))
 
     def draw(self, stream: int, size: int) -> tuple[Array, Array]:
-        """Return `size` pairs of 32-bit words. Different streams are independent."""
+        """Return `size` pairs of 32-bit words. Draws with different `stream` are independent."""
         place = self.xp.arange(size, dtype=np.uint32)
         return threefry(self.key, (place, self.xp.full(size, stream, np.uint32)))
 

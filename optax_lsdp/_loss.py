@@ -373,7 +373,7 @@ def _likely_calls(
 
 
 def _parts(example: PyTree, kind: PyTree) -> PyTree:
-    """Return `example` unchanged. Raise unless it is of type `kind` and has several parts."""
+    """Return `example`. Raise unless it is of type `kind` and has two entries or more."""
     if not (isinstance(example, kind) and len(example) > 1):
         raise TypeError("the example has no such parts")
     return example

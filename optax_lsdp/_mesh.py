@@ -249,7 +249,7 @@ def largest_entry(shards: Sequence[Shard], tree: PyTree) -> jax.Array:
 
 
 def _may_be_split(leaf: jax.Array) -> bool:
-    """Return whether a leaf outside `shard_map` may be split over several devices."""
+    """Return whether a leaf outside `shard_map` is possibly split over several devices."""
     stated = jax.typeof(leaf).sharding
     if stated.mesh.explicit_axes:
         return any(stated.spec)

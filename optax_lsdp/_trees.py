@@ -183,8 +183,8 @@ def widen(x: jax.Array) -> jax.Array:
 def compute_once(tree: PyTree) -> PyTree:
     """Return the tree unchanged, and keep XLA from computing it twice.
 
-    Inside `shard_map`, call this for one leaf at a time: JAX assumes that every leaf of the result
-    varies over each mesh axis over which at least one leaf varies.
+    Inside `shard_map`, call this for one leaf at a time. If one leaf of the tree varies over a mesh
+    axis, JAX assumes that all leaves of the result do.
     """
     # Otherwise XLA could round a value to half precision for the sum, but not for the norm.
     return jax.lax.optimization_barrier(tree)

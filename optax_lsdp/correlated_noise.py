@@ -48,12 +48,12 @@ class AddCorrelatedNoiseState(NamedTuple):
         key: the key of all draws.
         step: the number of steps so far.
         start: the step at which this noise began: 0, or the step of the last `restart_noise`.
-        fingerprint: a hash of the correlation C for which this state was made, in two uint32 words.
-            An update with a different C raises an error, or returns NaN inside `jit`.
+        fingerprint: a hash of the `correlation` for which this state was made: two uint32 words.
+            An update with another correlation raises an error, or returns NaN inside `jit`.
         past: if C has b bands, then for each leaf the noises of the last b − 1 steps, divided by
             `stddev` and stacked along a first axis. Row t mod (b − 1) is the noise of step t. If no
             past noises are needed, `past` is ().
-        stddev: the `stddev` of the first step, or 0 before the first step. A later step with a
+        stddev: the `stddev` of step `start`, or 0 before that step. A later step with a
             different `stddev` raises an error, or returns NaN inside `jit`.
     """
 
@@ -216,7 +216,7 @@ def with_noise_key(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
     """Return an optimizer state whose noise begins again at its present step, with a new key.
 
-    Correlated noise is then a second mechanism, which is independent of all earlier noise.
+    Correlated noise after the restart is a second mechanism, independent of all earlier noise.
     """
 
     def restarted(node: PyTree) -> PyTree:
@@ -232,7 +232,7 @@ def restart_noise(state: optax.OptState, key: jax.Array) -> optax.OptState:
 def _change_first_noise(
     state: optax.OptState, change: Callable[[PyTree], PyTree]
 ) -> optax.OptState:
-    """Change the first noise state, which belongs to `privatize`. Leave all others as they are."""
+    """Apply `change` to the first noise state, which belongs to `privatize`, and to no other."""
     changes = iter([change])
 
     def change_one(node: PyTree) -> PyTree:

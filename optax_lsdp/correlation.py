@@ -110,7 +110,7 @@ class Correlation:
             raise checks.refusal("coefficients", demand, self.coefficients)
 
     def _round_inverse(self, found: np.ndarray) -> None:
-        """Round c₀ and all cₖ/c₀ to float32. Then raise c₀ until no column of C exceeds norm 1."""
+        """Round coefficients c of C⁻¹ to float32, and scale C until no column has norm above 1."""
         ratios = (found / found[0]).astype(np.float32).astype(float)
         first, norm = np.float32(found[0]), math.inf
         while norm > 1:

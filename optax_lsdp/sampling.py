@@ -153,10 +153,9 @@ class CyclicPoissonSampler:
             its part with probability q·cycle, which must be at most 1.
         cycle: the number of parts, at least the number of bands of the correlation.
         max_batch_size: the largest number of examples in a batch. A batch exceeds the default with
-            probability 1e-15 or less. The sampler first draws examples of all parts, and may
-            truncate this draw too. So the probability of a truncation is at most twice the
-            probability that a batch exceeds this size. Only a `PrivacyPlan` includes truncations in
-            the guarantee.
+            probability 1e-15 or less. Two draws can be truncated: a first draw from all parts, and
+            then the batch. So a truncation is at most twice as probable as a batch that exceeds
+            `max_batch_size`. Only a `PrivacyPlan` includes truncations in the guarantee.
         group_size: how many examples may be added to the dataset. The size of the first draw allows
             for them.
 

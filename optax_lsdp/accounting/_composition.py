@@ -28,8 +28,8 @@ _MOST_KINDS = 64  # if there are more different sampled phases, similar phases a
 class Mechanism:
     """Training steps, each of which may depend on the results of earlier steps.
 
-    `a + b` is the steps of a, followed by the steps of b on the same data. Every answer errs
-    towards a larger ε.
+    `a + b` is the steps of a, followed by the steps of b on the same data. Every method that
+    returns ε or δ errs towards a larger ε.
     """
 
     if TYPE_CHECKING:  # a real property would keep `Composition` from storing its field `phases`

@@ -170,9 +170,10 @@ def group_removal_pair(rate: float, shift: float, size: int, *, optimistic: bool
 def group_addition_pair(rate: float, shift: float, size: int, *, optimistic: bool = False) -> Pair:
     """Return `group_removal_pair` with P and Q exchanged, for adding k = `size` examples.
 
-    The weights of Q for j ≥ 1 are rounded down, and Q lacks batches with more members of the group
-    than `group_members` allows. Both changes raise the divergence of P from Q. An optimistic pair
-    gives the mass of these batches to N(0).
+    Q is a mixture over j, the number of members of the group in a batch. Its weights for j ≥ 1 are
+    rounded down, and it lacks batches with more members than `group_members` allows. Both changes
+    raise the divergence of P from Q. For a lower bound (`optimistic`), the component for j = 0
+    gets the probability of the batches that are left out.
     """
     return _swapped(_group_pair(rate, shift, size, 1 - 1e-9, optimistic))
 

@@ -207,14 +207,14 @@ class TiltedSum(NamedTuple):
     log_moment: np.ndarray  # log E[e^(tS)] of the tilted sum S, to bound its upper tail
 
     def upper_delta(self, epsilon: np.ndarray) -> np.ndarray:
-        """Return upper bounds on δ(ε) of the steps, for one ε per row."""
+        """Return upper bounds on δ(ε) of the steps. `epsilon` has one ε for each row of sums."""
         value, weight, wrapped, growth = self._sums(epsilon - self.slack)
         with np.errstate(over="ignore", invalid="ignore"):
             bound = np.exp(growth) * weight * (value + self.noise + wrapped) + self.infinite
         return np.where(weight < math.inf, np.clip(bound, 1e-300, 1.0), 1.0)
 
     def lower_delta(self, epsilon: np.ndarray) -> np.ndarray:
-        """Return lower bounds on δ(ε) for one ε per row, if all losses are on the lattice."""
+        """Return lower bounds on δ(ε), one for each row, if all losses are on the lattice."""
         value, weight, wrapped, growth = self._sums(epsilon)
         above = epsilon + self.size * self.settings.mesh
         beyond = np.exp(np.minimum(0.0, self.log_moment - self.settings.extra_tilt * above))

@@ -125,7 +125,7 @@ def _check_full_batches() -> str:
 
 
 def _too_small_for(plan: PrivacyPlan, mu: float) -> str:
-    """Return "" if a plan's ε is large enough for a sensitivity of `mu` standard deviations."""
+    """Return what is wrong if one step with sensitivity `mu`·stddev costs more than a plan's ε."""
     epsilon = plan.epsilon  # the mechanism has δ = Φ(μ/2 − ε/μ) − e^ε Φ(−μ/2 − ε/μ)
     log_second = epsilon + norm.logcdf(-mu / 2 - epsilon / mu)
     delta = norm.cdf(mu / 2 - epsilon / mu) - math.exp(log_second)
@@ -139,7 +139,7 @@ def _check_poisson_batches() -> str:
 
 
 def _too_small(plan: PrivacyPlan, rate: float, steps: int) -> str:
-    """Return "" if a plan's ε is large enough for `steps` Poisson batches of this rate."""
+    """Return what is wrong if `steps` Poisson batches cost more than a plan's ε; otherwise ""."""
     noise = plan.noise_multiplier
     edges = np.linspace(-12 * noise, 1 + 12 * noise, 20_001)
     middle = (edges[1:] + edges[:-1]) / 2
@@ -207,7 +207,7 @@ def _check_fixed_order(plan: PrivacyPlan) -> str:
 
 
 def _check_separation(plan: PrivacyPlan, key: jax.Array) -> str:
-    """Check that two uses of an example are as far apart as the accountant assumes."""
+    """Check that an example is used again only after as many steps as the accountant assumes."""
     correlation = cast(Correlation, plan.correlation)
     least = _SIZE // _BATCH if correlation.is_inverse else len(correlation.coefficients)
     sampler, last = plan.sampler(key), np.full(_SIZE, -least)

@@ -345,7 +345,7 @@ def _length(vector: np.ndarray) -> float:
 
 
 def _flatten(tree: PyTree, groups: Mapping[str, Group]) -> Vectors:
-    """Return the leaves of each group as one float64 vector."""
+    """Return one float64 vector for each clipping group: the entries of all its leaves."""
 
     def vector(part: PyTree) -> np.ndarray:
         return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(part)])

@@ -85,7 +85,7 @@ def audit_epsilon(
             `is_in`, a traced bool, as the mask of the canary, an example designed to leave a trace
             in the model. A good score is the inner product of the update with the canary's
             gradient. The audit calls `train` under `vmap` and `jit`. If `train` cannot be traced,
-            train yourself and call `audit_scores`.
+            run the trainings yourself and pass their scores to `audit_scores`.
         delta: δ.
         claimed: the ε to refute.
         trials: the number of trainings with the canary, which is also the number without it. One

@@ -111,7 +111,7 @@ def _small(params: optax.Params, example: Example) -> jax.Array:
 
 
 def _cancelling(params: optax.Params, example: Example) -> jax.Array:
-    """Add rows that are far longer than their sum, so that a Gram matrix loses digits."""
+    """Sum over rows that nearly cancel, so that a norm from a Gram matrix loses digits."""
     return jnp.sum(example["long"] @ params["kernel"] @ example["toward"])
 
 

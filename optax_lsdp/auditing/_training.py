@@ -107,7 +107,10 @@ def _params_after_one_step(data: "np.ndarray | UserData", key: jax.Array) -> np.
 
 
 def audit_resumed_runs(key: jax.Array) -> ClaimsReport:
-    """Check the noise of a run resumed once with the same data and twice with other data."""
+    """Check the noise of three resumed runs: one with the same data, and two with other data.
+
+    All three resume the same interrupted run. The first must repeat its noise; the others must not.
+    """
     data = np.linspace(-1, 1, 2 * _SIZE, dtype=np.float32)
     with tempfile.TemporaryDirectory() as parent, warnings.catch_warnings(action="ignore"):
         start = Path(parent) / "first"

@@ -326,8 +326,8 @@ def _moved(
 def norm_estimates(state: optax.OptState) -> NormEstimates:
     """Return the distribution of gradient norms that an optimizer with `slack` has estimated.
 
-    `state` is the state of an optimizer that `privatize` made with `slack` or an `AdaptiveClip`, or
-    of a chain that contains `estimate_norms`.
+    For each of the `radii`, `shares` has the share of examples whose gradients are at most as long.
+    `state` is that of a `privatize` with `slack` or an `AdaptiveClip`, or of `estimate_norms`.
 
     >>> import numpy as np
     >>> import optax_lsdp as lsdp

@@ -162,9 +162,9 @@ def _check_stacked(updates: optax.Updates, params: optax.Params | None) -> int:
         if got == shape:
             raise ValueError(
                 "`updates` must be per-example gradients or a marked sum, got a plain gradient "
-                f"of shape {got} at {name!r}; compute it with `clipped_grad`, do not use a wrapper "
-                "that removes the mark, such as optax.MultiSteps, and pass an ordinary optimizer "
-                "to a plan or `fit`, because both make the optimizer private."
+                f"of shape {got} at {name!r}; pass the result of `clipped_grad` directly, without "
+                "a wrapper such as optax.MultiSteps, or, if you passed a private optimizer to a "
+                "plan or `fit`, pass an ordinary optimizer there."
             )
         if got != size + shape:
             raise ValueError(

@@ -74,8 +74,8 @@ def quantized_grad(
     """Return `f(params, batch, mask=None)`, which sums clipped and quantized gradients.
 
     For gradients gᵢ, f returns s = Σᵢ round(R · gᵢ / max(‖gᵢ‖, C)), in quanta of size C/R. One
-    example more or less changes s by at most `quantized_sensitivity`, which f checks in integer
-    arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
+    example more or less changes s by at most `quantized_sensitivity`. f checks this bound in
+    integer arithmetic. f takes the time and memory of `clipped_grad` with `engine="vmap"`.
 
     Args:
         loss_fn: `loss_fn(params, example)`, a scalar for one example without batch axis.

@@ -104,9 +104,9 @@ def arrange_leaf(layout: Layout, path: str, array: jax.Array, shard: Shard) -> L
     unnamed = (shard.varying or frozenset()) - set(shard.named)
     if unnamed:
         raise ValueError(
-            "`updates` must not be split inside shard_map over mesh axes that `shard_specs` do not "
-            f"name, got a shard over {', '.join(sorted(unnamed))} at {path!r}; sum the leaf with "
-            "jax.lax.psum, or pass `shard_specs` that name these axes."
+            "`shard_specs` must name all mesh axes over which `updates` vary inside shard_map, got "
+            f"updates that also vary over {', '.join(sorted(unnamed))} at {path!r}; name these "
+            "axes if each device holds a part of the leaf, or add partial sums with jax.lax.psum."
         )
     shape = list(array.shape)
     for axis, entry in enumerate(spec):
@@ -152,7 +152,7 @@ def _check_tuple(name: str, value: object, least: float) -> None:
 
 
 def _inputs_order(path: str, rank: int) -> tuple[int, ...]:
-    """Return the order of the axes that makes a leaf (out, in, space): inputs become neighbours.
+    """Return the order of the axes in which a leaf is (out, in, space), so inputs are neighbours.
 
     Flax, Haiku and plain JAX store (space, in, out). Equinox and PyTorch store (out, in, space), in
     arrays named `weight` or `weight_…`.

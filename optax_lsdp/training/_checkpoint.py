@@ -285,8 +285,8 @@ def _hash_json(manifest: dict[str, Any]) -> str:
 def make_private_folder(path: Path) -> Path:
     """Make a folder that only this user can enter. Return its path without symbolic links.
 
-    If other users have permissions on an existing folder, remove them and warn. But raise if the
-    folder also holds files that are not part of a run, because other users may need these files.
+    If other users have permissions on an existing folder, take these permissions away and warn. But
+    raise if the folder also holds files that no run has written: other users may need these files.
     Raise if the folder belongs to another user. Warn if the file system stores no permissions, or
     if everybody can write to the parent folder, and so could replace the folder.
     """

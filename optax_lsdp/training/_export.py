@@ -34,8 +34,8 @@ def export_params(path: Path | str, params: optax.Params) -> None:
     The privacy guarantee covers the parameters that a run returns, and their average. Arrays in
     half precision are written as float32, which NumPy can read. Private objects are refused:
     clipped sums, per-example losses and norms, reports to callbacks, and keys. But an array that
-    you take out of a private object is not recognised. Names that look like paths to other folders
-    are refused too.
+    you take out of a private object is not recognised. Keys of the tree that look like paths
+    to other folders, such as "../x", are refused too.
 
     Args:
         path: the file. If its name does not end in ".npz", this suffix is appended.

@@ -48,7 +48,7 @@ class Compiler:
         self._arrays = () if examples is None else examples.arrays
 
     def compile(self, function: jax.stages.Wrapped, *arguments: PyTree) -> jax.stages.Compiled:
-        """Compile and hash a jitted function. Raise if it closes over an array of all examples."""
+        """Compile and hash a jitted function. Raise if it closes over an array of the data."""
         traced = function.trace(*arguments)
         for constant in constants(traced.jaxpr):  # JAX may omit constants from the program's text
             constant = jnp.asarray(constant)

@@ -71,8 +71,9 @@ def make_step(
     """Return `add_microbatch(state, sums, microbatch)` and `take_step(state, sums, microbatch)`.
 
     `sums` is None for the first microbatch. `add_microbatch` returns the new sums, and a copy of
-    their sum of losses. `take_step` returns the new state, and the sum of the batch's losses,
-    divided by the expected batch size. Losses have no noise, so they are not for release.
+    the sum of losses in them. `take_step` adds the last microbatch. It returns the new state, and
+    the sum of the batch's losses, divided by the expected batch size. Losses have no noise, so they
+    are not for release.
     """
     keyed, scheduled = takes_key(loss_fn), isinstance(plan.clip_norm, Piecewise)
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(plan.clip_norm))

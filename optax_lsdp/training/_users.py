@@ -94,7 +94,7 @@ class UserData:
         return len(self._counts)
 
     def batch(self, batch: Batch, step: int, *, key: jax.Array) -> UserBatch:
-        """Return some examples of each user of a batch.
+        """Return up to `width` random examples of each user of a batch, stacked user by user.
 
         Args:
             batch: the indices of the users and their mask, from the plan's sampler. A batch with

@@ -134,7 +134,8 @@ def _remedy_for(array: np.ndarray) -> str:
 def check_values(name: str, rows: np.ndarray, indices: np.ndarray) -> None:
     """Raise if a number is not finite, or out of range for the dtype to which JAX converts it.
 
-    `rows` are some examples of one leaf, and `indices` are their indices. `name` says which leaf;
+    `rows` are the entries of one leaf for some examples, and `indices` are the indices of these
+    examples. `name` says which leaf;
     see `describe_path`.
     """
     held = jax.dtypes.canonicalize_dtype(rows.dtype)

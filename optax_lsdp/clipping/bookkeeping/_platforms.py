@@ -66,9 +66,9 @@ class Platform(NamedTuple):
         """Round an operand to numbers that the matrix unit multiplies exactly.
 
         This function uses `reduce_precision`, because XLA may remove a cast to fewer bits and the
-        cast back. Integers are indices, and stay as they are. If x is an operand that was
-        multiplied by clip factors, pass both operands of its product as `operands`: x is then
-        rounded to the precision of the product.
+        cast back. Integers are indices, and stay as they are. Multiplying by clip factors can
+        change the dtype of an operand. In this case, pass the two original inputs of the matrix
+        product as `operands`: then `x` is rounded to the precision of this product.
         """
         bits = self.bits(*(operands or (x,)))
         if not jnp.issubdtype(x.dtype, jnp.floating) or bits >= 23 or x.dtype == jnp.float64:

@@ -128,7 +128,7 @@ def parameter(index: int, shape: Sequence[int]) -> Weight:
 
 
 def derived(equation: Equation, inputs: Sequence[Weight]) -> list[Weight]:
-    """Return the outputs of an equation whose inputs are all weights, as weights."""
+    """Return the outputs of an equation as weights. All its inputs are weights."""
     loops, entries = _loops(inputs), None
     if len(inputs) == 1 and inputs[0].entries is not None:
         entries = _entries_after(equation, inputs[0].entries, len(loops))
@@ -197,10 +197,10 @@ class Use(NamedTuple):
         matrix: how to convert the weight to a matrix.
         loops: the scans around the equation, the outermost first.
         weight: the weight.
-        operand: the path of the first use that has the same data operand as this use.
+        operand: identifies the data operand: the path of the first use that has it.
         is_mixed: whether automatic differentiation handles other uses of the same leaves.
-        is_transposed: whether inputs and outputs are swapped, compared with the first use of the
-            same entries.
+        is_transposed: whether this use multiplies by the transpose of the matrix by which the first
+            use of the same entries multiplies.
     """
 
     path: Path
@@ -286,7 +286,7 @@ def _walk_equation(
 ) -> list[Weight | None]:
     """Record the uses in an equation. Return each output as a weight; None if it depends on data.
 
-    If all operands are weights, so are the outputs, with three exceptions: an equation with
+    If all inputs are weights, so are the outputs, with three exceptions: an equation with
     effects, a `custom_vjp`, and a lookup of rows at constant indices, such as positions in a text.
     The backward pass of a `custom_vjp` need not be linear in its cotangent. So automatic
     differentiation has to add up the cotangents from all uses of the output before it runs this

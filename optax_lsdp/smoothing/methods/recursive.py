@@ -373,5 +373,5 @@ def _weigh(weights: jax.Array, blocks: jax.Array) -> jax.Array:
 
 
 def _product(one: jax.Array, other: jax.Array) -> jax.Array:
-    """Return the matrix product. By default, TPUs would keep only 8 bits of each factor."""
+    """Return the product in float32. By default, TPUs would keep only 8 bits of each factor."""
     return jnp.matmul(one, other, precision=jax.lax.Precision.HIGHEST)
