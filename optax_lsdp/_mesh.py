@@ -213,7 +213,7 @@ def sum_trees(
     parts: list[tuple[Shard, tuple[jax.Array, ...]]] = []
     small: dict[object, list[tuple[jax.Array, ...]]] = {}
     for shard, *leaves in zip(shards, *map(jax.tree.leaves, trees), strict=True):
-        if leaves[0].size > _SMALL or shard.is_split or manual_axes():
+        if leaves[0].size > _SMALL or any(map(_may_be_split, leaves)) or manual_axes():
             parts.append((shard, tuple(leaves)))
         else:
             group = small.setdefault(tuple(leaf.dtype for leaf in leaves), [])

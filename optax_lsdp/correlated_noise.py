@@ -33,6 +33,7 @@ from optax_lsdp.noise import (
     add_scaled,
     check_stddev,
     draw_noise,
+    read_batch_size,
     read_sum,
 )
 
@@ -74,7 +75,12 @@ class AddCorrelatedNoiseState(NamedTuple):
 
 
 def add_correlated_noise(
-    stddev: float, correlation: Correlation, *, key: jax.Array, shard_specs: PyTree = None
+    stddev: float,
+    correlation: Correlation,
+    *,
+    key: jax.Array,
+    shard_specs: PyTree = None,
+    expected_batch_size: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Add Gaussian noise that is correlated between steps: row t of S + stddev·C⁻¹Z.
 
@@ -91,7 +97,7 @@ def add_correlated_noise(
     There is no noise for steps beyond `correlation.steps`, for a state of a different correlation,
     or for a `stddev` that changes. In these cases, `update` raises an error or, inside `jit`,
     returns NaN. To take more steps, start again with a new key and a new state. This counts as
-    a second mechanism. For `mean_over` in `update`, see `add_gaussian_noise`.
+    a second mechanism.
 
     Args:
         stddev: the standard deviation of the noise before it is correlated: the noise multiplier
@@ -101,6 +107,7 @@ def add_correlated_noise(
         key: one typed key; see `add_gaussian_noise`.
         shard_specs: how `shard_map` splits the updates; see `add_gaussian_noise`. It splits `past`
             in the same way, along all axes but the first.
+        expected_batch_size: by what the noisy sum is divided; see `add_gaussian_noise`.
 
     Raises:
         TypeError: if `correlation` is not a Correlation; for other arguments, see
@@ -130,6 +137,7 @@ def add_correlated_noise(
         raise TypeError(f"`correlation` must be a Correlation, got {correlation!r}; {remedy}.")
     check_key("key", key)
     check_shard_specs(shard_specs)
+    size = read_batch_size(expected_batch_size)
     coefficients = np.array(correlation.coefficients)
     rows = 0 if correlation.is_inverse else len(coefficients) - 1
     # If C has one band, C⁻¹ is 1/c₀, rounded up.
@@ -154,8 +162,6 @@ def add_correlated_noise(
         updates: optax.Updates,
         state: AddCorrelatedNoiseState,
         params: optax.Params | None = None,
-        *,
-        mean_over: float = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddCorrelatedNoiseState]:
         del extra_args
@@ -170,7 +176,7 @@ def add_correlated_noise(
         _check_state(state, fingerprint, correlation.steps)
         independent = AddGaussianNoiseState(state.key, state.step)
         total = read_sum("add_correlated_noise", updates, params, independent, shard_specs)
-        total = total._replace(mean_over=mean_over)
+        total = total._replace(divisor=size)
         is_planned = state.step - state.start < correlation.steps
         is_good = is_planned & (state.fingerprint == fingerprint).all()
         now = jnp.asarray(stddev, jnp.float32)

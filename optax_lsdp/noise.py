@@ -8,7 +8,6 @@ its key. Noise that is correlated between steps is in `correlated_noise`. Exact 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,7 +19,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from optax_lsdp._checks import check_positive, frozen_number, refusal
+from optax_lsdp._checks import check_positive, frozen_number, is_number, refusal
 from optax_lsdp._clipped import WithSlack, unmarked_leaves
 from optax_lsdp._keys import (
     check_key,
@@ -67,13 +66,15 @@ class AddGaussianNoiseState(NamedTuple):
 
 
 def add_gaussian_noise(
-    stddev: optax.ScalarOrSchedule, *, key: jax.Array, shard_specs: PyTree = None
+    stddev: optax.ScalarOrSchedule,
+    *,
+    key: jax.Array,
+    shard_specs: PyTree = None,
+    expected_batch_size: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
     Put this transform right after `clip_per_example`: nothing may change the sum between the two.
-    If you pass `mean_over=b` to `update`, the noisy sum is divided by b. This gives the same bits
-    as `optax.scale(1 / b)` behind the noise, and is faster on CPUs.
     Up to rounding, the noise of a leaf depends only on the key, the step and the leaf's path. So a
     resumed run draws the same noise as an uninterrupted run, on any mesh. The noise is drawn and
     added in float32 or float64. Its tails reach 9.1 standard deviations; those of
@@ -96,6 +97,9 @@ def add_gaussian_noise(
             its spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
             axes a leaf varies over (check_vma=True), axes over which the leaf does not vary are
             ignored, so one spec also serves scalars and biases.
+        expected_batch_size: b, a public number by which the noisy sum is divided. The result has
+            the same bits as with `optax.scale(1 / b)` behind the noise, and CPUs compute it faster.
+            A sum with slack cannot be divided here; use `optax.scale` behind `estimate_norms`.
 
     Raises:
         TypeError: if `key` is not one typed key, or `shard_specs` does not consist of
@@ -115,6 +119,7 @@ def add_gaussian_noise(
         check_stddev(stddev)
     check_key("key", key)
     check_shard_specs(shard_specs)
+    size = read_batch_size(expected_batch_size)
 
     def init(params: optax.Params) -> AddGaussianNoiseState:
         del params
@@ -125,16 +130,17 @@ def add_gaussian_noise(
         updates: optax.Updates,
         state: AddGaussianNoiseState,
         params: optax.Params | None = None,
-        *,
-        mean_over: float = 1.0,
         **extra_args: object,
     ) -> tuple[optax.Updates, AddGaussianNoiseState]:
         del extra_args
         if not isinstance(state, AddGaussianNoiseState):
             demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
+        if isinstance(updates, WithSlack) and size != 1:
+            demand = "left out for a sum with slack, whose counts it would divide too"
+            raise refusal("expected_batch_size", demand, size, "divide after `estimate_norms`")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)
-        total = total._replace(mean_over=mean_over)
+        total = total._replace(divisor=size)
         scale = stddev(state.step) if callable(stddev) else stddev
         draw = partial(draw_noise, state, total)
         noisy = add_drawn(total, draw, state, scale, state.step < _LAST_STEP)
@@ -153,7 +159,7 @@ class SumLeaves(NamedTuple):
     wide: list[jax.Array]  # the leaves in float32 or float64
     addresses: list[str]  # the path of each leaf
     axes: list[tuple[str, ...]]  # the mesh axes along which a leaf's shards draw different noise
-    mean_over: float = 1.0  # by what the noisy sum is divided
+    divisor: float = 1.0  # by which the noisy sum is divided
 
 
 def read_sum(
@@ -182,13 +188,11 @@ def read_sum(
 def add_scaled(
     total: SumLeaves, noises: Sequence[jax.Array], scale: ArrayLike, is_good: jax.Array
 ) -> optax.Updates:
-    """Return (total + scale·noise)/`mean_over`.
+    """Return (total + scale·noise)/divisor.
 
     Return NaN if `is_good` is False or the scale is not positive.
     """
     check_stddev(scale)
-    if not (isinstance(total.mean_over, int | float) and 0 < total.mean_over < math.inf):
-        raise refusal("mean_over", "a positive number", total.mean_over)
 
     def add_one(leaf: jax.Array, noise: jax.Array) -> jax.Array:
         stddev = jnp.asarray(scale, noise.dtype)
@@ -196,7 +200,7 @@ def add_scaled(
         return leaf + jnp.where(is_positive & is_good, stddev * noise, jnp.nan)
 
     noisy = [
-        add_one(leaf, noise).astype(narrow.dtype) * (1 / total.mean_over)
+        add_one(leaf, noise).astype(narrow.dtype) * (1 / total.divisor)
         for leaf, noise, narrow in zip(total.wide, noises, total.narrow, strict=True)
     ]
     return jax.tree.unflatten(total.structure, noisy)
@@ -212,7 +216,7 @@ def add_drawn(
     """Return `add_scaled` of the noise that `draw` returns. XLA for CPUs draws it only once.
 
     Otherwise XLA would draw it again in every kernel that reads a noisy leaf, and smoothing has
-    three of them. For the same reason, the division by `mean_over` is here. XLA merges nothing
+    three of them. For the same reason, the division by the batch size is here. XLA merges nothing
     across the border of a `lax.cond`. The condition always holds, because steps are never negative.
     Outside `jit`, nothing is merged.
     """
@@ -269,6 +273,18 @@ def draw_noise(state: AddGaussianNoiseState, total: SumLeaves) -> list[jax.Array
             cut = jax.lax.slice(rows, (row, 0), (row + 1, leaves[index].size))
             noises[index] = cut.reshape(leaves[index].shape)
     return [noises[index] for index in range(len(leaves))]
+
+
+def read_batch_size(expected_batch_size: float) -> float:
+    """Return the expected batch size. Raise unless it is a plain positive number."""
+    if not is_number(expected_batch_size):
+        raise TypeError(
+            f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
+            "public constant, never the number of examples in a batch, and with "
+            "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
+        )
+    check_positive("expected_batch_size", expected_batch_size)
+    return float(expected_batch_size)
 
 
 def check_stddev(stddev: ArrayLike) -> None:

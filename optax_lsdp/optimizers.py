@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from optax_lsdp.correlated_noise import (
 )
 from optax_lsdp.correlation import Correlation
 from optax_lsdp.filters import Smoothing, denoised, read_stages, scale_by_debiased_adam
-from optax_lsdp.noise import add_gaussian_noise
+from optax_lsdp.noise import add_gaussian_noise, read_batch_size
 from optax_lsdp.smoothing import auto_smooth
 from optax_lsdp.watching import find_watch_state, watch
 
@@ -110,31 +109,23 @@ def privatize(
             f"`optimizer` must be an Optax optimizer, such as optax.sgd(0.1), got {optimizer!r}."
         )
     checks.check_positive("noise_multiplier", noise_multiplier, remedy, schedule=True)
-    if not checks.is_number(expected_batch_size):
-        raise TypeError(
-            f"`expected_batch_size` must be a plain number, got {expected_batch_size!r}; pass a "
-            "public constant, never the number of examples in a batch, and with "
-            "optax.inject_hyperparams add 'expected_batch_size' to its static_args."
-        )
-    checks.check_positive("expected_batch_size", expected_batch_size)
     noise_multiplier = checks.frozen_number(noise_multiplier)
-    expected_batch_size = float(expected_batch_size)
+    expected_batch_size = read_batch_size(expected_batch_size)
     stddev = _product(noise_multiplier, sensitivity(clip_norm))
     adapts = any(isinstance(norm, AdaptiveClip) for norm in jax.tree.leaves(clip_norm))
     clip = clip_per_example(clip_norm, slack=slack, replicated_axes=replicated_axes)
-    has_slack = adapts or slack is not None
-    # All shards have the same slack, so they must draw the same noise for it.
-    splits = has_slack and shard_specs is not None
-    specs = WithSlack(shard_specs, jax.P(), adapts=adapts) if splits else shard_specs
-    noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
-    if correlation is not None:
+    mean: Any = {"shard_specs": shard_specs, "expected_batch_size": expected_batch_size, "key": key}
+    if correlation is None:
+        release = [clip, add_gaussian_noise(stddev, **mean)]
+    else:
         constant = {"noise_multiplier": noise_multiplier, "clip_norm": clip_norm}
         auto = smoothing if read_stages(smoothing, shard_specs)[0] else None
         _check_constant(constant, dict(slack=slack, watch_steps=watch_steps, smoothing=auto))
-        noise = add_correlated_noise(stddev, correlation, key=key, shard_specs=shard_specs)
-    mean = partial(noise.update, mean_over=expected_batch_size)
-    release = [clip, noise._replace(update=mean)]
-    if has_slack:
+        release = [clip, add_correlated_noise(stddev, correlation, **mean)]
+    if adapts or slack is not None:
+        # All shards have the same slack, so they must draw the same noise for it.
+        specs = None if shard_specs is None else WithSlack(shard_specs, jax.P(), adapts=adapts)
+        noise = add_gaussian_noise(stddev, key=key, shard_specs=specs)
         options = {"stddev": stddev, "expected_batch_size": expected_batch_size}
         estimate = estimate_norms(clip_norm, slack=slack, **options)
         release = [clip, noise, estimate, optax.scale(1 / expected_batch_size)]

@@ -228,7 +228,7 @@ def watch(
     ) -> tuple[optax.Updates, WatchState]:
         releases = jax.tree.map(compute_once, updates)
         settings = [x(state.step) if callable(x) else x for x in (stddev, sampling_stddev)]
-        s, v = jnp.asarray(settings, float) * jnp.asarray(extra_args.get("release_scale", 1.0))
+        s, v = jnp.asarray(settings, float) * jnp.asarray(extra_args.get("release_scale", 1), float)
         check_shapes(updates, state.move, "put `watch` after `add_gaussian_noise`")
         shards = mesh.read_shards(shard_specs, jax.tree.leaves(releases))
         length, last_end, *others = state.numbers
@@ -386,9 +386,9 @@ def _signal_to_noise(
 ) -> jax.Array:
     """Return (‖y‖² − s²d)/(s²d) for each leaf y of size d and noise of standard deviation s."""
     energies = mesh.sum_leaves(shards, lambda y: (jnp.square(widen(y)),), releases)
-    leaves = zip(jax.tree.leaves(releases), shards, energies, strict=True)
-    each = [x / (stddev**2 * y.size * mesh.axis_size(z.split_axes)) - 1 for y, z, x in leaves]
-    return jnp.concatenate([jnp.zeros(0), *each])
+    leaves = zip(jax.tree.leaves(releases), shards, strict=True)
+    sizes = [float(y.size * mesh.axis_size(x.split_axes)) for y, x in leaves]
+    return jnp.concatenate([jnp.zeros(0), *energies]) / (stddev**2 * jnp.array(sizes)) - 1
 
 
 def _products(*leaves: jax.Array) -> tuple[jax.Array, ...]:

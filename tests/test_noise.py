@@ -343,18 +343,38 @@ def test_the_state_of_another_noise_is_refused():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_mean_has_the_bits_of_a_scaled_noisy_sum(dtype, banded):
     tree = {"a": jnp.full((30, 70), 3, dtype), "b": jnp.ones(5, dtype)}
-    tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
+    make = functools.partial(lsdp.add_gaussian_noise, 2.0, key=jax.random.key(3))
     if banded:
-        tx = lsdp.add_correlated_noise(2.0, optimize_banded(9, 2), key=jax.random.key(3))
-    scaled, state = optax.chain(tx, optax.scale(1 / 7)), tx.init(tree)
+        correlation = optimize_banded(9, 2)
+        make = functools.partial(lsdp.add_correlated_noise, 2.0, correlation, key=jax.random.key(3))
+    scaled, mean = optax.chain(make(), optax.scale(1 / 7)), make(expected_batch_size=7)
     for compiled in (lambda function: function, jax.jit):
         expected, _ = compiled(scaled.update)(tree, scaled.init(tree))
-        mean, _ = compiled(functools.partial(tx.update, mean_over=7.0))(tree, state)
-        assert all(map(np.array_equal, *map(jax.tree.leaves, (mean, expected))))
+        found, _ = compiled(mean.update)(tree, mean.init(tree))
+        assert all(map(np.array_equal, *map(jax.tree.leaves, (found, expected))))
 
 
-@pytest.mark.parametrize("size", [0, -1.0, np.inf, np.nan, "many", jnp.ones(3)])
-def test_a_sum_is_divided_by_positive_numbers_only(size):
-    tx = lsdp.add_gaussian_noise(2.0, key=jax.random.key(3))
-    with pytest.raises((TypeError, ValueError), match="`mean_over` must be a positive number"):
-        tx.update(jnp.zeros(3), tx.init(None), mean_over=size)
+@pytest.mark.parametrize("size", [0, -1.0, np.inf, np.nan, "many", True, jnp.ones(3), np.ones(2)])
+def test_a_sum_is_divided_by_plain_positive_numbers_only(size):
+    with pytest.raises((TypeError, ValueError), match="`expected_batch_size` must be"):
+        lsdp.add_gaussian_noise(2.0, key=jax.random.key(3), expected_batch_size=size)
+
+
+def test_a_sum_with_slack_is_not_divided_before_its_counts_are_read():
+    tx = optax.chain(
+        lsdp.clip_per_example(1.0, slack=8),
+        lsdp.add_gaussian_noise(1.0, key=jax.random.key(3), expected_batch_size=4),
+    )
+    params, rows = jnp.zeros(3), jnp.ones((4, 3))
+    with pytest.raises(ValueError, match=r"`expected_batch_size` must be left out .* slack"):
+        tx.update(rows, tx.init(params), params)
+
+
+@pytest.mark.parametrize("slack", [None, 4])
+def test_only_the_expected_batch_size_divides_a_private_sum(slack):
+    private = {"clip_norm": 1.0, "noise_multiplier": 1e-3, "expected_batch_size": 4}
+    tx = lsdp.privatize(optax.sgd(1.0), key=jax.random.key(0), slack=slack, **private)
+    params, rows = jnp.zeros(3), jnp.ones((4, 3))
+    expected, _ = tx.update(rows, tx.init(params), params)
+    found, _ = tx.update(rows, tx.init(params), params, mean_over=2.0, expected_batch_size=2.0)
+    np.testing.assert_array_equal(found, expected)

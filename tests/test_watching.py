@@ -164,6 +164,40 @@ def test_releases_that_an_adaptive_clip_norm_makes_zero_count_nowhere(optimizer)
     assert (curve.stderr[silent + 1 :] > 0).all()
 
 
+def test_leaves_beyond_int32_are_watched():
+    tx = lsdp.watch(optax.sgd(0.1), steps=4, stddev=1.0)
+    huge = jax.ShapeDtypeStruct((2**16, 2**15), jnp.float32)
+    found = jax.eval_shape(lambda y: tx.update(y, tx.init(y), y)[1].ratio, huge)
+    assert found.shape == (1,)
+
+
+@pytest.mark.parametrize("scale", [jnp.bfloat16(0.5), jnp.int32(1), 1])
+def test_the_scale_of_a_release_may_have_any_dtype(scale):
+    tx, params = lsdp.watch(optax.sgd(0.1), steps=4, stddev=1.0), jnp.ones(3)
+    _, state = tx.update(params, tx.init(params), params, release_scale=scale)
+    expected = 1 / float(scale) ** 2 - 1  # ‖y‖² = d, and s is the scale
+    assert float(state.ratio[0]) == pytest.approx(expected)
+
+
+def test_parameters_may_be_split_where_releases_are_not():
+    mesh = jax.make_mesh((4, 2), ("x", "y"))  # explicit axes
+    shapes, specs = {"a": (8, 16), "b": (8,), "c": ()}, {"a": ("x", "y"), "b": ("x",), "c": ()}
+    curves = []
+    for names in (specs, dict.fromkeys(specs, ())):
+        with jax.set_mesh(mesh):
+            params = {
+                k: jax.device_put(jnp.ones(shapes[k]), jax.NamedSharding(mesh, jax.P(*names[k])))
+                for k in shapes
+            }
+            release = {k: jnp.full(shapes[k], 0.5) for k in shapes}
+            tx = lsdp.watch(optax.add_decayed_weights(0.1), steps=4, stddev=1.0)
+            state = tx.init(params)
+            for _ in range(3):
+                _, state = jax.jit(tx.update)(release, state, params)
+            curves.append(np.asarray(state.curve))
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-5)  # another order of addition
+
+
 def test_silent_releases_do_not_count_in_the_signal_to_noise_ratio():
     tx = lsdp.watch(optax.sgd(0.1), steps=20, stddev=0.5)
     params, update = jnp.zeros(30), jax.jit(tx.update)

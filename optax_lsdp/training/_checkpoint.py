@@ -46,7 +46,7 @@ from optax_lsdp.training._multihost import any_process
 from optax_lsdp.training._step import State, describe
 from optax_lsdp.training._validation import warn_caller
 
-FORMAT = 1  # the version of the manifest and of the files that it lists
+FORMAT = 2  # the version of the manifest and of the files that it lists
 _KEPT = 2  # checkpoints: if the newer one is damaged, the older one is used
 _MANIFEST = re.compile(r"\d{4}-\d{9}\.json")
 _OTHERS = 0o077  # the permissions of all users except the owner
