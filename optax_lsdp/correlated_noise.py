@@ -80,7 +80,7 @@ def add_correlated_noise(
     *,
     key: jax.Array,
     shard_specs: PyTree = None,
-    expected_batch_size: float = 1.0,
+    expected_batch_size: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Add Gaussian noise that is correlated between steps: row t of S + stddev·C⁻¹Z.
 
@@ -137,7 +137,7 @@ def add_correlated_noise(
         raise TypeError(f"`correlation` must be a Correlation, got {correlation!r}; {remedy}.")
     check_key("key", key)
     check_shard_specs(shard_specs)
-    size = read_batch_size(expected_batch_size)
+    size = 1.0 if expected_batch_size is None else read_batch_size(expected_batch_size)
     coefficients = np.array(correlation.coefficients)
     rows = 0 if correlation.is_inverse else len(coefficients) - 1
     # If C has one band, C⁻¹ is 1/c₀, rounded up.

@@ -70,7 +70,7 @@ def add_gaussian_noise(
     *,
     key: jax.Array,
     shard_specs: PyTree = None,
-    expected_batch_size: float = 1.0,
+    expected_batch_size: float | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Add independent Gaussian noise to every entry: ŝ = s + N(0, stddev² I).
 
@@ -97,7 +97,7 @@ def add_gaussian_noise(
             its spec names. Over all other mesh axes, sum the updates first. If JAX tracks which
             axes a leaf varies over (check_vma=True), axes over which the leaf does not vary are
             ignored, so one spec also serves scalars and biases.
-        expected_batch_size: b, a public number by which the noisy sum is divided. The result has
+        expected_batch_size: b, a public number by which the noisy sum is divided, or None. It has
             the same bits as with `optax.scale(1 / b)` behind the noise, and CPUs compute it faster.
             A sum with slack cannot be divided here; use `optax.scale` behind `estimate_norms`.
 
@@ -119,7 +119,7 @@ def add_gaussian_noise(
         check_stddev(stddev)
     check_key("key", key)
     check_shard_specs(shard_specs)
-    size = read_batch_size(expected_batch_size)
+    size = 1.0 if expected_batch_size is None else read_batch_size(expected_batch_size)
 
     def init(params: optax.Params) -> AddGaussianNoiseState:
         del params
@@ -136,7 +136,7 @@ def add_gaussian_noise(
         if not isinstance(state, AddGaussianNoiseState):
             demand = "the state of `add_gaussian_noise`"
             raise TypeError(f"`state` must be {demand}, got {type(state).__name__}.")
-        if isinstance(updates, WithSlack) and size != 1:
+        if isinstance(updates, WithSlack) and expected_batch_size is not None:
             demand = "left out for a sum with slack, whose counts it would divide too"
             raise refusal("expected_batch_size", demand, size, "divide after `estimate_norms`")
         total = read_sum("add_gaussian_noise", updates, params, state, shard_specs)

@@ -294,7 +294,7 @@ def chosen_smoothing(state: PyTree) -> PyTree:
     if is_before_noise(state, _is_auto):
         raise ValueError("`state` must have `auto_smooth` after the noise, got the reverse order.")
     if isinstance(found.step, jax.core.Tracer):
-        raise ValueError("`state` must have values, got one in `jit`; call this outside `jit`.")
+        raise ValueError("`state` must have values, got one inside `jit`; call this outside.")
     if found.step.ndim:
         got = f"{found.step.size} runs; pass jax.tree.map(lambda x: x[0], state) for the first"
         raise ValueError(f"`state` must belong to one run, got {got}.")

@@ -261,5 +261,5 @@ def test_a_shard_over_an_axis_that_no_spec_names_is_refused():
         in_specs=P("a", "b"),
         out_specs=P("a", "b"),
     )
-    with pytest.raises(ValueError, match=r"`updates` must not be split .* shard over b at ''"):
+    with pytest.raises(ValueError, match=r"`shard_specs` must name .* over b at ''"):
         jax.jit(run)(jnp.ones((8, 8)))

@@ -89,9 +89,8 @@ def test_a_changed_manifest_is_skipped(field, tmp_path):
 def test_a_checkpoint_of_another_format_is_refused(version, tmp_path):
     copy_crashed(tmp_path, step=25)
     change_manifest(tmp_path, format=version)
-    message = (
-        r"^`folder` must hold checkpoints of format 1, got (no )?format.* in '.*'; resume [^\n]+\.$"
-    )
+    demand = f"^`folder` must hold checkpoints of format {_checkpoint.FORMAT}, "
+    message = demand + r"got (no )?format.* in '.*'; resume [^\n]+\.$"
     with pytest.raises(ValueError, match=message):
         fit(folder=tmp_path)
 
